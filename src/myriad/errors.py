@@ -1,0 +1,28 @@
+"""The exception tree.
+
+Two things can be wrong, and the exit code says which: the user's input (exit 2, nothing was started or changed) or the
+run itself (exit 1). Everything else is a bug and keeps its traceback.
+"""
+
+__all__ = ["BadInputError", "MyriadError", "RunFailedError"]
+
+
+class MyriadError(Exception):
+    """Base of every error that is told to a person in one line."""
+
+    exit_code = 1
+
+
+class BadInputError(MyriadError):
+    """A value the user gave cannot be used: says the key, the value and what is allowed."""
+
+    exit_code = 2
+
+    def __init__(self, key: str, value: object, allowed: str) -> None:
+        """``key`` as the user would type it (``layout.tp``), ``allowed`` as the end of "allowed: ..."."""
+        super().__init__(f"{key} = {value!r}: {allowed}")
+        self.key, self.value, self.allowed = key, value, allowed
+
+
+class RunFailedError(MyriadError):
+    """A run ended without finishing: what happened, where, and what to look at."""

@@ -1,0 +1,1 @@
+"""The transformer, as one device sees it. Describing one (``myriad.model.config``) needs no torch."""

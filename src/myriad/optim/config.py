@@ -1,0 +1,40 @@
+"""How parameters move: optimizer, learning-rate schedule, precision. No torch here."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from myriad.config import Config
+
+__all__ = ["OptimizerConfig", "Precision"]
+
+Precision = Literal["auto", "float32", "bfloat16"]
+"""bfloat16: compute in it, master weights and gradient sums in float32. auto: bfloat16 where the device multiplies it
+natively, else float32."""
+
+
+class OptimizerConfig(Config):
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw", "lamb"] = "adamw"
+    """adamw (Loshchilov & Hutter 2019) or lamb (You et al. 2019)."""
+    learning_rate: float = Field(1e-3, gt=0)
+    """Peak learning rate."""
+    final_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
+    """Learning rate at the end, as a share of the peak."""
+    decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape after warm-up; wsd stays at the peak and falls linearly over the last decay_ratio of the steps."""
+    decay_ratio: float = Field(0.2, gt=0, le=1)
+    """Share of all steps in which wsd falls."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises linearly from 0 (step k of n uses (k + 1) / n)."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+    epsilon: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled decay of matrices (norms and biases are left alone), in units of the learning rate."""
+    clip_norm: float | None = Field(1.0, gt=0)
+    """Gradients are scaled so that their global norm is at most this; off: no clipping."""

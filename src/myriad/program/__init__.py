@@ -1,0 +1,1 @@
+"""One iteration as a value: actions, schedules, passes, checker. Pure Python."""

@@ -1,0 +1,117 @@
+"""The words a program is made of.
+
+A program is one list of actions per *pipeline rank*: data- and tensor-parallel peers run the same list. Schedules write
+the compute; lowering (`lower.py`) adds the communication that the compute needs; passes rewrite; the checker proves;
+the runtime and the simulator read.
+
+    rank 0   LOAD  GATHER s0  F s0 m0  SEND a s0 m0   F s0 m1 ...   B s0 m0   ...   REDUCE s0   STEP
+    rank 1   LOAD  GATHER s1  RECV a s0 m0  F s1 m0  B s1 m0  SEND g s1 m0 ...      REDUCE s1   STEP
+
+Semantics, the same for checker, runtime and simulator:
+
+- FORWARD / BACKWARD / BACKWARD_INPUT / BACKWARD_WEIGHT of (stage, micro_batch). BACKWARD is the two halves together.
+- EXCHANGE: a coupled transfer. All its ``transfers`` (sends and receives, any peers) are posted together and the rank
+  waits until every one has completed; a send completes only when the peer has posted the matching receive.
+- SEND: posts one send and goes on. RECEIVE: posts one receive and goes on. WAIT: waits for the one posted receive that
+  it names. A posted send's buffer is kept alive by the runtime until the end of the iteration's sends.
+- A transfer is named by its payload: the activation that ``stage`` made for stage + 1, or the gradient that ``stage``
+  made for stage - 1, of one micro-batch. Between two stages on the same rank nothing is sent.
+- GATHER / RELEASE: a stage's parameters become whole on this rank / may be dropped (ZeRO >= 1 / ZeRO 3).
+- REDUCE: a stage's gradient sums are combined over data-parallel ranks (and tensor-parallel, tied ones before that).
+- SYNC_TIED: gradients of parameters shared by the first and the last stage are summed between the ranks that hold them.
+- LOAD: the step's tokens are there. STEP: clip and optimizer step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["Action", "Kind", "Payload", "Program", "Transfer"]
+
+
+class Kind(StrEnum):
+    """What an action does."""
+
+    LOAD = "load"
+    GATHER = "gather"
+    RELEASE = "release"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
+    EXCHANGE = "exchange"
+    SEND = "send"
+    RECEIVE = "receive"
+    WAIT = "wait"
+    SYNC_TIED = "sync_tied"
+    REDUCE = "reduce"
+    STEP = "step"
+
+
+class Payload(StrEnum):
+    """What travels between stages."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One tensor between two pipeline ranks. ``stage`` is the stage that *made* it; ``peer`` the other rank."""
+
+    payload: Payload
+    stage: int
+    micro_batch: int
+    peer: int
+    sends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing a rank does. ``stage`` is global (0 .. num_stages - 1); -1 where it has no meaning."""
+
+    kind: Kind
+    stage: int = -1
+    micro_batch: int = -1
+    transfers: tuple[Transfer, ...] = ()
+
+    def __str__(self) -> str:
+        name = str(self.kind)
+        if self.transfers:
+            arrows = ("->" if t.sends else "<-" for t in self.transfers)
+            parts = (
+                f"{t.payload[0]}{t.stage}.{t.micro_batch}{arrow}{t.peer}"
+                for t, arrow in zip(self.transfers, arrows, strict=True)
+            )
+            return f"{name}({', '.join(parts)})"
+        where = [str(n) for n in (self.stage, self.micro_batch) if n >= 0]
+        return f"{name}({'.'.join(where)})" if where else name
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One iteration: ``ranks[r]`` is pipeline rank r's list of actions.
+
+    ``stage_rank[s]`` is the pipeline rank that owns stage s. In the schedules written here stage s lives on rank
+    s mod pp (the loop), except where a schedule's method places them otherwise (and says so).
+    """
+
+    schedule: str
+    num_micro_batches: int
+    stage_rank: tuple[int, ...]
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Model pieces over the whole pipeline."""
+        return len(self.stage_rank)
+
+    def __iter__(self) -> Iterator[tuple[int, Action]]:
+        for rank, actions in enumerate(self.ranks):
+            for action in actions:
+                yield rank, action

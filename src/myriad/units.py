@@ -1,0 +1,44 @@
+"""Sizes and numbers as people write and read them: ``"64 MiB"`` in a config, ``1.2 GB`` on the screen."""
+
+import re
+
+__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes"]
+
+_FACTORS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_FACTORS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(text: str | int) -> int:
+    """``"64 MiB"`` to 67108864; an ``int`` is bytes already. Raises ``ValueError`` with what is allowed."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match.group(2).upper() not in _FACTORS:
+        raise ValueError(f"{text!r} is not a size: a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
+    return int(float(match.group(1)) * _FACTORS[match.group(2).upper()])
+
+
+def format_bytes(count: float) -> str:
+    """Bytes as ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_count(count: float) -> str:
+    """A plain number as ``1.3M``."""
+    for unit in ("", "k", "M", "B"):
+        if abs(count) < 1000:
+            return f"{count:.0f}" if unit == "" else f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}T"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration as ``7.2 s``, ``3 min 05 s`` or ``2 h 10 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
