@@ -32,6 +32,14 @@ class Boundary:
         """Partial sums ``[B, S, H]`` to this rank's part ``[B, S/size, H]`` of the total; differentiable."""
         return x
 
+    def copy(self, x: torch.Tensor) -> torch.Tensor:
+        """For models that keep the residual stream whole: identity forward, sum over peers backward."""
+        return x
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        """For models that keep the residual stream whole: sum over peers forward, identity backward."""
+        return x
+
     def scatter(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sequence of a tensor every rank holds whole: ``[B, S, ...]`` to ``[B, S/size, ...]``."""
         return x

@@ -74,6 +74,12 @@ class Definition(Protocol):
         """Full parameter name to the full name of the one it shares."""
         ...
 
+    @property
+    def sequence_parallel(self) -> bool:
+        """The residual stream is cut along the sequence over tensor-parallel ranks: gradients of parameters that every
+        rank holds whole are then partial sums."""
+        ...
+
     def build(self, index: int, boundary: Boundary) -> nn.Module:
         """Layer ``index`` with the shapes of one of ``boundary.size`` ranks; ``forward(x, context) -> output``."""
         ...

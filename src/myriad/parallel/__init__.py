@@ -1,0 +1,1 @@
+"""A program on real processes: tensor, pipeline and sharded data parallelism, and the runtime that executes it."""

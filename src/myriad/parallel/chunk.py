@@ -1,0 +1,231 @@
+"""A chunk: parameters as data parallelism sees them, one flat buffer cut into equal slices.
+
+    parameters     w1 | w2 | w3 | norm | bias | pad        decayed ones first, padded to a multiple of dp
+    rank 0 of 2    [--- slice ---)                          master values, optimizer state: float32
+    rank 1 of 2                  [--- slice ---)
+
+| ZeRO | values (compute dtype) | gradient sums (float32)        | master, optimizer |
+|------|------------------------|--------------------------------|-------------------|
+| 0    | whole                  | whole                          | whole             |
+| 1    | whole                  | whole                          | slice             |
+| 2    | whole                  | whole until reduced, then slice| slice             |
+| 3    | whole while in use     | whole until reduced, then slice| slice             |
+
+(Rajbhandari et al., arXiv 1910.02054.) Memory that comes and goes does so by resizing a storage: the parameters stay
+views of it, and autograd's saved tensors with them. In float32 the master values *are* the values (or their slice).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from myriad.comm.collectives import all_gather_flat, all_reduce, reduce_scatter_flat
+from myriad.comm.groups import Group
+from myriad.kernels.gradient import GradientSink, set_sink
+from myriad.optim.region import Piece, Region
+
+__all__ = ["Chunk", "Entry", "Sharing"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of a chunk: where its values are used, and how it is shared."""
+
+    name: str
+    homes: tuple[tuple[nn.Module, str], ...]
+    """(module, attribute) of every use; more than one when it is tied on this rank."""
+    shape: torch.Size
+    sums_over_tp: bool
+    """Whole on every tensor-parallel rank, with gradients that are partial sums."""
+
+    @property
+    def decays(self) -> bool:
+        """Matrices decay; norms and biases do not."""
+        return len(self.shape) >= 2
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks that hold the same chunk, and what they share of it."""
+
+    dp_group: Group | None
+    dp_rank: int
+    dp_size: int
+    tp_group: Group | None
+    zero: int
+    each: bool
+    """Gradients are reduced after every micro-batch, not only after the last."""
+
+
+class Chunk:
+    """Parameters in one flat buffer, sharded over data-parallel ranks."""
+
+    def __init__(
+        self, entries: Iterable[Entry], sharing: Sharing, dtype: torch.dtype, device: torch.device, first_row: int
+    ) -> None:
+        self.entries = sorted(entries, key=lambda entry: not entry.decays)
+        self.sharing, self.first_row = sharing, first_row
+        ends = torch.tensor([0, *(entry.shape.numel() for entry in self.entries)]).cumsum(0).tolist()
+        self.spans = list(zip(ends[:-1], ends[1:], strict=True))
+        self._num_decayed = sum(entry.shape.numel() for entry in self.entries if entry.decays)
+        slices = sharing.dp_size if sharing.zero else 1
+        self.size = -(-ends[-1] // slices) * slices
+        part = self.size // slices
+        self.start = sharing.dp_rank * part if sharing.zero else 0
+        self.stop = self.start + part
+        self._allocate(dtype, device)
+        self._attach()
+        self._stale = self._fresh = True
+
+    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        sharing = self.sharing
+        self.values = torch.empty(self.size, dtype=dtype, device=device)
+        if sharing.zero == 3:
+            self.release()
+        else:
+            self.values.zero_()
+        shares_memory = dtype == torch.float32 and sharing.zero < 3
+        self.master = self._slice(self.values) if shares_memory else self._new_slice(device)
+        self.sums = torch.zeros(self.size, device=device)
+        self.gradients = self._slice(self.sums) if sharing.zero < 2 else self._new_slice(device)
+        if sharing.zero >= 2:
+            self.sums.untyped_storage().resize_(0)
+
+    def _slice(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole[self.start : self.stop]
+
+    def _new_slice(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(self.stop - self.start, device=device)
+
+    def _attach(self) -> None:
+        """Makes every parameter a view of the values, with a sink that is a view of the gradient sums.
+
+        ``.data`` gives each view a version counter of its own: gathering again must not look like a write to what
+        autograd saved.
+        """
+        self._parameters = []
+        for entry, (start, stop) in zip(self.entries, self.spans, strict=True):
+            parameter = nn.Parameter(self.values.data[start:stop].view(entry.shape))
+            sink = GradientSink(self.sums.data[start:stop].view(entry.shape))
+            set_sink(parameter, sink)
+            parameter.register_post_accumulate_grad_hook(_to_sink)
+            for module, attribute in entry.homes:
+                setattr(module, attribute, parameter)
+            self._parameters.append(parameter)
+
+    @property
+    def sinks(self) -> list[GradientSink]:
+        """Where each parameter's gradients go."""
+        return [parameter.sink for parameter in self._parameters]
+
+    def regions(self) -> list[Region]:
+        """This rank's slice as the optimizer sees it: what decays, then what does not."""
+        middle = min(max(self._num_decayed, self.start), self.stop)
+        bounds = ((self.start, middle, True), (middle, self.stop, False))
+        return [self._region(a, b, decays) for a, b, decays in bounds if b > a]
+
+    def _region(self, start: int, stop: int, decays: bool) -> Region:
+        inside = slice(start - self.start, stop - self.start)
+        pieces = tuple(
+            Piece(self.first_row + row, max(a, start) - start, min(b, stop) - start)
+            for row, (a, b) in enumerate(self.spans)
+            if max(a, start) < min(b, stop)
+        )
+        return Region(self.master[inside], self.gradients[inside], decays, pieces)
+
+    def load(self, row: int, values: torch.Tensor) -> None:
+        """Sets one parameter of this rank's slice from its (tensor-parallel) whole; other ranks' slices by `gather`."""
+        start, stop = self.spans[row]
+        a, b = max(start, self.start), min(stop, self.stop)
+        if a < b:
+            self.master[a - self.start : b - self.start].copy_(values.reshape(-1)[a - start : b - start])
+
+    def mark_stale(self) -> None:
+        """The master values changed: the next `gather` must fetch."""
+        self._stale = True
+        if self.sharing.zero == 0:
+            self.gather()
+
+    def gather(self) -> None:
+        """Every parameter is whole on this rank."""
+        if self.values.untyped_storage().size() == 0:
+            self.values.untyped_storage().resize_(self.size * self.values.element_size())
+            self._stale = True
+        if self._stale:
+            own = self._slice(self.values)
+            if own.data_ptr() != self.master.data_ptr():
+                own.copy_(self.master)
+            all_gather_flat(self.values, own, self.sharing.dp_group if self.sharing.zero else None)
+            self._stale = False
+
+    def release(self) -> None:
+        """Drops the whole parameters (ZeRO 3)."""
+        if self.sharing.zero == 3:
+            self.values.untyped_storage().resize_(0)
+
+    def start_gradients(self) -> None:
+        """Gradients are about to be summed into `sums`: at the first call of an iteration from zero."""
+        if self._fresh:
+            self._fresh = False
+            if self.sharing.zero >= 2:
+                self.gradients.zero_()
+                self._allocate_sums()
+            else:
+                self.sums.zero_()
+        elif self.sums.untyped_storage().size() == 0:
+            self._allocate_sums()
+
+    def _allocate_sums(self) -> None:
+        self.sums.untyped_storage().resize_(self.size * 4)
+        self.sums.zero_()
+
+    def add_over(self, group: Group | None) -> None:
+        """Sums the gradients with the other stage that holds the same (tied) parameters."""
+        self.start_gradients()
+        all_reduce(self.sums, group)
+
+    def reduce(self) -> None:
+        """Combines what was summed since the last reduction over tensor- and data-parallel ranks."""
+        self.start_gradients()
+        self._sum_over_tp()
+        sharing = self.sharing
+        if sharing.zero == 0:
+            all_reduce(self.sums, sharing.dp_group)
+            return
+        part = reduce_scatter_flat(self.sums, sharing.dp_group)
+        if sharing.zero == 1:
+            self.gradients.copy_(part)
+        else:
+            self.gradients.add_(part)
+            self.sums.untyped_storage().resize_(0)
+
+    def _sum_over_tp(self) -> None:
+        if self.sharing.tp_group is None:
+            return
+        parts = [
+            self.sums[start:stop]
+            for entry, (start, stop) in zip(self.entries, self.spans, strict=True)
+            if entry.sums_over_tp
+        ]
+        if parts:
+            flat = all_reduce(torch.cat(parts), self.sharing.tp_group)
+            for part, total in zip(parts, flat.split([len(part) for part in parts]), strict=True):
+                part.copy_(total)
+
+    def end_iteration(self) -> None:
+        """After the optimizer step: gradients start from zero again, values are stale."""
+        self._fresh = True
+        self.mark_stale()
+
+
+def _to_sink(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.sink.add(parameter.grad)  # type: ignore[attr-defined]
+    parameter.grad = None
+
+
+def rows(chunks: Sequence[Chunk]) -> list[Entry]:
+    """Entries of all chunks in the order of the table of parameters."""
+    return [entry for chunk in chunks for entry in chunk.entries]

@@ -1,0 +1,79 @@
+"""Which layers make which stage: a list of layers cut at boundaries.
+
+    uniform         equal numbers of the most common kind of layer (the blocks); the others ride with their neighbours
+    type:REGEX      equal numbers of the layers whose kind matches
+    parameters      the largest stage has as few parameters as possible
+    profile         the slowest stage is as fast as possible, by measured seconds per layer
+    manual:B1,B2    first layer of each later stage
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from myriad.errors import BadInputError
+
+__all__ = ["partition_layers"]
+
+
+def partition_layers(
+    rule: str, num_stages: int, kinds: Sequence[str], costs: Sequence[float] | None = None
+) -> list[range]:
+    """Layers of each stage, none empty. ``costs``: parameters or seconds per layer, for the rules that weigh.
+
+    Raises `BadInputError` when ``rule`` cannot make ``num_stages`` stages of these layers.
+    """
+    num_layers = len(kinds)
+    if num_stages > num_layers:
+        raise BadInputError("layout.pp x layout.virtual_stages", num_stages, f"at most {num_layers} layers")
+    name, _, rest = rule.partition(":")
+    if name == "manual":
+        cuts = [0, *(int(cut) for cut in rest.split(",")), num_layers]
+    elif name in ("parameters", "profile"):
+        assert costs is not None
+        cuts = _balanced_cuts(costs, num_stages)
+    elif name == "type":
+        cuts = _even_cuts(_matching(rule, rest, num_stages, kinds), num_stages, num_layers)
+    else:
+        common = Counter(kinds).most_common(1)[0][0]
+        matching = [layer for layer, kind in enumerate(kinds) if kind == common]
+        chosen = matching if len(matching) >= num_stages else list(range(num_layers))
+        cuts = _even_cuts(chosen, num_stages, num_layers)
+    if len(cuts) != num_stages + 1 or any(a >= b for a, b in pairwise(cuts)):
+        raise BadInputError("layout.partition", rule, f"must cut {num_layers} layers into {num_stages} stages")
+    return [range(a, b) for a, b in pairwise(cuts)]
+
+
+def _matching(rule: str, pattern: str, num_stages: int, kinds: Sequence[str]) -> list[int]:
+    matching = [layer for layer, kind in enumerate(kinds) if re.search(pattern, kind)]
+    if len(matching) < num_stages:
+        known = ", ".join(dict.fromkeys(kinds))
+        allowed = f"at least {num_stages} layers must match; kinds are {known}"
+        raise BadInputError("layout.partition", rule, allowed)
+    return matching
+
+
+def _even_cuts(chosen: Sequence[int], num_stages: int, num_layers: int) -> list[int]:
+    """Cuts before the chosen layers that start each stage; earlier stages get the larger shares."""
+    share, extra = divmod(len(chosen), num_stages)
+    starts = [stage * share + min(stage, extra) for stage in range(1, num_stages)]
+    return [0, *(chosen[start] for start in starts), num_layers]
+
+
+def _balanced_cuts(costs: Sequence[float], num_stages: int) -> list[int]:
+    """Cuts that make the costliest stage as cheap as possible, by dynamic programming over prefixes."""
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+    n = len(costs)
+    best: list[tuple[float, tuple[int, ...]]] = [(prefix[end], (0,)) for end in range(n + 1)]
+    for stage in range(2, num_stages + 1):
+        best = [
+            min(
+                ((max(best[cut][0], prefix[end] - prefix[cut]), (*best[cut][1], cut)) for cut in range(stage - 1, end)),
+                default=(float("inf"), ()),
+            )
+            for end in range(n + 1)
+        ]
+    return [*best[n][1], n]

@@ -1,0 +1,53 @@
+"""What a rank did when, in the program's own words.
+
+A span is appended with plain stores: no lock, no system call but the clock. The ring keeps the newest; what it dropped
+is counted. Time is seconds since the epoch.
+"""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+__all__ = ["Recorder", "Span"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One stretch of a rank's time."""
+
+    name: str
+    stage: int
+    micro_batch: int
+    start_seconds: float
+    duration_seconds: float
+
+
+class Recorder:
+    """The newest spans, and seconds by name since the last `take_totals`."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self.spans: deque[Span] = deque(maxlen=capacity)
+        self.num_dropped = 0
+        self._totals: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def span(self, name: str, stage: int = -1, micro_batch: int = -1) -> Iterator[None]:
+        """Records the time of the block under ``name``, also when it raises."""
+        start = time.time()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._add(Span(name, stage, micro_batch, start, time.perf_counter() - began))
+
+    def _add(self, span: Span) -> None:
+        self.num_dropped += len(self.spans) == self.spans.maxlen
+        self.spans.append(span)
+        self._totals[span.name] += span.duration_seconds
+
+    def take_totals(self) -> dict[str, float]:
+        """Seconds by name since the last call."""
+        totals, self._totals = self._totals, defaultdict(float)
+        return dict(totals)
