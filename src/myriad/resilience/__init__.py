@@ -1,0 +1,1 @@
+"""Keeping a run alive: starting ranks, watching them, saying which one failed."""

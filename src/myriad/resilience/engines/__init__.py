@@ -1,0 +1,1 @@
+"""Ways to start ranks. Each engine starts them, watches them and leaves none behind."""

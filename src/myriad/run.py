@@ -1,0 +1,205 @@
+"""A run on disk: where its files are, and how lines are added and read while others read or die.
+
+    runs/NAME/job.toml            the resolved job; replaced atomically
+              metrics.jsonl       a line per step      } appended with one write each; a reader skips a torn
+              events.jsonl        a line per event     } last line: killed at any instant, a run is readable
+              logs/               rank-R-attempt-A.log
+              checkpoints/        step-N/
+              lock                held (flock) by the launcher while ranks are at work
+
+A resumed run goes back to its checkpoint, so its steps may be written twice. The newest attempt is right: a
+line for step n makes every earlier line for a step >= n void (`read_metrics`).
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from myriad.errors import BadInputError
+from myriad.job import Job, dump_toml, load_job
+
+__all__ = ["JsonlTail", "Run"]
+
+Record = dict[str, Any]
+
+_MAY_CHANGE = re.compile(r"(layout|checkpoint)\..*|train\.(threads|device|steps|validate_every)")
+"""Keys that a resumed run may change: how it is computed and how long it goes on, never what is computed."""
+
+
+class Run:
+    """The folder of one run. Making the object touches nothing."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.job_path = self.path / "job.toml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.events_path = self.path / "events.jsonl"
+        self.logs_path = self.path / "logs"
+        self.checkpoints_path = self.path / "checkpoints"
+        self.plot_path = self.path / "loss.svg"
+        self._lock_path = self.path / "lock"
+
+    @property
+    def exists(self) -> bool:
+        """Whether a job was ever started here."""
+        return self.job_path.is_file()
+
+    def job(self) -> Job:
+        """The job of this run. Raises `BadInputError` when there is none."""
+        if not self.exists:
+            raise BadInputError("run", str(self.path), "no run here (no job.toml)")
+        return load_job(str(self.job_path))
+
+    def check(self, job: Job) -> None:
+        """Refuses, without touching anything, a folder that ``job`` cannot start or go on in."""
+        if self.exists:
+            _refuse_other_job(self.job(), job, self.path)
+        elif self.path.exists() and not self.path.is_dir():
+            raise BadInputError("run", str(self.path), "must be a folder")
+        elif self.path.is_dir() and any(entry.name != "lock" for entry in self.path.iterdir()):
+            raise BadInputError("run", str(self.path), "must be new, empty or a run: it holds other files")
+
+    def create_or_resume(self, job: Job) -> bool:
+        """Makes the folder and saves the job; True: a run of the same job was here already."""
+        self.check(job)
+        resumed = self.exists
+        with _refuse_unwritable(self.path):
+            for folder in (self.path, self.logs_path, self.checkpoints_path):
+                folder.mkdir(parents=True, exist_ok=True)
+            text = dump_toml(job)
+            if not resumed or self.job_path.read_text() != text:
+                _replace_file(self.job_path, text)
+        return resumed
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Holds the run for one launcher and refuses a second; released however this process ends."""
+        with _refuse_unwritable(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise BadInputError(
+                "run", str(self.path), "is being trained by another process; stop it or choose another --run"
+            ) from None
+        try:
+            yield
+        finally:
+            os.close(handle)
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """Adds the line of one step."""
+        _append_line(self.metrics_path, record)
+
+    def append_event(self, event: str, **fields: Any) -> None:
+        """Adds an event, with the time in seconds since the epoch."""
+        _append_line(self.events_path, {"time": time.time(), "event": event, **fields})
+
+    def read_metrics(self) -> list[Record]:
+        """One line per step, in order, without those that a resumed attempt has replaced."""
+        lines: list[Record] = []
+        for record in JsonlTail(self.metrics_path).poll():
+            while lines and lines[-1]["step"] >= record["step"]:
+                lines.pop()
+            lines.append(record)
+        return lines
+
+    def read_events(self) -> list[Record]:
+        """All events, oldest first."""
+        return JsonlTail(self.events_path).poll()
+
+    def next_attempt(self) -> int:
+        """Number of the attempt about to start: one more than any that left a log."""
+        found = [
+            re.fullmatch(r"rank-\d+-attempt-(\d+)\.log", path.name) for path in self.logs_path.glob("*.log")
+        ]
+        return 1 + max((int(match.group(1)) for match in found if match), default=0)
+
+    def log_path(self, rank: int, attempt: int) -> Path:
+        """Everything that one rank printed in one attempt."""
+        return self.logs_path / f"rank-{rank}-attempt-{attempt}.log"
+
+
+class JsonlTail:
+    """Reads the complete lines added to a file since the last look. A torn or foreign line is left out."""
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+
+    def poll(self) -> list[Record]:
+        """New lines; none when the file is not there yet."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [record for line in complete.splitlines() if (record := _parse_line(line)) is not None]
+
+
+def _parse_line(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _append_line(path: Path, record: Mapping[str, Any]) -> None:
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+    line = json.dumps(plain, ensure_ascii=False).encode() + b"\n"
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(handle).st_size
+        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+        os.write(handle, b"\n" + line if torn else line)
+    finally:
+        os.close(handle)
+
+
+def _replace_file(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+@contextlib.contextmanager
+def _refuse_unwritable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BadInputError("run", str(path), f"must be a writable folder ({error.strerror})") from None
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _refuse_other_job(old: Job, new: Job, path: Path) -> None:
+    before = dict(_flatten(old.model_dump(mode="json")))
+    for key, value in _flatten(new.model_dump(mode="json")):
+        if before.get(key) != value and not _MAY_CHANGE.fullmatch(key):
+            allowed = f"{path} is a run folder of another job, with {before.get(key)!r}; choose another --run"
+            raise BadInputError(key, value, allowed)

@@ -1,0 +1,231 @@
+"""The launcher of local ranks on real processes: what a user sees when ranks end, die or are interrupted.
+
+The ranks here are small scripts that keep the contract of ``python -m myriad.train.worker``.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from myriad.errors import BadInputError, RunFailedError
+from myriad.job import Job
+from myriad.resilience.engines.local import check_cores, num_cores, run_local
+from myriad.run import Run
+
+_HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+from myriad.run import Run
+run, rank, world = Run(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+(run.path / f"pid-{rank}").write_text(str(os.getpid()))
+def everyone():
+    while len(list(run.path.glob("pid-*"))) < world:
+        time.sleep(0.02)
+"""
+
+_SLEEP = "everyone()\ntime.sleep(60)\n"
+
+
+def make_run(path: Path) -> Run:
+    run = Run(path / "run")
+    run.create_or_resume(Job())
+    return run
+
+
+def worker(path: Path, body: str) -> list[str]:
+    script = path / "worker.py"
+    script.write_text(_HEAD + textwrap.dedent(body))
+    return [sys.executable, str(script)]
+
+
+def rank_pids(run: Run) -> list[int]:
+    return [int(path.read_text()) for path in run.path.glob("pid-*")]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition, seconds=20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.02)
+
+
+def assert_none_left(run: Run) -> None:
+    wait_until(lambda: not any(is_alive(pid) for pid in rank_pids(run)))
+
+
+def start_launcher(run: Run, command: list[str], world: int = 2) -> "subprocess.Popen[str]":
+    """A launcher in a process of its own, so that it can be killed or interrupted."""
+    code = f"""
+        import sys
+        from myriad.errors import RunFailedError
+        from myriad.resilience.engines.local import run_local
+        from myriad.run import Run
+        class Screen:
+            def tick(self): pass
+            def stopping(self): print("saving", flush=True)
+        try:
+            print(run_local(Run({str(run.path)!r}), {world}, command={command!r}, observer=Screen()))
+        except RunFailedError as error:
+            print("failed", error)
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_each_rank_gets_the_environment_that_torchrun_gives(tmp_path):
+    run = make_run(tmp_path)
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
+    command = worker(tmp_path, f"print([os.environ[name] for name in {names!r}.split()])")
+    assert run_local(run, 3, command=command) == "finished"
+    lines = [eval(run.log_path(rank, 1).read_text()) for rank in range(3)]
+    assert [line[:5] for line in lines] == [[str(r), "3", str(r), "3", "127.0.0.1"] for r in range(3)]
+    assert len({line[5] for line in lines}) == 1
+    assert int(lines[0][6]) == max(1, num_cores() // 3)
+
+
+def test_a_dying_rank_is_named_with_its_traceback_and_the_others_are_gone(tmp_path):
+    run = make_run(tmp_path)
+    body = "everyone()\nif rank == 1: raise ValueError('the moon is full')\ntime.sleep(60)"
+    with pytest.raises(RunFailedError) as caught:
+        run_local(run, 3, command=worker(tmp_path, body))
+    message = str(caught.value)
+    assert "rank 1 " in message and "Traceback" in message and "ValueError: the moon is full" in message
+    assert str(run.log_path(1, 1)) in message
+    assert_none_left(run)
+
+
+def test_the_rank_that_erred_is_blamed_not_the_one_that_lost_its_connection_first(tmp_path):
+    run = make_run(tmp_path)
+    body = """
+        everyone()
+        if rank == 0: raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:123")
+        if rank == 1: time.sleep(0.4); raise KeyError("the real one")
+        time.sleep(60)
+    """
+    with pytest.raises(RunFailedError, match=r"(?s)rank 1 .*the real one"):
+        run_local(run, 3, command=worker(tmp_path, body))
+
+
+def test_a_told_error_of_a_rank_stays_one_line(tmp_path):
+    run = make_run(tmp_path)
+    body = "print('myriad: error: loss = nan: step 3, first in layers.0.norm', file=sys.stderr); sys.exit(1)"
+    with pytest.raises(
+        RunFailedError, match=r"^rank 0: loss = nan: step 3, first in layers\.0\.norm [^\n]*$"
+    ):
+        run_local(run, 1, command=worker(tmp_path, body))
+
+
+def test_a_killed_rank_is_said_to_be_killed(tmp_path):
+    run = make_run(tmp_path)
+    body = "everyone()\nif rank == 0: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    with pytest.raises(RunFailedError, match="rank 0 was killed by SIGKILL"):
+        run_local(run, 2, command=worker(tmp_path, body))
+    assert_none_left(run)
+
+
+def test_ranks_that_ignore_sigterm_and_their_children_are_gone_after_a_failure(tmp_path):
+    run = make_run(tmp_path)
+    body = """
+        import subprocess
+        if rank == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            child = subprocess.Popen(["sleep", "60"])
+            (run.path / "pid-child").write_text(str(child.pid))
+        everyone()
+        if rank == 1: sys.exit(3)
+        time.sleep(60)
+    """
+    with pytest.raises(RunFailedError, match="rank 1 ended with exit code 3"):
+        run_local(run, 2, command=worker(tmp_path, body), grace_seconds=0.3)
+    assert len(rank_pids(run)) == 3
+    assert_none_left(run)
+
+
+def test_a_launcher_killed_with_sigkill_leaves_no_rank(tmp_path):
+    run = make_run(tmp_path)
+    launcher = start_launcher(run, worker(tmp_path, _SLEEP))
+    try:
+        wait_until(lambda: len(rank_pids(run)) == 2)
+        assert all(is_alive(pid) for pid in rank_pids(run))
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    assert_none_left(run)
+
+
+_SAVES = """
+stop = []
+signal.signal(signal.SIGINT, lambda *_: stop.append(1))
+everyone()
+while not stop: time.sleep(0.02)
+time.sleep(0.3)
+(run.path / f"saved-{rank}").write_text(str(len(stop)))
+"""
+
+
+def test_ctrl_c_lets_every_rank_save_once_and_ends_the_run_as_interrupted(tmp_path):
+    run = make_run(tmp_path)
+    launcher = start_launcher(run, worker(tmp_path, _SAVES))
+    wait_until(lambda: len(rank_pids(run)) == 2)
+    time.sleep(0.2)
+    os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does: to the launcher's whole group
+    output, _ = launcher.communicate(timeout=30)
+    assert output.split() == ["saving", "interrupted"]
+    assert [(run.path / f"saved-{rank}").read_text() for rank in range(2)] == ["1", "1"]
+    assert_none_left(run)
+
+
+def test_a_second_ctrl_c_does_not_wait(tmp_path):
+    run = make_run(tmp_path)
+    body = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + _SLEEP
+    launcher = start_launcher(run, worker(tmp_path, body))
+    wait_until(lambda: len(rank_pids(run)) == 2)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.stdout is not None and launcher.stdout.readline().strip() == "saving"
+    launcher.send_signal(signal.SIGINT)
+    output, _ = launcher.communicate(timeout=30)
+    assert "failed killed before the checkpoint" in output
+    assert_none_left(run)
+
+
+def test_a_screen_that_fails_does_not_stop_the_run(tmp_path):
+    class Broken:
+        def tick(self) -> None:
+            raise BrokenPipeError
+
+        def stopping(self) -> None: ...
+
+    run = make_run(tmp_path)
+    assert run_local(run, 1, command=worker(tmp_path, "time.sleep(0.3)"), observer=Broken()) == "finished"
+
+
+def test_attempts_keep_their_own_logs(tmp_path):
+    run = make_run(tmp_path)
+    command = worker(tmp_path, "print('hello')")
+    run_local(run, 1, command=command)
+    run_local(run, 1, command=command)
+    assert [run.log_path(0, attempt).read_text() for attempt in (1, 2)] == ["hello\n", "hello\n"]
+
+
+def test_more_ranks_than_cores_are_refused_unless_asked_for():
+    with pytest.raises(BadInputError, match="--oversubscribe"):
+        check_cores(num_cores() + 1)
+    check_cores(num_cores() + 1, oversubscribe=True)
+    check_cores(num_cores())
