@@ -15,7 +15,7 @@
 views of it, and autograd's saved tensors with them. In float32 the master values *are* the values (or their slice).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from torch import nn
 from myriad.comm.collectives import all_gather_flat, all_reduce, reduce_scatter_flat
 from myriad.comm.groups import Group
 from myriad.kernels.gradient import GradientSink, set_sink
+from myriad.model.definition import Shard
 from myriad.optim.region import Piece, Region
 
 __all__ = ["Chunk", "Entry", "Sharing"]
@@ -37,6 +38,8 @@ class Entry:
     homes: tuple[tuple[nn.Module, str], ...]
     """(module, attribute) of every use; more than one when it is tied on this rank."""
     shape: torch.Size
+    cut: Shard | None
+    """How tensor-parallel ranks share it; ``None``: whole on each."""
     sums_over_tp: bool
     """Whole on every tensor-parallel rank, with gradients that are partial sums."""
 
@@ -225,7 +228,3 @@ def _to_sink(parameter: torch.Tensor) -> None:
     parameter.sink.add(parameter.grad)  # type: ignore[attr-defined]
     parameter.grad = None
 
-
-def rows(chunks: Sequence[Chunk]) -> list[Entry]:
-    """Entries of all chunks in the order of the table of parameters."""
-    return [entry for chunk in chunks for entry in chunk.entries]

@@ -6,7 +6,7 @@ copies are updated by the same bits.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -93,8 +93,9 @@ def _entries(definition: Definition, index: int, layer: nn.Module) -> list[Entry
     for path, parameter in layer.named_parameters():
         owner, _, attribute = path.rpartition(".")
         name = f"{prefix}.{path}"
-        partial = definition.sequence_parallel and shard_of(definition, name) is None
-        found.append(Entry(name, ((layer.get_submodule(owner), attribute),), parameter.shape, partial))
+        cut = shard_of(definition, name)
+        partial = definition.sequence_parallel and cut is None
+        found.append(Entry(name, ((layer.get_submodule(owner), attribute),), parameter.shape, cut, partial))
     return found
 
 
@@ -107,7 +108,7 @@ def _merge_tied(definition: Definition, entries: dict[int, list[Entry]]) -> list
             name = definition.tied.get(entry.name, entry.name)
             if name in targets:
                 homes = (merged[name].homes if name in merged else ()) + entry.homes
-                merged[name] = Entry(name, homes, entry.shape, entry.sums_over_tp)
+                merged[name] = replace(entry, name=name, homes=homes)
         entries[index] = [entry for entry in found if definition.tied.get(entry.name, entry.name) not in targets]
     return list(merged.values())
 

@@ -1,0 +1,194 @@
+"""A model in a layout: what a trainer holds of this rank.
+
+    engine = Engine(definition, job settings, groups, ...)
+    result = engine.train_step(load, learning_rate)      one iteration: loss and gradient norm, the same on every rank
+    loss = engine.evaluate(load)                         forward only
+    engine.rectangles()                                  this rank's state, as parts of whole tensors
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from myriad.comm.collectives import all_reduce
+from myriad.comm.groups import Groups
+from myriad.errors import RunFailedError
+from myriad.model.boundary import Boundary
+from myriad.model.definition import Definition
+from myriad.optim.clip import clip_scale, non_finite_rows, squared_norms
+from myriad.optim.config import OptimizerConfig
+from myriad.optim.optimizer import build_optimizer
+from myriad.optim.rectangle import Rectangle, whole_rectangles
+from myriad.optim.region import Region
+from myriad.parallel.chunk import Chunk, Entry
+from myriad.parallel.pieces import build_pieces, shapes_between_stages
+from myriad.parallel.runtime import Batch, Runtime
+from myriad.parallel.tensor import GroupBoundary
+from myriad.program.actions import Program
+from myriad.program.build import build_program
+from myriad.telemetry.spans import Recorder
+
+__all__ = ["Engine", "StepResult"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One iteration, as every rank knows it."""
+
+    loss: float
+    """Mean over the targets of the global batch."""
+    grad_norm: float
+    """Global norm before clipping."""
+
+
+class Engine:
+    """One rank's share of a model, its optimizer and its programs."""
+
+    def __init__(
+        self,
+        definition: Definition,
+        groups: Groups,
+        layers_of_stage: Sequence[range],
+        sample: Batch,
+        num_micro_batches: int,
+        optimizer: OptimizerConfig,
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        recorder: Recorder,
+    ) -> None:
+        """``sample``: one micro-batch, or tensors of its shapes and types."""
+        layout = groups.grid.layout
+        self.groups, self.layout, self.recorder = groups, layout, recorder
+        self._num_micro_batches, self._clip_norm, self._device = num_micro_batches, optimizer.clip_norm, device
+        group, rank = groups.along("tp"), groups.grid.index("tp")
+        self.boundary: Boundary = GroupBoundary(group, rank, layout.tp, recorder)
+        self.pieces = build_pieces(definition, layers_of_stage, groups, self.boundary, dtype, device)
+        shapes = shapes_between_stages(definition, layers_of_stage, self.boundary, sample.inputs, dtype)
+        self.programs = {
+            training: build_program(layout, num_micro_batches, tied=bool(definition.tied), training=training)
+            for training in (True, False)
+        }
+        stage_rank = self.programs[True].stage_rank
+        self._runtime = Runtime(
+            self.pieces, groups, shapes, stage_rank, layout.micro_batch, seed, recorder
+        )
+        self._entries = [(chunk, entry) for chunk in self.pieces.chunks for entry in chunk.entries]
+        regions = [region for chunk in self.pieces.chunks for region in chunk.regions()]
+        self._regions = regions or [Region(*(torch.zeros(0, device=device) for _ in range(2)), False, ())]
+        self.optimizer = build_optimizer(optimizer, self._regions, len(self._entries), self._reduce_table)
+        self._counts = torch.tensor([self._counts_row(*row) for row in self._entries], dtype=torch.float64)
+        self._counts = self._counts.to(device)
+
+    def _actions(self, training: bool) -> Program:
+        return self.programs[training]
+
+    def train_step(self, load: Callable[[], Batch], learning_rate: float, num_targets: int) -> StepResult:
+        """One iteration. ``num_targets``: targets in the global batch. Raises `RunFailedError` on every rank when the
+        loss or a gradient is not finite."""
+        results: list[StepResult] = []
+
+        def step(loss_sum: torch.Tensor) -> None:
+            results.append(self._step(loss_sum / num_targets, learning_rate))
+
+        actions = self.programs[True].ranks[self.groups.grid.index("pp")]
+        self._runtime.run(actions, load, step, 1.0 / num_targets)
+        return results[0]
+
+    def evaluate(self, load: Callable[[], Batch]) -> float:
+        """Sum of losses over the batch of all data-parallel ranks; nothing changes."""
+        actions = self.programs[False].ranks[self.groups.grid.index("pp")]
+        loss_sum = self._runtime.run(actions, load, None)
+        total = loss_sum.double() * self._counts_loss
+        return float(all_reduce(total, self.groups.world))
+
+    @property
+    def _counts_loss(self) -> float:
+        """One of the tensor-parallel ranks, which all have the same loss, counts it."""
+        return 1.0 if self.groups.grid.index("tp") == 0 else 0.0
+
+    def _counts_row(self, chunk: Chunk, entry: Entry) -> float:
+        """1 where this rank counts its part of a parameter in the global norm, so that each element counts once."""
+        grid = self.groups.grid
+        copy_over_tp = entry.cut is None and grid.index("tp") > 0
+        copy_over_dp = self.layout.zero == 0 and grid.index("dp") > 0
+        copy_over_pp = chunk is self.pieces.tied and not self.pieces.counts_tied
+        return 0.0 if copy_over_tp or copy_over_dp or copy_over_pp else 1.0
+
+    def _step(self, loss: torch.Tensor, learning_rate: float) -> StepResult:
+        squares = squared_norms(self._regions, len(self._entries))
+        own = torch.stack([(squares * self._counts).sum(), loss.double() * self._counts_loss])
+        square, total_loss = all_reduce(own, self.groups.world).tolist()
+        if not (math.isfinite(square) and math.isfinite(total_loss)):
+            self._fail_non_finite(squares, total_loss)
+        norm = math.sqrt(square)
+        self.optimizer.step(learning_rate, clip_scale(norm, self._clip_norm))
+        for chunk in self.pieces.chunks:
+            chunk.end_iteration()
+        return StepResult(total_loss, norm)
+
+    def _fail_non_finite(self, squares: torch.Tensor, loss: float) -> None:
+        """Names the first rank and tensor that is not finite: parameters before gradients before the loss."""
+        found = None
+        for row, (chunk, entry) in enumerate(self._entries):
+            a, b = chunk.spans[row - chunk.first_row]
+            part = chunk.master[max(a - chunk.start, 0) : max(b - chunk.start, 0)]
+            if not bool(torch.isfinite(part).all()):
+                found = f"parameter {entry.name}"
+                break
+        if found is None and (bad := non_finite_rows(squares)):
+            found = f"gradient of {self._entries[bad[0]][1].name}"
+        everyone: list[str | None] = [found]
+        if self.groups.world is not None:
+            everyone = [None] * self.layout.world
+            dist.all_gather_object(everyone, found)
+        firsts = [(rank, name) for rank, name in enumerate(everyone) if name]
+        rank, name = min(firsts, key=lambda first: (not first[1].startswith("parameter"), first[0]), default=(0, "loss"))
+        raise RunFailedError(f"loss is {loss} at rank {rank}: first bad tensor is the {name}")
+
+    def _reduce_table(self, table: torch.Tensor) -> torch.Tensor:
+        """Adds up what the ranks hold of each parameter (LAMB's norms), each element once."""
+        if self.groups.grid.index("tp") > 0:
+            whole = [row for row, (_, entry) in enumerate(self._entries) if entry.cut is None]
+            table[whole] = 0.0
+        axes = ("dp", "tp") if self.layout.zero else ("tp",)
+        return all_reduce(table, self.groups.along(*axes))
+
+    def rectangles(self) -> Iterator[Rectangle]:
+        """This rank's part of parameters and optimizer state, as views of live memory, under the names
+        ``model.NAME`` and ``optimizer.STATE.NAME``; what several ranks hold alike comes from one of them only."""
+        yield from self._named_rectangles(owned_only=True)
+
+    def all_rectangles(self) -> Iterator[Rectangle]:
+        """The same with everything this rank holds: what a load fills."""
+        yield from self._named_rectangles(owned_only=False)
+
+    def _named_rectangles(self, *, owned_only: bool) -> Iterator[Rectangle]:
+        states: list[tuple[str, Mapping[int, torch.Tensor]]] = [
+            ("model", {index: region.values for index, region in enumerate(self._regions)})
+        ]
+        for name, tensors in self.optimizer.state().items():
+            states.append((f"optimizer.{name}", dict(enumerate(tensors))))
+        grid = self.groups.grid
+        for index, region in enumerate(self._regions):
+            for piece in region.pieces:
+                if owned_only and self._counts[piece.parameter] == 0:
+                    continue
+                chunk, entry = self._entries[piece.parameter]
+                row_start = chunk.spans[piece.parameter - chunk.first_row][0]
+                region_start = chunk.start + region.values.storage_offset() - chunk.master.storage_offset()
+                start = region_start + piece.start - row_start
+                for prefix, tensors in states:
+                    flat = tensors[index][piece.start : piece.stop]
+                    yield from whole_rectangles(
+                        f"{prefix}.{entry.name}", entry.shape, start, flat, entry.cut, grid.index("tp"), self.layout.tp
+                    )
+
+    def loaded(self) -> None:
+        """The state was written into: whole parameters must be gathered anew."""
+        for chunk in self.pieces.chunks:
+            chunk.end_iteration()
