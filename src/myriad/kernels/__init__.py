@@ -1,0 +1,1 @@
+"""Fused operators, each beside its plain reference."""

@@ -1,0 +1,63 @@
+"""Lookup in this rank's rows of a table; tokens that belong to another rank give zeros.
+
+The gradient is added row by row to the weight's `GradientSink`, without a dense tensor of the table's size.
+
+Legend: B batch, S sequence, H hidden, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from myriad.kernels.gradient import sink_of
+
+__all__ = ["embedding", "embedding_reference"]
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, absent)
+        ctx.weight = weight
+        found = F.embedding(rows, weight)
+        return found.masked_fill_(absent[..., None], 0.0) if absent.numel() else found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
+        rows, absent = ctx.saved_tensors
+        weight: torch.Tensor = ctx.weight
+        grad = grads[0].masked_fill(absent[..., None], 0.0) if absent.numel() else grads[0]
+        sink = sink_of(weight)
+        if sink is None or weight.is_cuda:  # only the dense form is deterministic on CUDA
+            dense = torch.ops.aten.embedding_dense_backward(grad, rows, weight.shape[0], -1, False)
+            if sink is not None:
+                sink.add(dense)
+            return None, dense if sink is None else None, None
+        flat = grad.flatten(0, -2).to(sink.total.dtype)
+        sink.total.index_add_(0, rows.flatten(), flat)
+        return None, None, None
+
+
+def embedding(
+    tokens: torch.Tensor, weight: torch.Tensor, first_row: int, vocabulary_size: int
+) -> torch.Tensor:
+    """Rows of ``weight`` ``[V/tp, H]``, which holds those from ``first_row`` of ``vocabulary_size``: ``[B, S]`` to
+    ``[B, S, H]``, partial where the table is."""
+    rows = tokens
+    absent = torch.empty(0, dtype=torch.bool, device=tokens.device)
+    if weight.shape[0] < vocabulary_size:
+        rows = tokens - first_row
+        absent = (rows < 0) | (rows >= weight.shape[0])
+        rows = rows.masked_fill(absent, 0)
+    found: torch.Tensor = _Embedding.apply(rows, weight, absent)
+    return found
+
+
+def embedding_reference(tokens: torch.Tensor, weight: torch.Tensor, first_row: int) -> torch.Tensor:
+    """One row at a time."""
+    rows = [
+        weight[token - first_row] if 0 <= token - first_row < len(weight) else torch.zeros_like(weight[0])
+        for token in tokens.flatten().tolist()
+    ]
+    return torch.stack(rows).unflatten(0, tokens.shape)

@@ -1,0 +1,74 @@
+"""Where a weight's gradient goes: straight into float32 memory that the runtime owns.
+
+Autograd would make a new tensor per micro-batch and add it to ``.grad``: two more passes over every matrix. A
+`GradientSink` lets the matrix product of the backward accumulate in place (``total += g^T x``, one BLAS call), in float32
+whatever the compute precision, into a view of the chunk's flat buffer. An operator that finds a sink on its weight
+returns no gradient to autograd, so ``weight.grad`` stays ``None``.
+
+Zero-bubble schedules split a backward in its input part and its weight part. While ``sink.deferred`` is a list, products
+are put on it instead of computed; `apply_deferred` is the weight part. Several sinks may share one list, so a stage
+keeps one list per micro-batch and the order of the additions is that of the backward: the sums have the same bits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["DeferredProduct", "GradientSink", "apply_deferred", "set_sink", "sink_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredProduct:
+    """A weight gradient not computed yet: ``grad_output^T x``, both 2-D, for ``sink``."""
+
+    sink: "GradientSink"
+    grad_output: torch.Tensor
+    x: torch.Tensor
+
+
+@dataclass(slots=True, eq=False)
+class GradientSink:
+    """Float32 gradient sum of one weight."""
+
+    total: torch.Tensor
+    """Same shape as the weight, float32; usually a view of a flat buffer."""
+    deferred: list[DeferredProduct] | None = None
+    """While a list, `add_product` appends to it instead of computing."""
+
+    def add_product(self, grad_output: torch.Tensor, x: torch.Tensor) -> None:
+        """``total += grad_output^T x``: ``[T, O]`` and ``[T, I]`` to ``[O, I]``."""
+        if self.deferred is None:
+            accumulate_product(self.total, grad_output, x)
+        else:
+            self.deferred.append(DeferredProduct(self, grad_output, x))
+
+    def add(self, gradient: torch.Tensor, scale: float = 1.0) -> None:
+        """``total += scale * gradient``, now."""
+        self.total.add_(gradient, alpha=scale)
+
+
+def accumulate_product(total: torch.Tensor, grad_output: torch.Tensor, x: torch.Tensor) -> None:
+    """``total += grad_output^T x`` in float32; what is not float32 is multiplied as it is."""
+    if grad_output.dtype == total.dtype:
+        total.addmm_(grad_output.t(), x)
+    elif total.is_cuda:
+        torch.addmm(total, grad_output.t(), x, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(grad_output.t() @ x)
+
+
+def apply_deferred(products: list[DeferredProduct]) -> None:
+    """The weight part of a backward: every product on the list, oldest first; leaves it empty."""
+    for product in products:
+        accumulate_product(product.sink.total, product.grad_output, product.x)
+    products.clear()
+
+
+def set_sink(weight: torch.Tensor, sink: GradientSink | None) -> None:
+    """From now on the gradient of ``weight`` goes to ``sink`` (``None``: to autograd again)."""
+    weight.sink = sink  # type: ignore[attr-defined]
+
+
+def sink_of(weight: torch.Tensor) -> GradientSink | None:
+    """The sink of ``weight``, if the runtime gave it one."""
+    return getattr(weight, "sink", None)

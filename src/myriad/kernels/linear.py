@@ -1,0 +1,61 @@
+"""Matrix product whose weight gradient goes to the weight's `GradientSink` when it has one.
+
+The weight is kept as an object, not saved: a runtime that frees parameters between forward and backward (ZeRO stage 3)
+may point ``weight.data`` at new memory in between.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from myriad.kernels.gradient import sink_of
+
+__all__ = ["Linear", "linear"]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        ctx.has_bias = bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_output,) = grads
+        (x,) = ctx.saved_tensors
+        weight: torch.Tensor = ctx.weight
+        grad_rows, rows = grad_output.flatten(0, -2), x.flatten(0, -2)
+        grad_x = (grad_rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_weight = weight_gradient(weight, grad_rows, rows) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, grad_rows.sum(0) if ctx.has_bias else None
+
+
+def weight_gradient(weight: torch.Tensor, grad_rows: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+    """``grad_rows^T rows``, to the weight's sink (then ``None``) or as a tensor for autograd."""
+    sink = sink_of(weight)
+    if sink is None:
+        return grad_rows.t() @ rows
+    sink.add_product(grad_rows, rows)
+    return None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x weight^T + bias``: ``[..., I]`` and ``[O, I]`` to ``[..., O]``."""
+    y: torch.Tensor = _Linear.apply(x, weight, bias)
+    return y
+
+
+class Linear(nn.Module):
+    """A weight ``[outputs, inputs]`` and perhaps a bias, of memory nobody has written to yet."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)

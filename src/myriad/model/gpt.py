@@ -1,0 +1,112 @@
+"""The decoder transformer as a `Definition`: a list of layers that can be built anywhere.
+
+    embedding   tokens [B, S] -> residual stream [B, S/tp, H]
+    blocks.i    residual stream -> residual stream
+    head        residual stream -> sum of losses
+
+Initial values depend on (seed, full parameter name) alone, so that every layout starts from the same model.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from myriad.kernels.random import hashed_normal, key_of
+from myriad.model.boundary import Boundary
+from myriad.model.config import ModelConfig
+from myriad.model.definition import Shard
+from myriad.model.layers import Block, Embedding, Head
+
+__all__ = ["GPT", "build_full"]
+
+
+class GPT:
+    """A decoder transformer described by a `ModelConfig`."""
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self.config, self.seed = config, seed
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        """embedding, blocks.0, ..., head."""
+        return ("embedding", *(f"blocks.{i}" for i in range(self.config.layers)), "head")
+
+    @cached_property
+    def kinds(self) -> Sequence[str]:
+        """Embedding, Block, ..., Head."""
+        return ("Embedding", *("Block" for _ in range(self.config.layers)), "Head")
+
+    @cached_property
+    def shards(self) -> Mapping[str, Shard]:
+        """How tensor parallelism cuts the parameters; the others (norms, positions, row-parallel biases) are whole."""
+        config = self.config
+        q, kv = config.heads * config.head_width, config.num_kv_heads * config.head_width
+        up = Shard(0, (config.ffn_width,) * 2) if config.activation == "swiglu" else Shard(0)
+        return {
+            "embedding.tokens.weight": Shard(0),
+            "blocks.*.attention.qkv.weight": Shard(0, (q, kv, kv)),
+            "blocks.*.attention.qkv.bias": Shard(0, (q, kv)),
+            "blocks.*.attention.output.weight": Shard(1),
+            "blocks.*.mlp.up.*": up,
+            "blocks.*.mlp.down.weight": Shard(1),
+            "head.output.weight": Shard(0),
+        }
+
+    @cached_property
+    def tied(self) -> Mapping[str, str]:
+        """The output projection is the token embedding, if the config says so."""
+        return {"head.output.weight": "embedding.tokens.weight"} if self.config.tied else {}
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """The residual stream is cut along the sequence."""
+        return True
+
+    def build(self, index: int, boundary: Boundary) -> nn.Module:
+        """Layer ``index`` with this rank's shapes, of unwritten memory on the default device."""
+        if index == 0:
+            return Embedding(self.config, boundary)
+        if index == self.config.layers + 1:
+            return Head(self.config, boundary)
+        return Block(self.config, index - 1, boundary)
+
+    def initial(self, index: int) -> dict[str, torch.Tensor]:
+        """Whole initial parameters of layer ``index``."""
+        with torch.device("meta"):
+            layer = self.build(index, Boundary())
+        prefix = self.names[index]
+        return {
+            name: self._initial_values(f"{prefix}.{name}", parameter.shape)
+            for name, parameter in layer.named_parameters()
+        }
+
+    def _initial_values(self, name: str, shape: torch.Size) -> torch.Tensor:
+        if name.endswith(".bias"):
+            return torch.zeros(shape, device="cpu")
+        if len(shape) == 1:
+            return torch.ones(shape, device="cpu")
+        deviation = self.config.initial_deviation
+        if name.endswith(("attention.output.weight", "mlp.down.weight")):
+            deviation /= (2 * self.config.layers) ** 0.5
+        return hashed_normal(key_of(self.seed, self.tied.get(name, name)), shape, deviation)
+
+
+def build_full(config: ModelConfig, seed: int) -> nn.ModuleList:
+    """Every layer on one device with its initial values, tied parameters being one: for sampling and tests."""
+    definition = GPT(config, seed)
+    layers = nn.ModuleList()
+    parameters: dict[str, nn.Parameter] = {}
+    for index, prefix in enumerate(definition.names):
+        layer = definition.build(index, Boundary())
+        with torch.no_grad():
+            for name, values in definition.initial(index).items():
+                layer.get_parameter(name).copy_(values)
+        parameters |= {f"{prefix}.{name}": parameter for name, parameter in layer.named_parameters()}
+        layers.append(layer)
+    for name, original in definition.tied.items():
+        module = layers[definition.names.index(name.split(".")[0])]
+        path, _, attribute = name.split(".", 1)[1].rpartition(".")
+        setattr(module.get_submodule(path), attribute, parameters[original])
+    return layers
