@@ -1,1 +1,1 @@
-"""LAMB, AdamW, learning-rate schedules, gradient clipping, precision. ``myriad.optim.config`` needs no torch."""
+"""LAMB, AdamW, learning-rate schedules, clipping, precision. ``myriad.optim.config`` needs no torch."""

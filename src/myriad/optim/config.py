@@ -9,8 +9,8 @@ from myriad.config import Config
 __all__ = ["OptimizerConfig", "Precision"]
 
 Precision = Literal["auto", "float32", "bfloat16"]
-"""bfloat16: compute in it, master weights and gradient sums in float32. auto: bfloat16 where the device multiplies it
-natively, else float32."""
+"""bfloat16: compute in it, master weights and gradient sums in float32. auto: bfloat16 where the device
+multiplies it natively, else float32."""
 
 
 class OptimizerConfig(Config):
@@ -23,7 +23,7 @@ class OptimizerConfig(Config):
     final_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
     decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after warm-up; wsd stays at the peak and falls linearly over the last decay_ratio of the steps."""
+    """Shape after warm-up; wsd stays at the peak and falls linearly over the last decay_ratio of steps."""
     decay_ratio: float = Field(0.2, gt=0, le=1)
     """Share of all steps in which wsd falls."""
     warmup_steps: int = Field(0, ge=0)
