@@ -28,7 +28,7 @@ from myriad.parallel.pieces import build_pieces, shapes_between_stages
 from myriad.parallel.runtime import Batch, Runtime
 from myriad.parallel.tensor import GroupBoundary
 from myriad.program.actions import Program
-from myriad.program.build import build_program
+from myriad.parallel.programs import build_program
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["Engine", "StepResult"]

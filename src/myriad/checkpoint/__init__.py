@@ -1,0 +1,1 @@
+"""Write, verify and load checkpoints in torch.distributed.checkpoint's on-disk format."""
