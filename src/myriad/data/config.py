@@ -20,8 +20,8 @@ class DataConfig(Config):
     """What a job reads, and how it is held ready."""
 
     corpus: str = "embedded"
-    """``embedded`` (the installed Python standard library, tokenized on first use) or a folder made by ``myriad data
-    prepare``."""
+    """``embedded`` (the installed Python standard library, tokenized on first use), a folder made by ``myriad
+    data prepare``, or the prefix of Megatron's .bin and .idx."""
     mixture: tuple[CorpusShare, ...] = ()
     """Several corpora by weight, instead of one."""
     vocabulary: int = Field(4096, ge=260)

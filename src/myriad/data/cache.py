@@ -1,0 +1,125 @@
+"""The embedded corpus, tokenized once for each Python and vocabulary, and kept in the user's cache.
+
+Ranks, runs and tests may all ask at the same moment: one builds under a lock in a folder of its own and
+renames it into place, the others wait for the lock and find it there. A kill leaves at most a hidden partial
+folder, which the next one clears.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from myriad.data.embedded import Document, embedded_documents, embedded_key, split_documents
+from myriad.data.indexed import IndexedWriter, token_type
+from myriad.data.manifest import Manifest, ShardRecord, Split, hash_file, read_manifest
+from myriad.errors import BadInputError
+
+if TYPE_CHECKING:
+    from myriad.data.tokenizer import Tokenizer
+
+__all__ = ["cache_folder", "prepare_embedded"]
+
+_RECIPE = 1
+"""Of this module and `embedded`: one more when the same Python would give other tokens."""
+_BATCH_DOCUMENTS = 64
+
+
+def cache_folder() -> Path:
+    """Where derived files are kept: ``$XDG_CACHE_HOME/myriad``, else ``~/.cache/myriad``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "myriad"
+
+
+def prepare_embedded(
+    cache: Path | None = None, vocabulary: int = 4096, progress: Callable[[str], None] | None = None
+) -> Path:
+    """The folder of the embedded corpus, built if it is not there. ``progress`` hears each stage in words."""
+    root = cache or cache_folder()
+    folder = root / f"embedded-{embedded_key()}-{vocabulary}-{_RECIPE}"
+    if _is_whole(folder):
+        return folder
+    with _lock(root, folder.name):
+        if not _is_whole(folder):
+            _build(folder, vocabulary, progress or (lambda _: None))
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Manifest and sizes agree: a cached corpus that lost bytes is built again rather than refused."""
+    try:
+        files = read_manifest(folder).files
+        return all((folder / name).stat().st_size == record.size_bytes for name, record in files.items())
+    except (BadInputError, OSError):
+        return False
+
+
+@contextmanager
+def _lock(root: Path, name: str) -> Iterator[None]:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(root / f".{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise BadInputError(
+            "XDG_CACHE_HOME", str(root), f"a folder that can be written ({error.strerror})"
+        ) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _build(folder: Path, vocabulary: int, progress: Callable[[str], None]) -> None:
+    from myriad.data.tokenizer import Tokenizer
+
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    progress("reading the standard library")
+    train, validation = split_documents(list(embedded_documents()))
+    if not validation:
+        raise BadInputError("data.corpus", "embedded", "this Python has no standard library source to read")
+    progress("training the tokenizer")
+    tokenizer = Tokenizer.train((document.text for document in train), vocabulary)
+    tokenizer.save(partial)
+    progress("tokenizing")
+    shards = (
+        _write_shard(partial, "train", train, tokenizer),
+        _write_shard(partial, "validation", validation, tokenizer),
+    )
+    _manifest(partial, tokenizer, shards, {"train": train, "validation": validation}).write(partial)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+
+
+def _write_shard(
+    folder: Path, split: Split, documents: list[Document], tokenizer: "Tokenizer"
+) -> ShardRecord:
+    name = f"{split}-00000"
+    with IndexedWriter(folder / name, token_type(tokenizer.vocabulary)) as writer:
+        for start in range(0, len(documents), _BATCH_DOCUMENTS):
+            batch = documents[start : start + _BATCH_DOCUMENTS]
+            for tokens in tokenizer.encode_batch([document.text for document in batch]):
+                writer.add([*tokens, tokenizer.end_of_document])
+    return ShardRecord(name=name, split=split, tokens=writer.num_tokens, documents=writer.num_documents)
+
+
+def _manifest(
+    folder: Path,
+    tokenizer: "Tokenizer",
+    shards: tuple[ShardRecord, ...],
+    documents: dict[Split, list[Document]],
+) -> Manifest:
+    return Manifest(
+        fingerprint=tokenizer.fingerprint,
+        vocabulary=tokenizer.vocabulary,
+        end_of_document=tokenizer.end_of_document,
+        shards=shards,
+        text_bytes={split: sum(len(one.text.encode()) for one in some) for split, some in documents.items()},
+        files={path.name: hash_file(path) for path in sorted(folder.iterdir())},
+        plan={"source": "embedded"},
+    )

@@ -1,0 +1,126 @@
+"""What a prepared corpus is made of: written last, so a folder without it is not a corpus.
+
+``manifest.json`` is canonical (its bytes follow from its content) and carries the hash of its own content, so
+a flipped byte in it is found like one in any other file.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+from pydantic import ValidationError
+
+from myriad.config import Config
+from myriad.errors import BadInputError
+
+__all__ = ["MANIFEST_FILE", "FileRecord", "Manifest", "ShardRecord", "Split", "hash_file", "read_manifest"]
+
+MANIFEST_FILE = "manifest.json"
+Split = Literal["train", "validation"]
+
+_SELF = "content_xxh3_128"
+_BLOCK_BYTES = 1 << 22
+
+
+class FileRecord(Config):
+    """A file as it was written."""
+
+    size_bytes: int
+    """Size of the file."""
+    xxh3_128: str
+    """Hash of its bytes."""
+
+
+class ShardRecord(Config):
+    """One ``.bin``/``.idx`` pair."""
+
+    name: str
+    """Both files without their suffix."""
+    split: Split
+    """What it is for."""
+    tokens: int
+    """With one end of document for each document."""
+    documents: int
+    """Documents in the shard."""
+
+
+class Manifest(Config):
+    """A whole corpus."""
+
+    format: Literal["myriad-corpus-1"] = "myriad-corpus-1"
+    """Changes when an older reader would go wrong."""
+    fingerprint: str
+    """Of the tokenizer."""
+    vocabulary: int
+    """Tokens of the tokenizer."""
+    end_of_document: int
+    """Token after each document."""
+    shards: tuple[ShardRecord, ...]
+    """In the order in which their tokens follow one another."""
+    text_bytes: dict[Split, int]
+    """UTF-8 bytes of the documents of each split."""
+    files: dict[str, FileRecord]
+    """Every file of the folder but this one."""
+    plan: dict[str, Any]
+    """What it was made from, for comparison and for people."""
+
+    def of(self, split: Split) -> list[ShardRecord]:
+        """Shards of one split."""
+        return [shard for shard in self.shards if shard.split == split]
+
+    def num_tokens(self, split: Split) -> int:
+        """Tokens of one split."""
+        return sum(shard.tokens for shard in self.of(split))
+
+    def num_documents(self, split: Split) -> int:
+        """Documents of one split."""
+        return sum(shard.documents for shard in self.of(split))
+
+    def write(self, folder: Path) -> None:
+        """Atomically, to disk: from here on the folder is a corpus."""
+        partial = folder / f".{MANIFEST_FILE}.partial"
+        with partial.open("wb") as file:
+            file.write(_canonical(self.model_dump(mode="json")))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(folder / MANIFEST_FILE)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a corpus. Raises `BadInputError` when it is missing or not what was written."""
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        raise BadInputError(
+            "corpus", str(folder), f"no {MANIFEST_FILE}; a folder made by `myriad data prepare`"
+        )
+    raw = path.read_bytes()
+    try:
+        content = json.loads(raw)
+        content.pop(_SELF)
+        manifest = Manifest.model_validate(content)
+    except (ValueError, KeyError, AttributeError, ValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise BadInputError("corpus", str(folder), f"{MANIFEST_FILE} is corrupt: {reason}") from None
+    if _canonical(content) != raw:
+        raise BadInputError(
+            "corpus", str(folder), f"{MANIFEST_FILE} is corrupt: its bytes are not those written"
+        )
+    return manifest
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Size and hash of a file, read in blocks."""
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+    return FileRecord(size_bytes=size, xxh3_128=digest.hexdigest())
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    body = json.dumps(content, indent=1, sort_keys=True)
+    own = xxhash.xxh3_128(body.encode()).hexdigest()
+    return (json.dumps({_SELF: own, **content}, indent=1, sort_keys=True) + "\n").encode()

@@ -1,0 +1,120 @@
+"""Which sample comes when: a pure function of (seed, index), with ``index = step * global_batch + row``.
+
+No state and no index arrays: any step is reached in O(1), and every layout and number of readers sees one
+order.
+
+    index --mixture--> (corpus, position in that corpus's own stream) --permutation of its epoch--> sample
+
+Mixture: corpora are peeled off one by one. Of a stream shared by corpora c, c+1, ..., corpus c takes item i
+exactly when ``floor((i + 1) p) > floor(i p)``, p being its share of what is left; the others continue with
+the items not taken. After any number of samples each corpus's count is within the number of corpora of its
+exact share. Permutation: a Feistel network over the next power of four, walked until it lands inside (Black
+and Rogaway 2002), keyed by seed, corpus and epoch: a bijection, so each epoch shows each sample once.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Sample", "Sampler", "permute"]
+
+_ROUNDS = 6
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+class Sample(NamedTuple):
+    """One sample: its corpus in the mixture, and its number there."""
+
+    corpus: int
+    position: int
+
+
+class Sampler:
+    """Order of samples over a mixture of corpora."""
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
+        """``sizes`` in samples and ``weights`` in any unit, one for each corpus."""
+        assert len(sizes) == len(weights) > 0, "one weight for each corpus"
+        assert all(size > 0 for size in sizes), "a corpus holds at least one sample"
+        assert all(weight > 0 for weight in weights), "weights are positive"
+        self._sizes, self._seed = tuple(sizes), seed
+        exact = [Fraction(str(weight)) for weight in weights]
+        self._shares = [exact[corpus] / sum(exact[corpus:]) for corpus in range(len(exact))]
+
+    def sample(self, index: int) -> Sample:
+        """The sample with a global number."""
+        return self.samples(index, index + 1)[0]
+
+    def samples(self, start: int, stop: int) -> list[Sample]:
+        """The samples ``start`` to ``stop - 1``."""
+        streams = [self._stream(index) for index in range(start, stop)]
+        found = [Sample(0, 0)] * len(streams)
+        for corpus in {corpus for corpus, _ in streams}:
+            rows = [row for row, stream in enumerate(streams) if stream[0] == corpus]
+            positions = self._positions(corpus, [streams[row][1] for row in rows])
+            for row, position in zip(rows, positions, strict=True):
+                found[row] = Sample(corpus, position)
+        return found
+
+    def epoch(self, index: int) -> int:
+        """Which pass over its own corpus the sample ``index`` belongs to."""
+        corpus, offset = self._stream(index)
+        return offset // self._sizes[corpus]
+
+    def _stream(self, index: int) -> tuple[int, int]:
+        """The corpus of a global number, and how many of that corpus came before it."""
+        for corpus, share in enumerate(self._shares):
+            taken = index * share.numerator // share.denominator
+            if (index + 1) * share.numerator // share.denominator > taken:
+                return corpus, taken
+            index -= taken
+        raise AssertionError("the last corpus takes all that is left")
+
+    def _positions(self, corpus: int, offsets: list[int]) -> list[int]:
+        size = self._sizes[corpus]
+        positions = [0] * len(offsets)
+        for epoch in {offset // size for offset in offsets}:
+            rows = [row for row, offset in enumerate(offsets) if offset // size == epoch]
+            inside = np.array([offsets[row] % size for row in rows], np.uint64)
+            for row, position in zip(
+                rows, permute(inside, size, _mix(self._seed, corpus, epoch)), strict=True
+            ):
+                positions[row] = int(position)
+        return positions
+
+
+def permute(values: NDArray[np.uint64], size: int, key: int) -> NDArray[np.uint64]:
+    """``values`` in [0, size) through the bijection of that range that ``key`` names."""
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    result = _feistel(values, half_bits, key)
+    while (outside := result >= size).any():
+        result[outside] = _feistel(result[outside], half_bits, key)
+    return result
+
+
+def _feistel(values: NDArray[np.uint64], half_bits: int, key: int) -> NDArray[np.uint64]:
+    mask, shift = np.uint64(2**half_bits - 1), np.uint64(half_bits)
+    left, right = values >> shift, values & mask
+    for number in range(_ROUNDS):
+        left, right = right, left ^ (_scramble(right ^ np.uint64(_mix(key, number))) & mask)
+    return left << shift | right
+
+
+def _scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of splitmix64 (Steele et al. 2014), on arrays; products wrap."""
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)
+
+
+def _mix(*parts: int) -> int:
+    """Integers to 64 bits, order mattering."""
+    state = 0
+    for part in parts:
+        state = (state ^ part & _MASK) + _GOLDEN & _MASK
+        state = int(_scramble(np.array([state], np.uint64))[0])
+    return state

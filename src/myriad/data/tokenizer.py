@@ -1,0 +1,133 @@
+"""Text to tokens and back: byte-level BPE by the `tokenizers` library, in its own ``tokenizer.json``.
+
+Byte-level, so any text comes back exactly and no token is unknown. Token 0 of a tokenizer trained here ends a
+document; a tokenizer brought along keeps its own.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from myriad.errors import BadInputError
+
+__all__ = ["END_OF_DOCUMENT", "TOKENIZER_FILE", "Tokenizer"]
+
+END_OF_DOCUMENT = "<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"
+
+_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]", "<|im_end|>")
+_TEXT_INDEPENDENT_KEYS = ("version", "truncation", "padding")
+
+
+class Tokenizer:
+    """Encodes, decodes, and knows how many bytes of text each token stands for."""
+
+    def __init__(self, backend: Backend, source: str) -> None:
+        """``source`` is how the user named it, for messages."""
+        self._backend = backend
+        self.source = source
+        self.end_of_document = self._find_end()
+        """The token after each document."""
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocabulary: int) -> "Tokenizer":
+        """Byte-level BPE of at most ``vocabulary`` tokens (fewer if the texts are too small to need them)."""
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        if vocabulary <= len(alphabet):
+            allowed = f"at least {len(alphabet) + 1}: the bytes and the end of a document"
+            raise BadInputError("vocabulary", vocabulary, allowed)
+        backend = Backend(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        end = AddedToken(END_OF_DOCUMENT, special=True)
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[end],
+            initial_alphabet=sorted(alphabet),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        return cls(backend, "trained")
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokenizer":
+        """From a ``tokenizer.json``, or the folder that holds one."""
+        file = path / TOKENIZER_FILE if path.is_dir() else path
+        if not file.is_file():
+            raise BadInputError("tokenizer", str(path), f"a {TOKENIZER_FILE} or a folder that holds one")
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise BadInputError("tokenizer", str(file), f"not a readable {TOKENIZER_FILE}: {error}") from None
+        return cls(backend, str(file))
+
+    def save(self, folder: Path) -> Path:
+        """Writes ``tokenizer.json`` into ``folder``."""
+        path = folder / TOKENIZER_FILE
+        path.write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        return path
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of one text, without the end of document."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokens of several texts, on all cores."""
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, tokens: Iterable[int], *, skip_special: bool = False) -> str:
+        """The text; incomplete characters at the edges become U+FFFD."""
+        return self._backend.decode([int(token) for token in tokens], skip_special_tokens=skip_special)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens: the largest identifier and one."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def token_bytes(self) -> NDArray[np.int64]:
+        """[V] bytes of text that each token stands for (0 for the end of a document): for bits per byte."""
+        sizes = np.zeros(self.vocabulary, np.int64)
+        special = {identifier for identifier, token in self._added().items() if token.special}
+        for token, identifier in self._backend.get_vocab(with_added_tokens=True).items():
+            if identifier not in special:
+                sizes[identifier] = self._text_bytes(token)
+        return sizes
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that turn the same text into the same tokens."""
+        content = json.loads(self._backend.to_str())
+        for key in _TEXT_INDEPENDENT_KEYS:
+            content.pop(key, None)
+        canonical = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+        return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+    def _added(self) -> dict[int, AddedToken]:
+        return self._backend.get_added_tokens_decoder()
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return "ByteLevel" in json.dumps(json.loads(self._backend.to_str()).get("decoder"))
+
+    def _text_bytes(self, token: str) -> int:
+        if self._byte_level:
+            return len(token)  # the byte alphabet writes each byte as one character
+        if len(token) == 6 and token.startswith("<0x"):
+            return 1
+        return len(token.replace("▁", " ").removeprefix("##").encode())
+
+    def _find_end(self) -> int:
+        for token in _ENDS:
+            if (identifier := self._backend.token_to_id(token)) is not None:
+                return identifier
+        raise BadInputError(
+            "tokenizer", self.source, f"has no end-of-document token; one of {', '.join(_ENDS)}"
+        )
