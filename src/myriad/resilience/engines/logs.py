@@ -1,4 +1,4 @@
-"""What a dead rank's log says: its error in the shortest useful form, and whether another's death caused it."""
+"""A dead rank's log: its error in the shortest useful form, and whether it only followed another's death."""
 
 import re
 from pathlib import Path

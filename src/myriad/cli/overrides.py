@@ -1,0 +1,108 @@
+"""Job keys on the command line: ``--layout.tp 2 --layout.pp=2 --model.bias`` to ``["layout.tp=2", ...]``.
+
+A token is an override when it starts with two dashes and is a key: dotted, or one of the job's top level. A
+key that is true or false may stand alone; any other needs its value. `OverrideCommand` takes the overrides
+out before the command line parser sees the rest, which would otherwise mistake an unknown option's value for
+the next argument.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from typer.core import TyperCommand
+
+from myriad.cli.keys import show_keys
+from myriad.errors import BadInputError
+
+__all__ = ["OverrideCommand", "parse_overrides", "split_overrides"]
+
+_META = "myriad.overrides"
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Overrides as ``key=value``, and the tokens that are none."""
+    switches = _switches()
+    top_level = _top_level()
+    overrides: list[str] = []
+    rest: list[str] = []
+    tokens = list(arguments)
+    while tokens:
+        token = tokens.pop(0)
+        key, equals, value = token.removeprefix("--").partition("=")
+        if not token.startswith("--") or not ("." in key or key in top_level):
+            rest.append(token)
+            continue
+        if not equals:
+            value = _take_value(key, tokens, key in switches)
+        overrides.append(f"{key}={value}")
+    return overrides, rest
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[str]:
+    """Overrides as ``key=value``; anything else among the arguments is refused."""
+    overrides, rest = split_overrides(arguments)
+    if rest:
+        raise _unknown(rest[0], ())
+    return overrides
+
+
+def _take_value(key: str, tokens: list[str], is_switch: bool) -> str:
+    if is_switch:
+        return tokens.pop(0) if tokens and tokens[0] in ("true", "false") else "true"
+    if not tokens or re.match(r"--?[A-Za-z]", tokens[0]):
+        raise BadInputError(key, "", f"needs a value: --{key} VALUE")
+    return tokens.pop(0)
+
+
+def _top_level() -> set[str]:
+    from myriad.job import Job
+
+    return set(Job.model_fields)
+
+
+def _switches() -> set[str]:
+    from myriad.job import job_keys
+
+    return {key for key, field in job_keys() if field.annotation is bool}
+
+
+def _unknown(token: str, options: Iterable[str]) -> BadInputError:
+    """An option that is neither the verb's own nor a key, with the nearest of both."""
+    from myriad.job import job_keys
+
+    name, _, value = token.partition("=")
+    word = name.lstrip("-")
+    keys = [f"--{key}" for key, _ in job_keys()]
+    same = [key for key in keys if key.endswith("." + word)]
+    by_last_part = {key.rsplit(".", 1)[-1].lstrip("-"): key for key in reversed(keys)}
+    close = difflib.get_close_matches(name, [*options, *keys], 1, 0.6)
+    close = close or [by_last_part[near] for near in difflib.get_close_matches(word, by_last_part, 1, 0.7)]
+    near = same or close
+    hint = f"did you mean {near[0]}?" if near else "see --help for all options and keys"
+    return BadInputError(name, value, f"unknown option; {hint}")
+
+
+class OverrideCommand(TyperCommand):
+    """A verb that takes job keys as options: callbacks read them with ``OverrideCommand.of(context)``."""
+
+    @staticmethod
+    def of(context: Any) -> list[str]:
+        """The overrides of this call, as ``key=value``."""
+        overrides: list[str] = context.meta[_META]
+        return overrides
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Takes the overrides out, refuses unknown options with the nearest known one, parses the rest."""
+        ctx.meta[_META], rest = split_overrides(args)
+        own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
+        for token in rest:
+            if token.startswith("--") and token != "--" and token.partition("=")[0] not in own:
+                raise _unknown(token, own)
+        return super().parse_args(ctx, rest)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The usual help, then every job key by section."""
+        super().format_help(ctx, formatter)
+        show_keys()

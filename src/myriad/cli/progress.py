@@ -1,0 +1,65 @@
+"""Where a run stands, from the lines that its rank 0 adds to ``metrics.jsonl`` and ``events.jsonl``."""
+
+from collections import deque
+
+from myriad.run import JsonlTail, Record, Run
+from myriad.units import format_count, format_seconds
+
+__all__ = ["Progress"]
+
+_RECENT_STEPS = 20
+
+
+class Progress:
+    """Follows one attempt; `poll` brings it up to date."""
+
+    def __init__(self, run: Run, steps: int) -> None:
+        """To be made before the ranks start: what is in the files already belongs to earlier attempts."""
+        self.steps = steps
+        self.step = 0
+        self.first_step = 0
+        """Steps done before this attempt."""
+        self.bits_per_byte: float | None = None
+        self._recent: deque[Record] = deque(maxlen=_RECENT_STEPS)
+        self._metrics = JsonlTail(run.metrics_path, from_end=True)
+        self._events = JsonlTail(run.events_path, from_end=True)
+
+    def poll(self) -> list[Record]:
+        """Takes in what is new; returns the new events."""
+        for record in self._metrics.poll():
+            self._recent.append(record)
+            self.step = int(record["step"])
+        events = self._events.poll()
+        for event in events:
+            if event.get("event") == "validation":
+                self.bits_per_byte = event.get("bits_per_byte", self.bits_per_byte)
+            if event.get("event") in ("start", "resume"):
+                self.first_step = int(event.get("resumed_from") or event.get("step") or self.first_step)
+                self.step = max(self.step, self.first_step)
+        return events
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the speed of the last steps."""
+        seconds = self._mean("step_seconds")
+        return None if seconds is None else (self.steps - self.step) * seconds
+
+    def figures(self) -> list[str]:
+        """Loss, bits per byte, tokens/s, MFU, time left: those that are known, ready to show."""
+        if not self._recent:
+            return []
+        loss = self._recent[-1].get("loss")
+        shown = ["loss nan" if loss is None else f"loss {loss:.3f}"]
+        if self.bits_per_byte is not None:
+            shown.append(f"{self.bits_per_byte:.3f} bits/byte")
+        if (speed := self._mean("tokens_per_second")) is not None:
+            shown.append(f"{format_count(speed)} tokens/s")
+        if (mfu := self._mean("mfu")) is not None:
+            shown.append(f"MFU {mfu:.0%}")
+        if (left := self.seconds_left) is not None and self.step < self.steps:
+            shown.append(f"{format_seconds(left)} left")
+        return shown
+
+    def _mean(self, key: str) -> float | None:
+        values = [record[key] for record in self._recent if record.get(key) is not None]
+        return sum(values) / len(values) if values else None

@@ -1,0 +1,56 @@
+"""``myriad sample``: text from the newest checkpoint of a run."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from myriad.errors import BadInputError
+
+__all__ = ["register", "sample"]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command("sample")(sample)
+
+
+def sample(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under runs/.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 always takes the likeliest token; 1 draws as the model believes.")
+    ] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Draw from the likeliest tokens that make up this share.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same text.")] = 1,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the text.")
+    ] = False,
+) -> None:
+    """Continue a text with a trained model."""
+    path = _existing_run(run)
+    from myriad.train.sample import open_run
+
+    pieces = open_run(path).generate(prompt, tokens, temperature, top_p, seed)
+    if as_json:
+        settings = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        typer.echo(json.dumps({"run": str(path), "prompt": prompt, "text": "".join(pieces), **settings}))
+        return
+    sys.stdout.write(prompt)
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def _existing_run(name_or_path: str) -> Path:
+    """Checked before torch is imported, so that a wrong name is told at once."""
+    for path in (Path(name_or_path), Path("runs") / name_or_path):
+        if (path / "job.toml").is_file():
+            return path
+    raise BadInputError("run", name_or_path, "must be a run folder, or the name of one under runs/")

@@ -1,0 +1,198 @@
+"""What ``myriad train`` shows: a live line in a terminal, a plain line now and then elsewhere, a summary at
+the end.
+
+A screen is an `Observer` of the launcher: it only reads the run's files, and nothing it does can touch the
+run.
+"""
+
+import time
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+from myriad.cli.plot import Series, loss_svg, smooth, terminal_plot
+from myriad.cli.progress import Progress
+from myriad.cli.summary import Summary
+from myriad.resilience.engines.local import Observer
+from myriad.run import Record, Run
+from myriad.units import format_count, format_seconds
+
+__all__ = ["Screen", "loss_series", "open_screen", "save_plot", "show_summary"]
+
+_PLAIN_LINE_SECONDS = 5.0
+_SAVING = "saving the state; Ctrl-C again stops without"
+
+
+class Screen(Observer, Protocol):
+    """An observer that must be closed."""
+
+    def close(self) -> None:
+        """Frees the terminal."""
+
+
+def open_screen(console: Console | None, run: Run, steps: int) -> Screen:
+    """The screen that fits: live in a terminal, lines elsewhere, nothing without a console."""
+    if console is None:
+        return QuietScreen()
+    progress = Progress(run, steps)
+    return LiveScreen(console, progress) if console.is_terminal else PlainScreen(console, progress)
+
+
+class QuietScreen:
+    """Shows nothing."""
+
+    def tick(self) -> None:
+        """Nothing."""
+
+    def stopping(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class PlainScreen:
+    """One line every few seconds, for logs and pipes."""
+
+    def __init__(self, console: Console, progress: Progress) -> None:
+        self._console, self._progress = console, progress
+        self._shown_at, self._shown_step = 0.0, 0
+
+    def tick(self) -> None:
+        """New events at once, progress at intervals and at the last step."""
+        for event in self._progress.poll():
+            if line := _event_line(event):
+                self._print(line.plain)
+        progress, now = self._progress, time.monotonic()
+        due = now - self._shown_at > _PLAIN_LINE_SECONDS or progress.step == progress.steps
+        if due and progress.step != self._shown_step and (figures := progress.figures()):
+            self._shown_at, self._shown_step = now, progress.step
+            self._print(f"step {progress.step}/{progress.steps} · " + " · ".join(figures))
+
+    def stopping(self) -> None:
+        """The answer to Ctrl-C."""
+        self._print(_SAVING)
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveScreen:
+    """A bar that stays at the bottom, events above it."""
+
+    def __init__(self, console: Console, progress: Progress) -> None:
+        self._console, self._progress = console, progress
+        columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self._bar = Bar(*columns, console=console, auto_refresh=False)
+        self._task: TaskID = self._bar.add_task("starting", total=progress.steps)
+        self._bar.start()
+
+    def tick(self) -> None:
+        """Redraws; drawn from here and not from a thread, so that the launcher stays single-threaded."""
+        for event in self._progress.poll():
+            if line := _event_line(event):
+                self._bar.console.print(line)
+        if figures := self._progress.figures():
+            self._bar.update(self._task, completed=self._progress.step, description=" · ".join(figures))
+        self._bar.refresh()
+
+    def stopping(self) -> None:
+        """The answer to Ctrl-C."""
+        self._bar.console.print(Text(_SAVING, style="yellow"))
+
+    def close(self) -> None:
+        """Leaves the bar as it stands and frees the terminal."""
+        self._bar.stop()
+
+
+def _event_line(event: Record) -> Text | None:
+    name, step = event.get("event"), event.get("step")
+    if name == "start":
+        return _start_line(event)
+    if name == "validation":
+        loss, bits = event.get("loss"), event.get("bits_per_byte")
+        text = f"step {step}: validation loss " + ("nan" if loss is None else f"{loss:.4f}")
+        return Text(text + ("" if bits is None else f", {bits:.3f} bits per byte"), style="cyan")
+    if name == "checkpoint":
+        return Text(f"step {step}: checkpoint saved", style="dim")
+    if name == "resume" or (name == "fault"):
+        details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
+        return Text(f"{name}: {details}", style="yellow")
+    return None
+
+
+def _start_line(event: Record) -> Text:
+    world, parameters = event.get("world"), event.get("parameters")
+    parts = [f"{world} rank{'' if world == 1 else 's'} on {event.get('device')}", str(event.get("precision"))]
+    if parameters:
+        parts.append(f"{format_count(parameters)} parameters")
+    if resumed := event.get("resumed_from"):
+        parts.append(f"going on from step {resumed}")
+    return Text(" · ".join(parts), style="dim")
+
+
+def loss_series(run: Run) -> tuple[Series, Series]:
+    """Training and validation losses by step."""
+    metrics = run.read_metrics()
+    training = [(float(line["step"]), line["loss"]) for line in metrics if line.get("loss") is not None]
+    by_step = {
+        event["step"]: event["loss"]
+        for event in run.read_events()
+        if event.get("event") == "validation" and event.get("loss") is not None
+    }
+    return training, [(float(step), loss) for step, loss in sorted(by_step.items())]
+
+
+def save_plot(run: Run) -> None:
+    """Writes ``loss.svg`` into the run folder, when there is a curve to show."""
+    training, validation = loss_series(run)
+    if len(training) > 1:
+        run.plot_path.write_text(loss_svg(training, validation, f"{run.job().name}: loss"))
+
+
+def show_summary(console: Console, run: Run, summary: Summary, go_on: str) -> None:
+    """The sample, the plot and the figures; ``go_on``: what the user may type next."""
+    if summary.sample:
+        console.print(Panel(Text(summary.sample), title="sample", title_align="left", border_style="dim"))
+    training, _ = loss_series(run)
+    for line in terminal_plot(smooth(training), width=min(64, max(20, console.width - 12))):
+        console.print(Text(line, style="blue"))
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in _rows(summary):
+        table.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
+    body = Group(table, Text(), Text(go_on))
+    console.print(Panel(body, title=f"run {run.path.name}: {summary.state}", title_align="left"))
+
+
+def _format_flops(flops: float) -> str:
+    return f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
+
+
+def _rows(summary: Summary) -> list[tuple[str, str]]:
+    steps = f"{summary.steps} of {summary.steps_planned} in {format_seconds(summary.seconds)}"
+    if summary.tokens:
+        steps += f", {format_count(summary.tokens)} tokens"
+    rows = [("steps", steps)]
+    if summary.validation_loss is not None:
+        bits = summary.validation_bits_per_byte
+        tail = "" if bits is None else f" nats a token, {bits:.3f} bits per byte"
+        rows.append(("validation", f"{summary.validation_loss:.4f}{tail}"))
+    elif summary.loss is not None:
+        rows.append(("training loss", f"{summary.loss:.4f}"))
+    if summary.tokens_per_second is not None:
+        rows.append(("speed", f"{format_count(summary.tokens_per_second)} tokens/s"))
+    if summary.mfu is not None and summary.peak_flops:
+        peak = _format_flops(summary.peak_flops)
+        rows.append(("MFU", f"{summary.mfu:.1%} of {peak} ({summary.peak_source})"))
+    rows.append(("run folder", summary.run))
+    if summary.plot:
+        rows.append(("plot", summary.plot))
+    return rows

@@ -1,0 +1,102 @@
+"""What a run came to, in one value: for the panel at the end, for ``--json``, for a run looked at again."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from myriad.run import Record, Run
+
+__all__ = ["Summary", "is_done", "summarize"]
+
+_STEADY_STEPS = 3
+"""First steps of each attempt left out of speeds: they pay for warm-up (allocation, compilation)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """All that is known is said; what is not (no validation, no peak) is ``None``."""
+
+    run: str
+    state: str
+    """``finished``, ``interrupted`` or ``unfinished``."""
+    steps: int
+    steps_planned: int
+    saved_step: int | None
+    """Step of the newest checkpoint."""
+    seconds: float
+    """Time in steps, over all attempts; without what a resumed attempt did again."""
+    tokens: int | None
+    parameters: int | None
+    world: int | None
+    device: str | None
+    precision: str | None
+    loss: float | None
+    validation_loss: float | None
+    validation_bits_per_byte: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    peak_flops: float | None
+    peak_source: str | None
+    plot: str | None
+    sample: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, for ``--json``."""
+        return asdict(self)
+
+
+def summarize(run: Run) -> Summary:
+    """Reads the run's files."""
+    metrics, events = run.read_metrics(), run.read_events()
+    start = _last(events, "start")
+    validation = _last(events, "validation")
+    last = metrics[-1] if metrics else {}
+    planned = run.job().train.steps
+    steps = int(last.get("step", 0))
+    seconds = sum(line.get("step_seconds") or 0.0 for line in metrics)
+    steady = metrics[min(_STEADY_STEPS, len(metrics) // 2) :]
+    return Summary(
+        run=str(run.path),
+        state=_state(events, steps, planned),
+        steps=steps,
+        steps_planned=planned,
+        saved_step=_last(events, "checkpoint").get("step"),
+        seconds=seconds,
+        tokens=last.get("tokens"),
+        parameters=start.get("parameters"),
+        world=start.get("world"),
+        device=start.get("device"),
+        precision=start.get("precision"),
+        loss=last.get("loss"),
+        validation_loss=validation.get("loss"),
+        validation_bits_per_byte=validation.get("bits_per_byte"),
+        tokens_per_second=_time_mean(steady, "tokens_per_second"),
+        mfu=_time_mean(steady, "mfu"),
+        peak_flops=start.get("peak_flops"),
+        peak_source=start.get("peak_source"),
+        plot=str(run.plot_path) if run.plot_path.exists() else None,
+        sample=_last(events, "sample").get("text"),
+    )
+
+
+def is_done(run: Run, steps: int) -> bool:
+    """Whether nothing is left to do for ``steps`` steps."""
+    metrics = run.read_metrics()
+    return bool(metrics) and metrics[-1]["step"] >= steps and bool(_last(run.read_events(), "finish"))
+
+
+def _last(events: list[Record], name: str) -> Record:
+    return next((event for event in reversed(events) if event.get("event") == name), {})
+
+
+def _state(events: list[Record], steps: int, planned: int) -> str:
+    if steps >= planned and _last(events, "finish"):
+        return "finished"
+    ended = next((event for event in reversed(events) if event.get("event") in ("start", "interrupted")), {})
+    return "interrupted" if ended.get("event") == "interrupted" else "unfinished"
+
+
+def _time_mean(lines: list[Record], key: str) -> float | None:
+    """Mean weighted by each step's time: what a clock on the wall would say."""
+    pairs = [(line[key], line.get("step_seconds") or 0.0) for line in lines if line.get(key) is not None]
+    total = sum(seconds for _, seconds in pairs)
+    return sum(value * seconds for value, seconds in pairs) / total if total > 0 else None

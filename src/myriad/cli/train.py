@@ -1,0 +1,135 @@
+"""``myriad train``: start a run, or go on with it, and show how it goes."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from myriad.cli.overrides import OverrideCommand
+from myriad.errors import BadInputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from myriad.job import Job
+    from myriad.run import Run
+
+__all__ = ["register", "train"]
+
+_INTERRUPTED = 130
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command("train", cls=OverrideCommand, options_metavar="[OPTIONS] [--KEY VALUE]...")(train)
+
+
+def train(
+    context: typer.Context,
+    job: Annotated[
+        str,
+        typer.Argument(metavar="JOB", help="A job file, a recipe's name, or a run folder to go on with."),
+    ] = "embedded",
+    run: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Run folder: a name under runs/ (the job's name when left out), or a path."
+        ),
+    ] = None,
+    oversubscribe: Annotated[
+        bool, typer.Option("--oversubscribe", help="Allow more ranks than cores: they take turns.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print nothing but one JSON object at the end.")
+    ] = False,
+) -> None:
+    """Train a model, or go on with a run that was stopped.
+
+    Starts the ranks that the job's layout asks for, shows how it goes, saves all in the run folder.
+
+    Ctrl-C saves and stops; the same command goes on from there.
+
+    Exit code: 0 done, 1 the run failed, 2 bad input, 130 stopped by Ctrl-C.
+    """
+    from rich.console import Console
+
+    from myriad.cli.summary import is_done
+    from myriad.resilience.engines.local import check_cores
+
+    resolved, folder = _resolve(job, run, OverrideCommand.of(context))
+    console = None if as_json else Console()
+    folder.check(resolved)
+    check_cores(resolved.layout.world, oversubscribe=oversubscribe)
+    if is_done(folder, resolved.train.steps):
+        if console:
+            console.print(f"this run is done: all its {resolved.train.steps} steps")
+        return _report(folder, console, oversubscribe)
+    with folder.lock():
+        folder.create_or_resume(resolved)
+        ended = _launch(folder, resolved, console)
+    _report(folder, console, oversubscribe)
+    if ended == "interrupted":
+        raise typer.Exit(_INTERRUPTED)
+
+
+def _resolve(job: str, run: str | None, overrides: list[str]) -> "tuple[Job, Run]":
+    from myriad.job import load_job
+    from myriad.run import Run
+
+    if Path(job).is_dir():
+        if run is not None:
+            raise BadInputError("--run", run, f"not together with the run folder {job}")
+        folder = Run(job)
+        if not folder.exists:
+            raise BadInputError("job", job, "a run folder has a job.toml; this folder has none")
+        return load_job(str(folder.job_path), overrides), folder
+    resolved = load_job(job, overrides)
+    return resolved, Run(_run_path(run or resolved.name))
+
+
+def _run_path(name_or_path: str) -> Path:
+    return Path(name_or_path) if "/" in name_or_path else Path("runs") / name_or_path
+
+
+def _launch(run: "Run", job: "Job", console: "Console | None") -> Literal["finished", "interrupted"]:
+    from myriad.cli.screen import open_screen
+    from myriad.resilience.engines.local import run_local
+
+    screen = open_screen(console, run, job.train.steps)
+    try:
+        return run_local(run, job.layout.world, threads=job.train.threads, observer=screen)
+    finally:
+        screen.close()
+
+
+def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> None:
+    """The end of a run, or a look at one that had ended before."""
+    from myriad.cli.screen import save_plot, show_summary
+    from myriad.cli.summary import summarize
+
+    save_plot(run)
+    summary = summarize(run)
+    if console is None:
+        typer.echo(json.dumps(summary.as_json(), ensure_ascii=False))
+        return
+    again = f"{_program()} train {run.path}{' --oversubscribe' if oversubscribe else ''}"
+    if summary.state == "interrupted":
+        saved = summary.saved_step
+        at = f"stopped at step {saved}" if saved else "stopped before the first step was saved"
+        console.print(f"{at}; `{again}` goes on from there", markup=False, highlight=False, soft_wrap=True)
+        return
+    longer = f"{again} --train.steps {2 * summary.steps_planned}"
+    sample = f'{_program()} sample {run.path} --prompt "def "'
+    show_summary(console, run, summary, f"go on:   {longer}\nsample:  {sample}")
+
+
+def _program() -> str:
+    """How this program can be called again: by name when that is on the path."""
+    called = Path(sys.argv[0])
+    if shutil.which("myriad") or called.name != "myriad":
+        return "myriad"
+    return os.path.relpath(called)
