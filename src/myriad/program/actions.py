@@ -1,32 +1,38 @@
 """The words a program is made of.
 
-A program is one list of actions per *pipeline rank*: data- and tensor-parallel peers run the same list. Schedules write
-the compute; lowering (`lower.py`) adds the communication that the compute needs; passes rewrite; the checker proves;
-the runtime and the simulator read.
+A program is one list of actions per *pipeline rank*: data- and tensor-parallel peers run the same list.
+Schedules write the compute; lowering (`lower.py`) adds the communication that the compute needs; passes
+rewrite; the checker proves; the runtime and the simulator read.
 
     rank 0   LOAD  GATHER s0  F s0 m0  SEND a s0 m0   F s0 m1 ...   B s0 m0   ...   REDUCE s0   STEP
     rank 1   LOAD  GATHER s1  RECV a s0 m0  F s1 m0  B s1 m0  SEND g s1 m0 ...      REDUCE s1   STEP
 
 Semantics, the same for checker, runtime and simulator:
 
-- FORWARD / BACKWARD / BACKWARD_INPUT / BACKWARD_WEIGHT of (stage, micro_batch). BACKWARD is the two halves together.
-- EXCHANGE: a coupled transfer. All its ``transfers`` (sends and receives, any peers) are posted together and the rank
-  waits until every one has completed; a send completes only when the peer has posted the matching receive.
-- SEND: posts one send and goes on. RECEIVE: posts one receive and goes on. WAIT: waits for the one posted receive that
-  it names. A posted send's buffer is kept alive by the runtime until the end of the iteration's sends.
-- A transfer is named by its payload: the activation that ``stage`` made for stage + 1, or the gradient that ``stage``
-  made for stage - 1, of one micro-batch. Between two stages on the same rank nothing is sent.
+- FORWARD / BACKWARD / BACKWARD_INPUT / BACKWARD_WEIGHT of (stage, micro_batch). BACKWARD is the two halves
+  together.
+- EXCHANGE: a coupled transfer. All its ``transfers`` (sends and receives, any peers) are posted together and
+  the rank waits until every one has completed; a send completes only when the peer has posted the matching
+  receive.
+- SEND: posts one send and goes on. RECEIVE: posts one receive and goes on. WAIT: waits for the one posted
+  receive that it names. A posted send's buffer is kept alive by the runtime until the end of the iteration's
+  sends.
+- A transfer is named by its payload: the activation that ``stage`` made for stage + 1, or the gradient that
+  ``stage`` made for stage - 1, of one micro-batch. Between two stages on the same rank nothing is sent.
 - GATHER / RELEASE: a stage's parameters become whole on this rank / may be dropped (ZeRO >= 1 / ZeRO 3).
-- REDUCE: a stage's gradient sums are combined over data-parallel ranks (and tensor-parallel, tied ones before that).
-- SYNC_TIED: gradients of parameters shared by the first and the last stage are summed between the ranks that hold them.
+- REDUCE: a stage's gradient sums are combined over data-parallel ranks (and tensor-parallel, tied ones before
+  that).
+- SYNC_TIED: gradients of parameters shared by the first and the last stage are summed between the ranks that
+  hold them.
 - LOAD: the step's tokens are there. STEP: clip and optimizer step.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
-__all__ = ["Action", "Kind", "Payload", "Program", "Transfer"]
+__all__ = ["COMPUTE", "Action", "Kind", "Lowering", "Payload", "Program", "Transfer"]
 
 
 class Kind(StrEnum):
@@ -48,6 +54,10 @@ class Kind(StrEnum):
     STEP = "step"
 
 
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+"""What a schedule writes; everything else is added by lowering."""
+
+
 class Payload(StrEnum):
     """What travels between stages."""
 
@@ -57,7 +67,7 @@ class Payload(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One tensor between two pipeline ranks. ``stage`` is the stage that *made* it; ``peer`` the other rank."""
+    """One tensor between two pipeline ranks. ``stage`` is the one that *made* it, ``peer`` the other rank."""
 
     payload: Payload
     stage: int
@@ -89,17 +99,33 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
+class Lowering:
+    """What a lowered program promises; the checker holds it to that."""
+
+    zero: int
+    """ZeRO stage: whether parameters are gathered (>= 1) and released (3)."""
+    reduce: Literal["last", "each"]
+    """REDUCE after a stage's last backward, or after each."""
+    tied: bool
+    """The first and the last stage share parameters."""
+    training: bool
+    """False: a forward-only program (validation)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """One iteration: ``ranks[r]`` is pipeline rank r's list of actions.
 
-    ``stage_rank[s]`` is the pipeline rank that owns stage s. In the schedules written here stage s lives on rank
-    s mod pp (the loop), except where a schedule's method places them otherwise (and says so).
+    ``stage_rank[s]`` is the pipeline rank that owns stage s. In the schedules written here stage s lives on
+    rank s mod pp (the loop), except where a schedule's method places them otherwise (and says so).
+    ``lowering`` is None as long as the program holds computes only.
     """
 
     schedule: str
     num_micro_batches: int
     stage_rank: tuple[int, ...]
     ranks: tuple[tuple[Action, ...], ...]
+    lowering: Lowering | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -110,6 +136,18 @@ class Program:
     def num_stages(self) -> int:
         """Model pieces over the whole pipeline."""
         return len(self.stage_rank)
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages of one rank."""
+        return self.num_stages // self.num_ranks
+
+    @property
+    def syncs_tied(self) -> bool:
+        """Whether gradients of shared parameters must travel between two ranks."""
+        lowering = self.lowering
+        apart = self.stage_rank[0] != self.stage_rank[-1]
+        return apart and lowering is not None and lowering.tied and lowering.training
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
         for rank, actions in enumerate(self.ranks):

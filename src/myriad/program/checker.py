@@ -1,0 +1,69 @@
+"""The checker: proves that a program is complete, in order and free of deadlock, and says what its bubble is.
+
+Two proofs, each linear in the number of actions:
+
+1. Each rank alone (`rank_check.py`): every compute once, every input there before it is used and sent after
+   it is made, parameters whole when used, gradients reduced after the backwards they sum.
+2. All ranks together (`timeline.py`): the program is run on paper. Sends and receives must meet in the same
+   order on both sides, and every rank must come to its end.
+
+The bubble of a rank is the time in which it computes nothing, in forwards of a whole rank: with p ranks GPipe
+and 1F1B have 3 (p - 1), interleaving 3 (p - 1) / v, zero-bubble (ZB-H1) p - 1, from p micro-batches on.
+"""
+
+from dataclasses import dataclass
+
+from myriad.program.actions import Kind, Program
+from myriad.program.rank_check import check_rank
+from myriad.program.timeline import ProgramError, timeline
+
+__all__ = ["Report", "check"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a checked program costs; times in forwards of a whole rank (backward 2, each half 1, transfers
+    nothing)."""
+
+    makespan: float
+    """From the first action to the last."""
+    bubble: tuple[float, ...]
+    """Of each rank: time without compute."""
+    bubble_ratio: float
+    """Share of all ranks' time."""
+    peak_in_flight: tuple[float, ...]
+    """Of each rank: most micro-batches whose activations it holds at once (1 of v stages counts 1/v)."""
+
+
+def check(program: Program) -> Report:
+    """Proves a program and reports on it. Raises `ProgramError` naming rank and action."""
+    _check_form(program)
+    for rank in range(program.num_ranks):
+        check_rank(program, rank)
+    spans = timeline(program)
+    makespan = spans.makespan
+    bubble = tuple(makespan - spans.busy(rank) for rank in range(program.num_ranks))
+    ratio = sum(bubble) / (makespan * program.num_ranks) if makespan else 0.0
+    peaks = tuple(_peak(program, rank) for rank in range(program.num_ranks))
+    return Report(makespan, bubble, ratio, peaks)
+
+
+def _check_form(program: Program) -> None:
+    owners = set(program.stage_rank)
+    if program.num_micro_batches < 1 or not program.stage_rank or owners != set(range(program.num_ranks)):
+        raise ProgramError("every rank needs at least one stage, and there must be at least one micro-batch")
+    per_rank = program.num_stages / program.num_ranks
+    if any(program.stage_rank.count(rank) != per_rank for rank in owners):
+        raise ProgramError(f"ranks own different numbers of stages: {program.stage_rank}")
+
+
+def _peak(program: Program, rank: int) -> float:
+    held = peak = 0
+    for action in program.ranks[rank]:
+        if action.kind is Kind.FORWARD:
+            held += 1
+            peak = max(peak, held)
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            held -= 1
+    forward_only = program.lowering is not None and not program.lowering.training
+    return (1 if forward_only else peak) / program.virtual_stages

@@ -1,0 +1,141 @@
+"""Schedules: who computes what, in which order. They write computes only; `lower.py` adds the communication.
+
+    gpipe        all forwards, then all backwards
+    1f1b         after a warm-up each forward is paired with a backward: rank r holds at most p - r in flight
+    interleaved  as 1f1b with v stages a rank, in rounds of at least p micro-batches: the bubble is a v-th
+    zero-bubble  as 1f1b with the backward in two halves; weight halves wait and fill the bubble
+
+    1f1b, 3 ranks, 4 micro-batches (forward 0, backward 00)
+
+    rank 0   0 1 2 . . . . 00 3 11 . 22 . 33
+    rank 1     0 1 . . 00 2 11 3 22 . 33
+    rank 2       0 00 1 11 2 22 3 33
+
+Sources: GPipe (arXiv 1811.06965); 1F1B and interleaving: Megatron-LM (arXiv 2104.04473, section 2.2);
+zero-bubble is ZB-H1 of arXiv 2401.10241, section 2.2 (its memory: at most p micro-batches on every rank).
+Stage s lives on rank s mod p.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from myriad.errors import BadInputError
+from myriad.program.actions import Action, Kind, Program
+
+__all__ = ["SCHEDULES", "schedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Of the pipeline: ranks, stages of each rank, micro-batches."""
+
+    num_ranks: int
+    virtual_stages: int
+    num_micro_batches: int
+
+
+def schedule(name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int) -> Program:
+    """The computes of one iteration under schedule ``name``. Raises `BadInputError` for what it cannot do."""
+    if name not in SCHEDULES:
+        raise BadInputError("layout.schedule", name, f"one of {', '.join(sorted(SCHEDULES))}")
+    if num_ranks < 1:
+        raise BadInputError("layout.pp", num_ranks, "at least 1")
+    most = 1 if name in _ONE_STAGE_ONLY else None
+    if virtual_stages < 1 or (most is not None and virtual_stages > most):
+        allowed = f"1 with schedule {name}; interleaved and gpipe take more" if most else "at least 1"
+        raise BadInputError("layout.virtual_stages", virtual_stages, allowed)
+    if num_micro_batches < 1:
+        raise BadInputError("num_micro_batches", num_micro_batches, "at least 1")
+    shape = _Shape(num_ranks, virtual_stages, num_micro_batches)
+    return Program(
+        schedule=name,
+        num_micro_batches=num_micro_batches,
+        stage_rank=tuple(stage % num_ranks for stage in range(num_ranks * virtual_stages)),
+        ranks=tuple(tuple(SCHEDULES[name](shape, rank)) for rank in range(num_ranks)),
+    )
+
+
+def _rounds(shape: _Shape) -> list[range]:
+    """Micro-batches in rounds of equal size, give or take one, and of at least ``num_ranks`` where there are
+    so many.
+
+    A round shorter than the pipeline would wait at each change of stage for its own first micro-batch to come
+    round.
+    """
+    num_rounds = max(1, shape.num_micro_batches // shape.num_ranks)
+    size, longer = divmod(shape.num_micro_batches, num_rounds)
+    ends = accumulate((size + (index < longer) for index in range(num_rounds)), initial=0)
+    return [range(start, stop) for start, stop in pairwise(ends)]
+
+
+def _in_order(shape: _Shape, rank: int, kind: Kind, rounds: list[range]) -> list[Action]:
+    """Every (stage, micro-batch) of a rank: round by round, in each the stages in forward or backward
+    order."""
+    stages = [virtual * shape.num_ranks + rank for virtual in range(shape.virtual_stages)]
+    if kind is not Kind.FORWARD:
+        stages.reverse()
+    return [Action(kind, stage, batch) for batches in rounds for stage in stages for batch in batches]
+
+
+def _gpipe(shape: _Shape, rank: int) -> Iterator[Action]:
+    everything = [range(shape.num_micro_batches)]
+    yield from _in_order(shape, rank, Kind.FORWARD, everything)
+    yield from _in_order(shape, rank, Kind.BACKWARD, everything)
+
+
+def _pair_up(forwards: list[Action], backwards: list[Action], num_warm_up: int) -> Iterator[Action]:
+    """Warm-up forwards, then forward and backward in turn, then the backwards that are left."""
+    yield from forwards[:num_warm_up]
+    for forward, backward in zip(forwards[num_warm_up:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[max(0, len(forwards) - num_warm_up) :]
+
+
+def _one_forward_one_backward(shape: _Shape, rank: int) -> Iterator[Action]:
+    everything = [range(shape.num_micro_batches)]
+    forwards = _in_order(shape, rank, Kind.FORWARD, everything)
+    backwards = _in_order(shape, rank, Kind.BACKWARD, everything)
+    yield from _pair_up(forwards, backwards, shape.num_ranks - rank - 1)
+
+
+def _interleaved(shape: _Shape, rank: int) -> Iterator[Action]:
+    """With one stage a rank this *is* 1F1B. Otherwise the warm-up is the longest round through all stages but
+    one, and two more for each later rank: its forward has to reach the last rank, and the gradient to come
+    back."""
+    if shape.virtual_stages == 1:
+        yield from _one_forward_one_backward(shape, rank)
+        return
+    rounds = _rounds(shape)
+    num_warm_up = 2 * (shape.num_ranks - rank - 1) + (shape.virtual_stages - 1) * len(rounds[0])
+    forwards = _in_order(shape, rank, Kind.FORWARD, rounds)
+    backwards = _in_order(shape, rank, Kind.BACKWARD, rounds)
+    yield from _pair_up(forwards, backwards, num_warm_up)
+
+
+def _zero_bubble(shape: _Shape, rank: int) -> Iterator[Action]:
+    """Rank r keeps r weight halves back: with its p - r forwards in flight that makes p on every rank."""
+    num_inputs = num_weights = 0
+    for action in _one_forward_one_backward(shape, rank):
+        if action.kind is Kind.FORWARD:
+            yield action
+            continue
+        yield Action(Kind.BACKWARD_INPUT, rank, action.micro_batch)
+        num_inputs += 1
+        if num_inputs - num_weights > rank:
+            yield Action(Kind.BACKWARD_WEIGHT, rank, num_weights)
+            num_weights += 1
+    for batch in range(num_weights, shape.num_micro_batches):
+        yield Action(Kind.BACKWARD_WEIGHT, rank, batch)
+
+
+SCHEDULES: dict[str, Callable[[_Shape, int], Iterator[Action]]] = {
+    "1f1b": _one_forward_one_backward,
+    "gpipe": _gpipe,
+    "interleaved": _interleaved,
+    "zero-bubble": _zero_bubble,
+}
+"""Every schedule by its name in ``layout.schedule``."""
+
+_ONE_STAGE_ONLY = frozenset({"1f1b", "zero-bubble"})

@@ -1,0 +1,247 @@
+"""When each action of a program runs, given what each costs: the executor behind the checker and the
+pictures.
+
+Ranks run their lists in order. A worklist visits only ranks that can move, so the time taken is linear in the
+number of actions. Meaning of waiting, as `actions.py` defines it:
+
+- channel (a, b): what a sends to b. The n-th send meets the n-th receive (NCCL has no tags); both must name
+  the same payload. It arrives when both are posted, plus its transfer time.
+- EXCHANGE posts everything it holds and ends when all of it has arrived; WAIT ends when its receive has.
+- A program of computes only has no transfers: there a compute waits for the compute that makes its input.
+
+Every rank stuck with actions left is a deadlock.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from myriad.errors import MyriadError
+from myriad.program.actions import COMPUTE, Action, Kind, Payload, Program, Transfer
+
+__all__ = [
+    "Cost",
+    "ProgramError",
+    "Span",
+    "Timeline",
+    "TransferCost",
+    "needed_transfer",
+    "timeline",
+    "unit_costs",
+]
+
+Cost = Callable[[Action], float]
+"""Seconds (or any unit) of one action, without the time it waits for others."""
+TransferCost = Callable[[Transfer], float]
+"""Time from the moment both sides are posted until the payload is there."""
+
+
+class ProgramError(MyriadError):
+    """A program that is incomplete, out of order or stuck: which rank, which action, what is wrong."""
+
+    def __init__(self, what: str, rank: int = -1, index: int = -1, action: Action | None = None) -> None:
+        """``index`` is the action's place in the rank's list; -1 where the fault has no single place."""
+        place = "program" if rank < 0 else f"rank {rank}"
+        if action is not None:
+            place += f", action {index} {action}" if index >= 0 else f", {action}"
+        super().__init__(f"{place}: {what}")
+        self.what, self.rank, self.index, self.action = what, rank, index, action
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action on the time axis, waiting included."""
+
+    start: float
+    duration: float
+    action: Action
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Spans of every pipeline rank, in order."""
+
+    ranks: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """End of the last action."""
+        return max((spans[-1].start + spans[-1].duration for spans in self.ranks if spans), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        """Time in which a rank computes."""
+        return sum(span.duration for span in self.ranks[rank] if span.action.kind in COMPUTE)
+
+
+def unit_costs(program: Program) -> Cost:
+    """Costs in forwards of a whole rank: forward 1, backward 2, each half 1, everything else nothing."""
+    one = 1.0 / program.virtual_stages
+    costs = {Kind.FORWARD: one, Kind.BACKWARD: 2 * one, Kind.BACKWARD_INPUT: one, Kind.BACKWARD_WEIGHT: one}
+    return lambda action: costs.get(action.kind, 0.0)
+
+
+def needed_transfer(program: Program, action: Action) -> tuple[Payload, int, int] | None:
+    """``(payload, stage that makes it, rank that makes it)`` of a compute's input; None where it needs
+    none."""
+    if action.kind is Kind.FORWARD and action.stage > 0:
+        return Payload.ACTIVATION, action.stage - 1, program.stage_rank[action.stage - 1]
+    last = program.num_stages - 1
+    if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and action.stage < last:
+        return Payload.GRADIENT, action.stage + 1, program.stage_rank[action.stage + 1]
+    return None
+
+
+def _no_cost(transfer: Transfer) -> float:
+    return 0.0
+
+
+def timeline(program: Program, cost: Cost | None = None, transfer_cost: TransferCost = _no_cost) -> Timeline:
+    """Runs a program on paper; unit costs unless told otherwise. Raises `ProgramError` where it cannot
+    finish."""
+    return _Execution(program, cost or unit_costs(program), transfer_cost).run()
+
+
+class _Channel:
+    """What one rank sends to another: posted sends and receives, matched in order."""
+
+    __slots__ = ("receives", "sends")
+
+    def __init__(self) -> None:
+        self.sends: list[tuple[int, float]] = []
+        self.receives: list[tuple[int, float]] = []
+
+
+class _Execution:
+    """State of one run on paper. Payloads and results are known by one integer each, see ``_code``."""
+
+    def __init__(self, program: Program, cost: Cost, transfer_cost: TransferCost) -> None:
+        self.program, self.cost, self.transfer_cost = program, cost, transfer_cost
+        self.next_action = [0] * program.num_ranks
+        self.clock = [0.0] * program.num_ranks
+        self.posted = [False] * program.num_ranks
+        self.spans: list[list[Span]] = [[] for _ in program.ranks]
+        self.channels: defaultdict[tuple[int, int], _Channel] = defaultdict(_Channel)
+        self.arrived: dict[int, float] = {}
+        self.synced: list[float] = []
+        self.movable: deque[int] = deque(range(program.num_ranks))
+
+    def run(self) -> Timeline:
+        while self.movable:
+            self._advance(self.movable.popleft())
+        self._refuse_stuck()
+        return Timeline(tuple(tuple(spans) for spans in self.spans))
+
+    def _advance(self, rank: int) -> None:
+        actions = self.program.ranks[rank]
+        while (index := self.next_action[rank]) < len(actions):
+            action, start = actions[index], self.clock[rank]
+            ready = self._ready(rank, index, action)
+            if ready is None:
+                return
+            # An exchange or a wait is one span with its waiting; a compute that waits leaves a gap.
+            begin = max(start, ready) if action.kind in COMPUTE else start
+            end = max(start, ready) + self.cost(action)
+            self.spans[rank].append(Span(begin, end - begin, action))
+            self.clock[rank], self.posted[rank] = end, False
+            self.next_action[rank] = index + 1
+            if self.program.lowering is None:
+                self._publish(action, end)
+
+    def _ready(self, rank: int, index: int, action: Action) -> float | None:
+        """When what the action waits for is there; None if that is not known yet."""
+        kind = action.kind
+        if kind is Kind.EXCHANGE or kind is Kind.SEND or kind is Kind.RECEIVE:
+            if not self.posted[rank]:
+                self.posted[rank] = True
+                for transfer in action.transfers:
+                    self._post(rank, index, action, transfer)
+            return self._all_arrived(action) if kind is Kind.EXCHANGE else 0.0
+        if kind is Kind.WAIT:
+            return self._all_arrived(action)
+        if kind is Kind.SYNC_TIED:
+            return self._tied(rank)
+        if self.program.lowering is None:
+            return self._input_ready(rank, action)
+        return 0.0
+
+    def _code(self, payload: Payload, stage: int, micro_batch: int) -> int:
+        return (stage * self.program.num_micro_batches + micro_batch) * 2 + (payload is Payload.GRADIENT)
+
+    def _post(self, rank: int, index: int, action: Action, transfer: Transfer) -> None:
+        peer = transfer.peer
+        code = self._code(transfer.payload, transfer.stage, transfer.micro_batch)
+        channel = self.channels[(rank, peer) if transfer.sends else (peer, rank)]
+        mine, others = (
+            (channel.sends, channel.receives) if transfer.sends else (channel.receives, channel.sends)
+        )
+        place = len(mine)
+        mine.append((code, self.clock[rank]))
+        if place >= len(others):
+            return
+        other_code, other_time = others[place]
+        if other_code != code:
+            verb, other_verb = ("sends", "receives") if transfer.sends else ("receives", "sends")
+            other = f"rank {peer} {other_verb} {self._name(other_code)}"
+            what = f"as transfer {place} between the two it {verb} {self._name(code)}, but {other}"
+            raise ProgramError(what, rank, index, action)
+        self.arrived[code] = max(self.clock[rank], other_time) + self.transfer_cost(transfer)
+        self.movable.append(peer)
+
+    def _name(self, code: int) -> str:
+        place, is_gradient = divmod(code, 2)
+        stage, micro_batch = divmod(place, self.program.num_micro_batches)
+        return f"the {Payload.GRADIENT if is_gradient else Payload.ACTIVATION} {stage}.{micro_batch}"
+
+    def _all_arrived(self, action: Action) -> float | None:
+        latest = 0.0
+        for transfer in action.transfers:
+            time = self.arrived.get(self._code(transfer.payload, transfer.stage, transfer.micro_batch))
+            if time is None:
+                return None
+            latest = max(latest, time)
+        return latest
+
+    def _tied(self, rank: int) -> float | None:
+        if not self.posted[rank]:
+            self.posted[rank] = True
+            self.synced.append(self.clock[rank])
+            if len(self.synced) == 2:
+                self.movable.extend((self.program.stage_rank[0], self.program.stage_rank[-1]))
+        return max(self.synced) if len(self.synced) == 2 else None
+
+    def _input_ready(self, rank: int, action: Action) -> float | None:
+        needed = needed_transfer(self.program, action)
+        if needed is None:
+            return 0.0
+        payload, stage, owner = needed
+        time = self.arrived.get(self._code(payload, stage, action.micro_batch))
+        if time is None or owner == rank:
+            return time
+        return time + self.transfer_cost(Transfer(payload, stage, action.micro_batch, owner, sends=False))
+
+    def _publish(self, action: Action, end: float) -> None:
+        """In a program of computes only: the result is there, and who needs it may move."""
+        if action.kind is Kind.BACKWARD_WEIGHT or action.kind not in COMPUTE:
+            return
+        forward = action.kind is Kind.FORWARD
+        payload, user = (
+            (Payload.ACTIVATION, action.stage + 1) if forward else (Payload.GRADIENT, action.stage - 1)
+        )
+        self.arrived[self._code(payload, action.stage, action.micro_batch)] = end
+        if 0 <= user < self.program.num_stages:
+            self.movable.append(self.program.stage_rank[user])
+
+    def _refuse_stuck(self) -> None:
+        stuck = [
+            rank for rank, actions in enumerate(self.program.ranks) if self.next_action[rank] < len(actions)
+        ]
+        if not stuck:
+            return
+        rank = stuck[0]
+        index = self.next_action[rank]
+        others = (
+            f"rank {other} at {self.program.ranks[other][self.next_action[other]]}" for other in stuck[1:4]
+        )
+        also = ", ".join(others) or "nobody else"
+        what = f"deadlock: it waits for ever; so does {also}"
+        raise ProgramError(what, rank, index, self.program.ranks[rank][index])
