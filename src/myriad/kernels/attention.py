@@ -1,7 +1,7 @@
 """Causal attention, with or without a sliding window, through the library's fastest path on each device.
 
-Full attention is one call of scaled_dot_product_attention. With a window of W the sequence is cut in blocks of W
-queries: each sees only its own and the previous block, so that the work grows with S * 2W, not with S^2:
+Full attention is one call of scaled_dot_product_attention. With a window of W the sequence is cut in blocks
+of W queries: each sees only its own and the previous block, so that the work grows with S * 2W, not with S^2:
 
     keys      | block 0 | block 1 | block 2 | ...
     queries 2            [ .  x x | x x .  ]           W + W keys for W queries, masked to the band
@@ -25,8 +25,9 @@ def _expand(x: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _band(queries: int, keys: int, window: int, blocks: int, device: torch.device) -> torch.Tensor:
-    """Which of ``keys`` keys each of ``queries`` queries sees, when both end at the same position; in the first of
-    several blocks the keys before the sequence are not there. ``[queries, keys]`` or ``[blocks, 1, queries, keys]``."""
+    """Which of ``keys`` keys each of ``queries`` queries sees, when both end at the same position; in the
+    first of several blocks the keys before the sequence are not there. ``[queries, keys]`` or ``[blocks, 1,
+    queries, keys]``."""
     query = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
     band = (key <= query) & (key > query - window)
@@ -38,7 +39,7 @@ def _band(queries: int, keys: int, window: int, blocks: int, device: torch.devic
 
 
 def _in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """``[B, N, S, D]``, window a divisor of S: blocks of queries against their own and the previous block of keys."""
+    """``[B, N, S, D]``, window a divisor of S: each block of queries against its own and the previous block."""
     batch, _, sequence, _ = q.shape
     blocks = sequence // window
 
@@ -54,8 +55,8 @@ def _in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """Queries ``[B, S, N, D]`` on keys and values ``[B, S, K, D]`` up to and with their own position, at most the last
-    ``window`` of them; ``[B, S, N, D]``."""
+    """Queries ``[B, S, N, D]`` on keys and values ``[B, S, K, D]`` up to and with their own position, at most
+    the last ``window`` of them; ``[B, S, N, D]``."""
     sequence = q.shape[1]
     q = q.transpose(1, 2)
     k, v = (_expand(x.transpose(1, 2), q.shape[1]) for x in (k, v))

@@ -1,14 +1,15 @@
 """Output projection and cross-entropy in one, over chunks of tokens: the logits of all tokens never exist.
 
-    for each chunk of tokens:   logits = x W^T          [C, V/tp]   stays in cache
-                                p = softmax(logits)                 over all ranks' parts: two small all-reduces
-                                loss += -log p[target]
-                                dx = (p - onehot) W     [C, H]      this rank's part of the sum over the vocabulary
-                                dW += (p - onehot)^T x  [V/tp, H]
+    for each chunk:   logits = x W^T          [C, V/tp]   stays in cache
+                      p = softmax(logits)                 over all ranks' parts: two small all-reduces
+                      loss += -log p[target]
+                      dx = (p - onehot) W     [C, H]      this rank's part of the sum over the vocabulary
+                      dW += (p - onehot)^T x  [V/tp, H]
 
-Gradients are computed in the forward, while the logits are there (as Liger Kernel does, arXiv 2410.10989); the backward
-only scales them, so that the result is the gradient for any scale of the loss. Without autograd nothing but the loss is
-computed. Rows of the weight from ``vocabulary`` on are padding and get no probability.
+Gradients are computed in the forward, while the logits are there (as Liger Kernel does, arXiv 2410.10989);
+the backward only scales them, so that the result is the gradient for any scale of the loss. Without autograd
+nothing but the loss is computed. Rows of the weight from ``vocabulary`` on are padding and get no
+probability.
 
 Legend: T tokens, C tokens of a chunk, H hidden, V vocabulary.
 """
@@ -27,7 +28,7 @@ _CHUNK_BYTES_CUDA = 2**28
 
 
 class VocabularyPeers(Protocol):
-    """The ranks that share the vocabulary: the part of `myriad.model.boundary.Boundary` that is needed here."""
+    """The ranks that share the vocabulary; `myriad.model.boundary.Boundary` is one."""
 
     @property
     def rank(self) -> int: ...
@@ -131,8 +132,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Sum over tokens of ``-log softmax(x weight^T)[target]``, a float32 scalar.
 
-    ``x`` is ``[T, H]``, whole on every rank; ``weight`` this rank's rows ``[V/tp, H]``; ``targets`` ``[T]`` below
-    ``vocabulary``. The gradient of ``x`` is this rank's part of the sum: `Boundary.enter` adds them up.
+    ``x`` is ``[T, H]``, whole on every rank; ``weight`` this rank's rows ``[V/tp, H]``; ``targets`` ``[T]``
+    below ``vocabulary``. The gradient of ``x`` is this rank's part of the sum: `Boundary.enter` adds them up.
     """
     chunk = chunk or _chunk_tokens(x, weight)
     loss: torch.Tensor = _LinearCrossEntropy.apply(x, weight, targets, peers, vocabulary, chunk)

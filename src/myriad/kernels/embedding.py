@@ -42,8 +42,8 @@ class _Embedding(torch.autograd.Function):
 def embedding(
     tokens: torch.Tensor, weight: torch.Tensor, first_row: int, vocabulary_size: int
 ) -> torch.Tensor:
-    """Rows of ``weight`` ``[V/tp, H]``, which holds those from ``first_row`` of ``vocabulary_size``: ``[B, S]`` to
-    ``[B, S, H]``, partial where the table is."""
+    """Rows of ``weight`` ``[V/tp, H]``, which holds those from ``first_row`` of ``vocabulary_size``: ``[B,
+    S]`` to ``[B, S, H]``, partial where the table is."""
     rows = tokens
     absent = torch.empty(0, dtype=torch.bool, device=tokens.device)
     if weight.shape[0] < vocabulary_size:

@@ -1,13 +1,14 @@
 """Where a weight's gradient goes: straight into float32 memory that the runtime owns.
 
 Autograd would make a new tensor per micro-batch and add it to ``.grad``: two more passes over every matrix. A
-`GradientSink` lets the matrix product of the backward accumulate in place (``total += g^T x``, one BLAS call), in float32
-whatever the compute precision, into a view of the chunk's flat buffer. An operator that finds a sink on its weight
-returns no gradient to autograd, so ``weight.grad`` stays ``None``.
+`GradientSink` lets the matrix product of the backward accumulate in place (``total += g^T x``, one BLAS
+call), in float32 whatever the compute precision, into a view of the chunk's flat buffer. An operator that
+finds a sink on its weight returns no gradient to autograd, so ``weight.grad`` stays ``None``.
 
-Zero-bubble schedules split a backward in its input part and its weight part. While ``sink.deferred`` is a list, products
-are put on it instead of computed; `apply_deferred` is the weight part. Several sinks may share one list, so a stage
-keeps one list per micro-batch and the order of the additions is that of the backward: the sums have the same bits.
+Zero-bubble schedules split a backward in its input part and its weight part. While ``sink.deferred`` is a
+list, products are put on it instead of computed; `apply_deferred` is the weight part. Several sinks may share
+one list, so a stage keeps one list per micro-batch and the order of the additions is that of the backward:
+the sums have the same bits.
 """
 
 from dataclasses import dataclass

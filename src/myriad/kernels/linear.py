@@ -1,7 +1,7 @@
 """Matrix product whose weight gradient goes to the weight's `GradientSink` when it has one.
 
-The weight is kept as an object, not saved: a runtime that frees parameters between forward and backward (ZeRO stage 3)
-may point ``weight.data`` at new memory in between.
+The weight is kept as an object, not saved: a runtime that frees parameters between forward and backward (ZeRO
+stage 3) may point ``weight.data`` at new memory in between.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 """Random numbers that depend on what they are for, not on who draws them or when.
 
-Dropout of a value must be the same however the batch is cut into micro-batches and the sequence over ranks, and when a
-step is run again after a restart. So a mask is a hash of (seed, layer, place in the layer, sample, position, hidden
-index): the finalizer of SplitMix64 (Steele, Lea & Flood 2014), in integer arithmetic that is the same on every device.
-One hash of 64 bits serves four neighbouring hidden indices with 16 bits each.
+Dropout of a value must be the same however the batch is cut into micro-batches and the sequence over ranks,
+and when a step is run again after a restart. So a mask is a hash of (seed, layer, place in the layer, sample,
+position, hidden index): the finalizer of SplitMix64 (Steele, Lea & Flood 2014), in integer arithmetic that is
+the same on every device. One hash of 64 bits serves four neighbouring hidden indices with 16 bits each.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ def dropout(
 
     ``samples`` ``[B]`` are the sequences' indices in the whole run, ``first_position`` that of ``x[:, 0]``.
     """
-    batch, sequence, hidden = x.shape
+    sequence, hidden = x.shape[1:]
     positions = torch.arange(first_position, first_position + sequence, device=x.device)
     columns = torch.arange(-(-hidden // 4), device=x.device)
     words = hashed_words(key, (samples[:, None, None], positions[:, None], columns))

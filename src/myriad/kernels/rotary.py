@@ -1,5 +1,5 @@
-"""Rotary positions (Su et al. 2021): neighbouring pairs of a head's values are complex numbers, turned by an angle that
-grows with the position. One complex multiplication forward, one with the conjugate backward.
+"""Rotary positions (Su et al. 2021): neighbouring pairs of a head's values are complex numbers, turned by an
+angle that grows with the position. One complex multiplication forward, one with the conjugate backward.
 
 Legend: B batch, S sequence, N heads, D head size.
 """

@@ -40,7 +40,7 @@ class GPT:
 
     @cached_property
     def shards(self) -> Mapping[str, Shard]:
-        """How tensor parallelism cuts the parameters; the others (norms, positions, row-parallel biases) are whole."""
+        """How tensor parallelism cuts parameters; norms, positions and row-parallel biases are whole."""
         config = self.config
         q, kv = config.heads * config.head_width, config.num_kv_heads * config.head_width
         up = Shard(0, (config.ffn_width,) * 2) if config.activation == "swiglu" else Shard(0)
@@ -94,7 +94,7 @@ class GPT:
 
 
 def build_full(config: ModelConfig, seed: int) -> nn.ModuleList:
-    """Every layer on one device with its initial values, tied parameters being one: for sampling and tests."""
+    """Every layer on one device with initial values, tied parameters being one: for sampling and tests."""
     definition = GPT(config, seed)
     layers = nn.ModuleList()
     parameters: dict[str, nn.Parameter] = {}

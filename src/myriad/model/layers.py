@@ -1,10 +1,11 @@
 """The layers of the transformer with the shapes of one tensor-parallel rank.
 
-Between layers travels the residual stream, ``[B, S/tp, H]``. Each branch enters (all ranks' parts of the sequence
-together), multiplies column-parallel, then row-parallel, and leaves (partial sums added up, each rank its part). A layer
-computes in the precision of its parameters; norms, softmax and the loss are float32 inside.
+Between layers travels the residual stream, ``[B, S/tp, H]``. Each branch enters (all ranks' parts of the
+sequence together), multiplies column-parallel, then row-parallel, and leaves (partial sums added up, each
+rank its part). A layer computes in the precision of its parameters; norms, softmax and the loss are float32
+inside.
 
-Legend: B batch, S sequence, H hidden, N query heads, K key/value heads (both of this rank), D head size, F MLP width.
+Legend: B batch, S sequence, H hidden, N query heads, K key/value heads (both of this rank), D head size.
 """
 
 from collections.abc import Callable

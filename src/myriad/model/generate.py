@@ -1,0 +1,96 @@
+"""Text from a model: one token at a time, with the keys and values of what was said before kept.
+
+Each step computes one position. The model sees the last ``config.sequence`` tokens, or each layer's window of
+them. Rotary positions may grow without end; learned ones are as many as were trained, so when they run out
+the second half of what was said becomes the beginning and is computed anew.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from myriad.errors import BadInputError
+from myriad.model.cache import KeyValueCache
+from myriad.model.layers import Block, Embedding, Head
+
+__all__ = ["Session", "generate", "sample"]
+
+
+class Session:
+    """A sequence being read and continued by the full list of layers on one device."""
+
+    def __init__(self, layers: nn.ModuleList, sequence: int) -> None:
+        self.embedding = cast(Embedding, layers[0])
+        self.blocks = [cast(Block, block) for block in list(layers)[1:-1]]
+        self.head = cast(Head, layers[-1])
+        self.sequence = sequence
+        self.device = self.head.output.weight.device
+        self.tokens: list[int] = []
+        self._start()
+
+    def _start(self) -> None:
+        limits = [min(block.attention.window or self.sequence, self.sequence) for block in self.blocks]
+        self.caches = [KeyValueCache(limit) for limit in limits]
+        self.next_position = 0
+
+    @torch.no_grad()
+    def read(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Scores ``[V]`` of the token after these, which follow all read before. At most ``sequence`` at a
+        time."""
+        if self.embedding.positions is not None and self.next_position + len(tokens) > self.sequence:
+            kept = max(self.sequence // 2 - len(tokens), 0)
+            tokens = [*self.tokens[len(self.tokens) - kept :], *tokens][-self.sequence :]
+            self._start()
+        self.tokens = [*self.tokens, *tokens][-self.sequence :]
+        ids = torch.tensor([tokens], device=self.device)
+        x = self.embedding.embed(ids, self.next_position)
+        for block, cache in zip(self.blocks, self.caches, strict=True):
+            x = block.step(x, cache)
+        self.next_position += len(tokens)
+        return self.head.logits(x[0, -1])
+
+
+def sample(logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    """A token from scores ``[V]``: of the likeliest that have ``top_p`` of the probability together.
+    Temperature 0 takes the likeliest."""
+    if temperature == 0:
+        return int(logits.argmax())
+    shares, tokens = (logits.float().cpu() / temperature).softmax(-1).sort(descending=True)
+    shares[shares.cumsum(0) - shares > top_p] = 0.0
+    return int(tokens[torch.multinomial(shares, 1, generator=generator)])
+
+
+def _check(key: str, value: float, *, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise BadInputError(key, value, allowed)
+
+
+def generate(
+    layers: nn.ModuleList,
+    prompt: Sequence[int],
+    *,
+    sequence: int,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_token: int | None = None,
+) -> Iterator[int]:
+    """Tokens that continue ``prompt``, as they are drawn; the stop token ends them and is not given.
+
+    ``layers`` are all layers on one device (`myriad.model.gpt.build_full`), ``sequence`` the tokens the model
+    was trained to see. A longer prompt counts from its end.
+    """
+    _check("temperature", temperature, ok=temperature >= 0, allowed="0 (the likeliest token) or more")
+    _check("top_p", top_p, ok=0 < top_p <= 1, allowed="above 0, up to 1 (every token)")
+    _check("prompt", len(prompt), ok=len(prompt) > 0, allowed="at least one token")
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    session, unread = Session(layers, sequence), list(prompt)[-sequence:]
+    for _ in range(max_new_tokens):
+        token = sample(session.read(unread), temperature, top_p, generator)
+        if token == stop_token:
+            return
+        yield token
+        unread = [token]

@@ -1,0 +1,277 @@
+"""If these break: a fused operator does not compute what its plain reference does."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from myriad.kernels.activation import ACTIVATIONS
+from myriad.kernels.attention import attention, attention_reference
+from myriad.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from myriad.kernels.embedding import embedding, embedding_reference
+from myriad.kernels.gradient import GradientSink, apply_deferred, set_sink
+from myriad.kernels.linear import linear
+from myriad.kernels.norm import LayerNorm, RMSNorm, rms_norm_reference
+from myriad.kernels.random import dropout, hashed_normal, hashed_uniform, key_of
+from myriad.kernels.rotary import rotary, rotary_reference
+from myriad.model.boundary import Boundary
+
+
+def gradients(function, *tensors):
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    y = function(*leaves)
+    wave = torch.arange(y.numel(), dtype=y.dtype).view(y.shape).sin()
+    return y.detach(), *torch.autograd.grad(y, leaves, wave)
+
+
+def assert_same(function, reference, *tensors, rtol=1e-4, atol=1e-5):
+    for a, b in zip(gradients(function, *tensors), gradients(reference, *tensors), strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 7, 16, 24, 30]),
+    st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1)]),
+    st.sampled_from([2, 8]),
+    st.sampled_from([None, 1, 2, 4, 5, 8, 12, 40]),
+)
+def test_attention(batch, sequence, heads, width, window):
+    torch.manual_seed(0)
+    q = torch.randn(batch, sequence, heads[0], width)
+    k, v = torch.randn(2, batch, sequence, heads[1], width)
+    assert_same(
+        lambda q, k, v: attention(q, k, v, window),
+        lambda q, k, v: attention_reference(q, k, v, window),
+        q,
+        k,
+        v,
+    )
+
+
+def test_attention_sees_exactly_its_window():
+    q, k, v = torch.randn(3, 1, 32, 2, 4)
+    v = torch.eye(32)[None, :, None, :].expand(1, 32, 2, 32)  # the output is the attention matrix
+    seen = attention(q, k, v, 4)[0, :, 0] > 0
+    assert torch.equal(seen, torch.ones(32, 32).tril().triu(-3).bool())
+
+
+def test_linear_with_a_bias_and_any_leading_shape():
+    x, weight, bias = torch.randn(2, 3, 5), torch.randn(7, 5), torch.randn(7)
+    assert_same(linear, F.linear, x, weight, bias)
+
+
+def test_a_sink_adds_up_over_micro_batches_and_autograd_sees_no_gradient():
+    weight = torch.randn(7, 5, requires_grad=True)
+    sink = GradientSink(torch.ones(7, 5))
+    set_sink(weight, sink)
+    x = torch.randn(2, 4, 5)
+    for part in x:
+        linear(part, weight).sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(sink.total, 1 + x.sum((0, 1)).expand(7, 5))
+
+
+def test_deferred_products_give_the_bits_of_immediate_ones():
+    weight, x = torch.randn(7, 5, requires_grad=True), torch.randn(3, 4, 5)
+
+    def total(*, defer):
+        sink = GradientSink(torch.zeros(7, 5))
+        set_sink(weight, sink)
+        lists = []
+        for part in x:
+            sink.deferred = [] if defer else None
+            (linear(part, weight) ** 2).sum().backward()
+            lists.append(sink.deferred or [])
+            assert not defer or sink.total.abs().sum() == 0
+        for products in lists:
+            apply_deferred(products)
+        return sink.total
+
+    assert torch.equal(total(defer=True), total(defer=False))
+
+
+def test_bfloat16_gradients_are_summed_in_float32():
+    weight = torch.randn(8, 8, dtype=torch.bfloat16, requires_grad=True)
+    sink = GradientSink(torch.full((8, 8), 1024.0))
+    set_sink(weight, sink)
+    linear(torch.full((1, 8), 0.125, dtype=torch.bfloat16), weight).sum().backward()
+    assert torch.equal(sink.total, torch.full((8, 8), 1024.125))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 20), st.sampled_from([(8, 8), (8, 5), (16, 9)]), st.sampled_from([1, 3, 7, 64]))
+def test_cross_entropy(num_tokens, rows_and_vocabulary, chunk):
+    rows, vocabulary = rows_and_vocabulary
+    torch.manual_seed(0)
+    x, weight = torch.randn(num_tokens, 6), torch.randn(rows, 6)
+    targets = torch.randint(vocabulary, (num_tokens,))
+    assert_same(
+        lambda x, weight: linear_cross_entropy(x, weight, targets, Boundary(), vocabulary, chunk),
+        lambda x, weight: linear_cross_entropy_reference(x, weight, targets, vocabulary),
+        x,
+        weight,
+    )
+
+
+def test_cross_entropy_to_a_sink_is_scaled_by_what_the_loss_is_scaled_by():
+    x, weight = torch.randn(9, 6), torch.randn(8, 6, requires_grad=True)
+    targets = torch.randint(8, (9,))
+    (linear_cross_entropy(x, weight, targets, Boundary(), 8) * 0.25).backward()
+    sink = GradientSink(torch.zeros(8, 6))
+    expected, weight.grad = weight.grad, None
+    set_sink(weight, sink)
+    (linear_cross_entropy(x, weight, targets, Boundary(), 8) * 0.25).backward()
+    assert weight.grad is None
+    torch.testing.assert_close(sink.total, expected)
+
+
+def test_cross_entropy_of_very_large_and_very_unlikely_scores_is_finite():
+    x = torch.full((4, 6), 100.0, requires_grad=True)
+    weight = torch.cat([torch.full((4, 6), 100.0), torch.full((4, 6), -100.0)])
+    loss = linear_cross_entropy(x, weight, torch.full((4,), 7), Boundary(), 8)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(x.grad).all()
+
+
+class Recorder(Boundary):
+    """Runs the ranks of a vocabulary one after the other, each time with what is known of the others so
+    far."""
+
+    def __init__(self, size):
+        self.size, self.calls, self.known = size, [], {}
+
+    def _join(self, x, join):
+        place = len(self.calls)
+        self.calls.append(x.clone())
+        self.known[self.rank, place] = self.calls[-1]
+        others = [self.known[rank, place] for rank in range(self.size) if (rank, place) in self.known]
+        return x.copy_(join(torch.stack(others)))
+
+    def sum(self, x):
+        return self._join(x, lambda all_ranks: all_ranks.sum(0))
+
+    def max(self, x):
+        return self._join(x, lambda all_ranks: all_ranks.amax(0))
+
+    def run(self, function):
+        for _ in range(4):  # maxima depend on nothing, sums on maxima: after that all is known
+            results = []
+            for rank in range(self.size):
+                self.rank, self.calls = rank, []
+                results.append(function(self))
+        return results
+
+
+@pytest.mark.parametrize("vocabulary", [16, 11, 3])
+def test_cross_entropy_over_a_vocabulary_on_several_ranks(vocabulary):
+    x, weight = torch.randn(10, 6), torch.randn(16, 6)
+    targets = torch.randint(vocabulary, (10,))
+    expected = gradients(
+        lambda x, weight: linear_cross_entropy_reference(x, weight, targets, vocabulary), x, weight
+    )
+
+    def on_rank(peers):
+        rows = weight.chunk(4)[peers.rank]
+        return gradients(
+            lambda x, rows: linear_cross_entropy(x, rows, targets, peers, vocabulary, 4), x, rows
+        )
+
+    losses, grads_x, grads_rows = zip(*Recorder(4).run(on_rank), strict=True)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    torch.testing.assert_close(losses[0], expected[0])
+    torch.testing.assert_close(sum(grads_x), expected[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat(grads_rows), expected[2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("first_row", [0, 4, 8])
+def test_embedding_of_a_part_of_the_vocabulary(first_row):
+    tokens = torch.randint(12, (3, 7))
+    weight = torch.randn(4, 5)
+    assert_same(
+        lambda weight: embedding(tokens, weight, first_row, 12),
+        lambda weight: embedding_reference(tokens, weight, first_row),
+        weight,
+    )
+    sink = GradientSink(torch.zeros(4, 5))
+    expected = gradients(lambda weight: embedding(tokens, weight, first_row, 12), weight)[1]
+    leaf = weight.clone().requires_grad_()
+    set_sink(leaf, sink)
+    y = embedding(tokens, leaf, first_row, 12)
+    y.backward(torch.arange(y.numel(), dtype=y.dtype).view(y.shape).sin())
+    torch.testing.assert_close(sink.total, expected)
+
+
+def test_rotary():
+    x = torch.randn(2, 9, 3, 8)
+    assert_same(lambda x: rotary(x, 100.0), lambda x: rotary_reference(x, 100.0), x)
+    torch.testing.assert_close(rotary(x, 100.0, 5), rotary_reference(x, 100.0, 5), rtol=1e-4, atol=1e-5)
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    q, k = torch.randn(2, 1, 1, 1, 8)
+
+    def score(at_q, at_k):
+        return (rotary(q, 100.0, at_q) * rotary(k, 100.0, at_k)).sum().item()
+
+    assert score(3, 1) == pytest.approx(score(60, 58), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer", "layer with bias"])
+def test_norms(kind):
+    hidden, epsilon = 12, 1e-3
+    module = RMSNorm(hidden, epsilon) if kind == "rms" else LayerNorm(hidden, epsilon, bias="bias" in kind)
+    weight, bias = torch.randn(hidden), torch.randn(hidden)
+    x = torch.randn(3, 5, hidden) * 2 + 0.5
+
+    def fused(x, *parameters):
+        names = [name for name, _ in module.named_parameters()]
+        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), x)
+
+    if kind == "rms":
+        assert_same(fused, lambda x, weight: rms_norm_reference(x, weight, epsilon), x, weight)
+    elif kind == "layer":
+        assert_same(fused, lambda x, w: F.layer_norm(x, (hidden,), w, None, epsilon), x, weight)
+    else:
+        assert_same(fused, lambda x, w, b: F.layer_norm(x, (hidden,), w, b, epsilon), x, weight, bias)
+
+
+def test_activations():
+    x = torch.randn(3, 4, 10) * 3
+    references = {
+        "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5)),
+        "swiglu": lambda x: x[..., :5] * torch.sigmoid(x[..., :5]) * x[..., 5:],
+        "relu2": lambda x: x.clamp(min=0) ** 2,
+    }
+    assert references.keys() == ACTIVATIONS.keys()
+    for name, reference in references.items():
+        assert_same(ACTIVATIONS[name], reference, x)
+
+
+def test_dropout_keeps_the_mean_and_depends_on_sample_and_position_alone():
+    x = torch.ones(4, 64, 50)
+    samples = torch.tensor([7, 8, 1000, 10**12])
+    whole = dropout(x, 0.25, key_of(1, "a"), samples, 0)
+    assert whole.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
+    assert whole.mean().item() == pytest.approx(1.0, abs=0.03)
+    part = dropout(x[1:3, 20:30], 0.25, key_of(1, "a"), samples[1:3], 20)
+    assert torch.equal(part, whole[1:3, 20:30])
+    for other in (dropout(x, 0.25, key_of(2, "a"), samples, 0), dropout(x, 0.25, key_of(1, "b"), samples, 0)):
+        assert 0.5 < (other == whole).float().mean().item() < 0.75  # 0.625 when independent
+
+
+def test_hashed_numbers_are_uniform_and_normal_and_repeatable():
+    indices = (torch.arange(300)[:, None], torch.arange(300))
+    uniform = hashed_uniform(3, indices)
+    assert uniform.min() >= 0
+    assert uniform.max() < 1
+    assert (uniform.histc(10, 0, 1) / uniform.numel() - 0.1).abs().max() < 0.005
+    rows = uniform - uniform.mean()
+    assert (rows[1:] * rows[:-1]).mean().abs() < 1e-3
+    assert torch.equal(hashed_uniform(3, (indices[0][5:6], indices[1])), uniform[5:6])
+    values = hashed_normal(7, (200, 300), 0.5)
+    assert values.std().item() == pytest.approx(0.5, rel=0.02)
+    assert torch.equal(values, hashed_normal(7, (200, 300), 0.5))

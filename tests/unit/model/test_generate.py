@@ -1,0 +1,87 @@
+"""If these break: sampled text is not what the model says, or differs from run to run."""
+
+import pytest
+import torch
+
+from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
+from myriad.model.definition import Context
+from myriad.model.generate import Session, generate, sample
+from myriad.model.gpt import build_full
+
+TINY = ModelConfig(
+    layers=3, hidden=32, heads=4, vocabulary=50, vocabulary_multiple=8, sequence=24, initial_deviation=0.3
+)
+TOKENS = torch.randint(50, (24,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def uncached(layers, tokens):
+    x = torch.tensor([tokens])
+    for layer in layers[:-1]:
+        x = layer(x, Context())
+    return layers[-1].logits(x)[0]
+
+
+@pytest.mark.parametrize("position", ["rotary", "learned", "none"])
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"window": 5}, {"kv_heads": 2, "block": "parallel", "window": 8, "window_pattern": (True, False)}],
+)
+def test_with_and_without_cache_the_scores_are_the_same(position, keys):
+    config = TINY.model_copy(update={"position": position, **keys})
+    layers = build_full(config, 1)
+    expected = uncached(layers, TOKENS)
+    session = Session(layers, config.sequence)
+    torch.testing.assert_close(session.read(TOKENS[:7]), expected[6], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(session.read(TOKENS[7:10]), expected[9], rtol=1e-4, atol=1e-4)
+    for place in range(10, 24):
+        torch.testing.assert_close(session.read([TOKENS[place]]), expected[place], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("position", ["rotary", "learned"])
+def test_text_may_be_longer_than_the_sequence(position):
+    config = TINY.model_copy(update={"position": position})
+    layers = build_full(config, 1)
+    tokens = list(generate(layers, TOKENS * 2, sequence=24, max_new_tokens=60, seed=1))
+    assert len(tokens) == 60
+    assert all(0 <= token < 50 for token in tokens)
+
+
+def test_learned_positions_start_anew_from_the_second_half():
+    config = TINY.model_copy(update={"position": "learned"})
+    layers = build_full(config, 1)
+    session = Session(layers, 24)
+    session.read(TOKENS)
+    expected = uncached(layers, [*TOKENS[-11:], 7])[-1]
+    torch.testing.assert_close(session.read([7]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_same_seed_draws_the_same_text_and_zero_temperature_the_likeliest():
+    layers = build_full(TINY, 1)
+
+    def draw(**keys):
+        return list(generate(layers, TOKENS[:4], sequence=24, max_new_tokens=12, **keys))
+
+    assert draw(seed=1) == draw(seed=1) != draw(seed=2)
+    likeliest = int(uncached(layers, TOKENS[:4])[-1].argmax())
+    assert draw(temperature=0.0)[0] == likeliest
+    assert draw(top_p=1e-6, seed=9)[0] == likeliest
+    whole = draw(seed=1)
+    assert draw(seed=1, stop_token=whole[5]) == whole[: whole.index(whole[5])]
+
+
+def test_top_p_keeps_the_likeliest_tokens_that_have_that_much_together():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    generator = torch.Generator().manual_seed(0)
+    drawn = {sample(logits, 1.0, 0.6, generator) for _ in range(200)}
+    assert drawn == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"prompt": []}],
+    ids=lambda keys: str(keys),
+)
+def test_bad_values_are_refused(keys):
+    with pytest.raises(BadInputError, match=next(iter(keys))):
+        next(generate(build_full(TINY, 1), **({"prompt": [1]} | keys), sequence=24, max_new_tokens=1))
