@@ -1,14 +1,41 @@
 """The base of every config type: frozen, typed, unknown keys refused, help under the field.
 
-Each component declares its config beside itself; ``job.py`` puts them together. No config module imports torch.
+Each component declares its config beside itself; ``job.py`` puts them together. No config module imports
+torch.
 """
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any, get_args
 
-__all__ = ["Config"]
+from pydantic import BaseModel, ConfigDict, model_validator
+
+__all__ = ["OFF", "Config", "may_be_off"]
+
+OFF = "off"
+"""What a key that may be off is set to, in files and on the command line, where there is no null."""
 
 
 class Config(BaseModel):
     """Frozen, strict about unknown keys; a string under a field is that field's help."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_off(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        off = {key for key, value in values.items() if value == OFF and may_be_off(cls, key)}
+        return values | dict.fromkeys(off) if off else values
+
+
+def may_be_off(config: type[BaseModel], key: str) -> bool:
+    """Whether the key exists and takes ``off``."""
+    field = config.model_fields.get(key)
+    return field is not None and type(None) in get_args(field.annotation)

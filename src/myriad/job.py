@@ -7,12 +7,9 @@ No torch here: a job can be read, checked and explained on a machine that cannot
 """
 
 import difflib
-import json
 import re
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import resources
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
@@ -24,8 +21,10 @@ from myriad.data.config import DataConfig
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerConfig, Precision
+from myriad.recipes import read_recipe, recipe_names
+from myriad.toml_text import dump_toml, parse_override, set_dotted
 
-__all__ = ["CheckpointConfig", "Job", "TrainConfig", "dump_toml", "load_job", "recipe_names"]
+__all__ = ["CheckpointConfig", "Job", "TrainConfig", "dump_toml", "job_keys", "load_job", "recipe_names"]
 
 
 class TrainConfig(Config):
@@ -44,7 +43,7 @@ class TrainConfig(Config):
     threads: int = Field(0, ge=0)
     """Threads of each rank on CPU; 0: the cores divided among the node's ranks."""
     validate_every: int = Field(0, ge=0)
-    """Steps between validations (the last step always validates when the data has held-out text); 0: only the last."""
+    """Steps between validations on held-out text; the last step always has one. 0: only the last."""
     sample_prompt: str | None = None
     """Text to continue at the end; off: no sample."""
 
@@ -88,86 +87,96 @@ class Job(Config):
         return self
 
 
-def _refuse_unless(condition: bool, key: str, value: object, allowed: str) -> None:
+def _need(condition: bool, key: str, value: object, allowed: str) -> None:
     if not condition:
         raise BadInputError(key, value, allowed)
 
 
+def _check_axes_not_built(job: Job) -> None:
+    cp, ep = job.layout.cp, job.layout.ep
+    _need(cp == 1, "layout.cp", cp, "only 1: context parallelism is not built yet")
+    _need(ep == 1, "layout.ep", ep, "only 1: expert parallelism is not built yet")
+
+
 def _check_heads(job: Job) -> None:
-    model, tp = job.model, job.layout.tp
-    if model.head_dim is None:
-        allowed = f"must be divisible by model.heads = {model.heads}, or give model.head_dim"
-        _refuse_unless(model.hidden % model.heads == 0, "model.hidden", model.hidden, allowed)
-    allowed = f"must be divisible by model.kv_heads = {model.num_kv_heads}"
-    _refuse_unless(model.heads % model.num_kv_heads == 0, "model.heads", model.heads, allowed)
-    if model.position == "rotary":
-        _refuse_unless(model.head_width % 2 == 0, "model.head_dim", model.head_width, "rotary needs an even width")
-    divides = [tp_ok for tp_ok in range(1, model.num_kv_heads + 1) if model.num_kv_heads % tp_ok == 0]
-    allowed = f"must divide the key/value heads ({model.num_kv_heads}): one of {', '.join(map(str, divides))}"
-    _refuse_unless(model.num_kv_heads % tp == 0, "layout.tp", tp, allowed)
+    model, kv_heads, width = job.model, job.model.num_kv_heads, job.model.head_width
+    allowed = f"must be divisible by model.heads = {model.heads}, or give model.head_dim"
+    _need(
+        model.head_dim is not None or model.hidden % model.heads == 0, "model.hidden", model.hidden, allowed
+    )
+    allowed = f"must be divisible by model.kv_heads = {kv_heads}"
+    _need(model.heads % kv_heads == 0, "model.heads", model.heads, allowed)
+    allowed = "must be even for rotary positions (off: hidden / heads)"
+    _need(model.position != "rotary" or width % 2 == 0, "model.head_dim", width, allowed)
 
 
 def _check_tensor_parallel(job: Job) -> None:
-    model, tp = job.model, job.layout.tp
-    _refuse_unless(model.ffn_width % tp == 0, "layout.tp", tp, f"must divide model.ffn_hidden = {model.ffn_width}")
-    _refuse_unless(model.sequence % tp == 0, "layout.tp", tp, f"must divide model.sequence = {model.sequence}")
+    model, tp, kv_heads = job.model, job.layout.tp, job.model.num_kv_heads
+    divisors = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
+    allowed = f"must divide the key/value heads ({kv_heads}): one of {divisors}"
+    _need(kv_heads % tp == 0, "layout.tp", tp, allowed)
+    _need(model.ffn_width % tp == 0, "layout.tp", tp, f"must divide model.ffn_hidden = {model.ffn_width}")
+    _need(model.sequence % tp == 0, "layout.tp", tp, f"must divide model.sequence = {model.sequence}")
     model.padded_vocabulary(tp)
-
-
-def _check_axes_not_built(job: Job) -> None:
-    _refuse_unless(job.layout.cp == 1, "layout.cp", job.layout.cp, "only 1: context parallelism is not built yet")
-    _refuse_unless(job.layout.ep == 1, "layout.ep", job.layout.ep, "only 1: expert parallelism is not built yet")
 
 
 def _check_stages(job: Job) -> None:
     layout, pieces = job.layout, job.model.layers + 2
-    allowed = f"at most {pieces} stages (pp x virtual_stages) for {job.model.layers} blocks, embedding and head"
-    _refuse_unless(layout.num_stages <= pieces, "layout.pp x layout.virtual_stages", layout.num_stages, allowed)
-    if layout.schedule in ("1f1b", "zero-bubble"):
-        allowed = f"1 with schedule {layout.schedule}; interleaved and gpipe take more"
-        _refuse_unless(layout.virtual_stages == 1, "layout.virtual_stages", layout.virtual_stages, allowed)
+    allowed = f"at most {pieces} stages for {job.model.layers} blocks, embedding and head"
+    stages = layout.num_stages
+    _need(stages <= pieces, "layout.pp x layout.virtual_stages", stages, allowed)
+    only_one = layout.schedule in ("1f1b", "zero-bubble")
+    allowed = f"only 1 with schedule {layout.schedule}; interleaved and gpipe take more"
+    _need(not only_one or layout.virtual_stages == 1, "layout.virtual_stages", layout.virtual_stages, allowed)
 
 
 def _check_partition(job: Job) -> None:
-    partition = job.layout.partition
+    key, partition = "layout.partition", job.layout.partition
     kind, _, rest = partition.partition(":")
     allowed = "uniform, parameters, profile, type:REGEX or manual:B1,B2,... (first layer of each later stage)"
-    if kind == "type":
+    if kind == "type" and rest:
         try:
             re.compile(rest)
         except re.error as error:
-            raise BadInputError("layout.partition", partition, f"not a regular expression: {error}") from None
-        _refuse_unless(bool(rest), "layout.partition", partition, allowed)
-    elif kind == "manual":
-        _refuse_unless(re.fullmatch(r"\d+(,\d+)*", rest) is not None, "layout.partition", partition, allowed)
+            raise BadInputError(key, partition, f"not a regular expression: {error}") from None
+    elif kind == "manual" and re.fullmatch(r"[0-9]+(,[0-9]+)*", rest):
         cuts, pieces = [int(cut) for cut in rest.split(",")], job.model.layers + 2
-        rising = all(a < b for a, b in zip([0, *cuts], [*cuts, pieces], strict=True))
-        allowed = f"{job.layout.num_stages - 1} rising cuts between 1 and {pieces - 1}"
-        _refuse_unless(rising and len(cuts) == job.layout.num_stages - 1, "layout.partition", partition, allowed)
+        rising = all(a < b for a, b in pairwise([0, *cuts, pieces]))
+        num_cuts = job.layout.num_stages - 1
+        allowed = f"must be {num_cuts} rising cuts between 1 and {pieces - 1} for {num_cuts + 1} stages"
+        _need(rising and len(cuts) == num_cuts, key, partition, allowed)
     else:
-        _refuse_unless(partition in ("uniform", "parameters", "profile"), "layout.partition", partition, allowed)
+        _need(partition in ("uniform", "parameters", "profile"), key, partition, allowed)
 
 
 def _check_batch(job: Job) -> None:
     layout, batch = job.layout, job.train.global_batch
     unit = layout.dp * layout.micro_batch
     allowed = f"must be a multiple of layout.dp x layout.micro_batch = {unit}"
-    _refuse_unless(batch % unit == 0, "train.global_batch", batch, allowed)
-    if layout.schedule_name == "interleaved" and layout.pp > 1:
-        allowed = f"interleaved needs micro-batches ({job.num_micro_batches}) in multiples of layout.pp = {layout.pp}"
-        _refuse_unless(job.num_micro_batches % layout.pp == 0, "train.global_batch", batch, allowed)
+    _need(batch % unit == 0, "train.global_batch", batch, allowed)
+    if layout.schedule_name == "interleaved":
+        num, unit = job.num_micro_batches, unit * layout.pp
+        allowed = f"must be a multiple of {unit}: interleaved takes micro-batches in multiples of layout.pp"
+        _need(num % layout.pp == 0, "train.global_batch", batch, allowed)
 
 
 def _check_window(job: Job) -> None:
-    window = job.model.window
-    allowed = f"at most model.sequence = {job.model.sequence}; leave it out for full attention"
-    _refuse_unless(window is None or window <= job.model.sequence, "model.window", window, allowed)
-    _refuse_unless(len(job.model.window_pattern) > 0, "model.window_pattern", [], "at least one of true, false")
+    window, sequence = job.model.window, job.model.sequence
+    allowed = f"at most model.sequence = {sequence}; off for full attention"
+    _need(window is None or window <= sequence, "model.window", window, allowed)
+    _need(len(job.model.window_pattern) > 0, "model.window_pattern", [], "at least one of true, false")
+
+
+def _check_vocabulary(job: Job) -> None:
+    embedded = job.data.corpus == "embedded" and not job.data.mixture
+    trained, vocabulary = job.data.vocabulary, job.model.vocabulary
+    allowed = f"at most model.vocabulary = {vocabulary}"
+    _need(not embedded or trained <= vocabulary, "data.vocabulary", trained, allowed)
 
 
 def _check_warmup(job: Job) -> None:
     warmup, steps = job.optimizer.warmup_steps, job.train.steps
-    _refuse_unless(warmup <= steps, "optimizer.warmup_steps", warmup, f"at most train.steps = {steps}")
+    _need(warmup <= steps, "optimizer.warmup_steps", warmup, f"at most train.steps = {steps}")
 
 
 _RULES: tuple[Callable[[Job], None], ...] = (
@@ -178,52 +187,9 @@ _RULES: tuple[Callable[[Job], None], ...] = (
     _check_partition,
     _check_batch,
     _check_window,
+    _check_vocabulary,
     _check_warmup,
 )
-
-
-def recipe_names(kind: Literal["jobs", "models", "clusters"]) -> list[str]:
-    """Names of the ready-made TOML files of one kind."""
-    folder = resources.files("myriad") / "recipes" / kind
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
-
-
-def _read_recipe(kind: Literal["jobs", "models", "clusters"], name_or_path: str, key: str) -> dict[str, Any]:
-    path = Path(name_or_path)
-    if name_or_path.endswith(".toml") or "/" in name_or_path:
-        if not path.is_file():
-            raise BadInputError(key, name_or_path, "no such file")
-        text = path.read_text()
-    elif name_or_path in (names := recipe_names(kind)):
-        text = (resources.files("myriad") / "recipes" / kind / f"{name_or_path}.toml").read_text()
-    else:
-        near = difflib.get_close_matches(name_or_path, names, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise BadInputError(key, name_or_path, f"{hint}a .toml file or one of {', '.join(names)}")
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise BadInputError(key, name_or_path, f"not valid TOML: {error}") from None
-
-
-def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, last = dotted.split(".")
-    for parent in parents:
-        child = tree.setdefault(parent, {})
-        if not isinstance(child, dict):
-            child = tree[parent] = {"recipe": child} if parent == "model" else {}
-        tree = child
-    tree[last] = value
-
-
-def _parse_override(override: str) -> tuple[str, Any]:
-    dotted, equals, text = override.partition("=")
-    if not equals or not dotted:
-        raise BadInputError("override", override, "written as KEY=VALUE, for example layout.tp=2")
-    try:
-        return dotted, tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return dotted, None if text.lower() in ("none", "off") else text
 
 
 def _expand_model(tree: dict[str, Any]) -> None:
@@ -233,14 +199,14 @@ def _expand_model(tree: dict[str, Any]) -> None:
         model = {"recipe": model}
     if isinstance(model, dict) and "recipe" in model:
         own = {key: value for key, value in model.items() if key != "recipe"}
-        tree["model"] = _read_recipe("models", str(model["recipe"]), "model") | own
+        tree["model"] = read_recipe("models", str(model["recipe"]), "model") | own
 
 
 def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
     """A job from a file or recipe with ``key=value`` overrides, checked. Raises `BadInputError`."""
-    tree = _read_recipe("jobs", name_or_path, "job")
+    tree = read_recipe("jobs", name_or_path, "job")
     for override in overrides:
-        _set_dotted(tree, *_parse_override(override))
+        set_dotted(tree, *parse_override(override))
     _expand_model(tree)
     try:
         job = Job.model_validate(tree)
@@ -250,15 +216,24 @@ def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
 
 
 def _as_bad_input(error: ErrorDetails) -> BadInputError:
-    key = ".".join(str(part) for part in error["loc"])
-    if error["type"] != "extra_forbidden":
-        return BadInputError(key, error["input"], error["msg"][0].lower() + error["msg"][1:])
+    key, value = ".".join(str(part) for part in error["loc"]), error["input"]
+    if error["type"] == "extra_forbidden":
+        return BadInputError(key, value, f"unknown key; {_hint(key)}")
+    if error["type"] == "model_type":
+        keys = ", ".join(known for known, _ in job_keys() if known.startswith(f"{key}."))
+        return BadInputError(key, value, f"is a section with the keys {keys}")
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return BadInputError(key, value, message.removeprefix("input "))
+
+
+def _hint(key: str) -> str:
     known = [dotted for dotted, _ in job_keys()]
-    near = difflib.get_close_matches(key, known, 1, 0.5)
-    last = str(error["loc"][-1])
-    near = near or [dotted for dotted in known if dotted.endswith("." + last)]
-    hint = f"unknown key; did you mean {near[0]}?" if near else f"unknown key; sections are {', '.join(Job.model_fields)}"
-    return BadInputError(key, error["input"], hint)
+    last = key.rpartition(".")[2]
+    near = [dotted for dotted in known if dotted.endswith(f".{last}")]
+    near = near or difflib.get_close_matches(key, known, 1, 0.5)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"top-level keys are {', '.join(Job.model_fields)}"
 
 
 def job_keys(config: type[BaseModel] = Job, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -268,29 +243,3 @@ def job_keys(config: type[BaseModel] = Job, prefix: str = "") -> Iterator[tuple[
             yield from job_keys(field.annotation, f"{prefix}{name}.")
         else:
             yield prefix + name, field
-
-
-def dump_toml(job: BaseModel) -> str:
-    """A config as TOML with every value; keys that are off are left out."""
-    plain = job.model_dump(mode="json", exclude_none=True)
-    return "\n".join(_toml_lines(plain, "")) + "\n"
-
-
-def _toml_lines(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for key, value in table.items():
-        if not isinstance(value, dict):
-            yield f"{key} = {_toml_value(value)}"
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield f"\n[{prefix}{key}]"
-            yield from _toml_lines(value, f"{prefix}{key}.")
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, float):
-        return repr(value)
-    return json.dumps(value, ensure_ascii=False)
