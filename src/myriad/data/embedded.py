@@ -38,7 +38,7 @@ class Document(NamedTuple):
 
 
 def embedded_documents(root: Path | None = None) -> Iterator[Document]:
-    """The documents, in the order of their names. ``root``: the library's folder, by default this Python's."""
+    """The documents by name. ``root``: the library's folder, this Python's by default."""
     root = root or _library_folder()
     for path in _files(root):
         name = path.relative_to(root).as_posix()

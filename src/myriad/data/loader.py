@@ -1,0 +1,227 @@
+"""One loader process for each node: it prepares the next steps' batches while the ranks compute this one.
+
+    rank 0 ── starts, wakes, revives ──► loader process ──► ring in shared memory ──► rank 0, rank 1, ...
+
+All ranks of a node that need the same tokens read the same bytes. What a step holds is a pure function of
+(seed, step), so a loader that dies is replaced and goes on with the step that is asked for: nothing is lost,
+nothing comes twice. It ends by itself when the rank that started it does.
+"""
+
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import time
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from myriad.config import Config
+from myriad.data.config import DataConfig
+from myriad.data.manifest import Split
+from myriad.data.ring import Geometry, Ring
+from myriad.errors import RunFailedError
+
+__all__ = ["LoaderClient", "LoaderSpec"]
+
+_log = logging.getLogger(__name__)
+
+_SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 5e-5, 5e-4
+_LIVENESS_SECONDS = 0.02
+_ATTACH_SECONDS = 300.0
+_DEATHS_WITHOUT_PROGRESS = 3
+
+
+class LoaderSpec(Config):
+    """What one node's loader prepares."""
+
+    name: str
+    """Names the meeting place: unique for each run, attempt, node and split."""
+    data: DataConfig
+    """What is read."""
+    sequence: int = Field(ge=1)
+    """Tokens of a sample; one more is read, to predict."""
+    global_batch: int = Field(ge=1)
+    """Samples in one step, over all nodes."""
+    seed: int
+    """Of the order of samples."""
+    rows: tuple[tuple[int, int], ...]
+    """Ranges [start, stop) of the global batch's rows that this node needs, as they are laid out."""
+    split: Split = "train"
+    """Which part of the corpora."""
+    cache: str | None = None
+    """Folder for the embedded corpus; off: the user's cache."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a batch on this node."""
+        return sum(stop - start for start, stop in self.rows)
+
+    def row(self, global_row: int) -> int:
+        """Where a row of the global batch lies in this node's batch."""
+        before = 0
+        for start, stop in self.rows:
+            if start <= global_row < stop:
+                return before + global_row - start
+            before += stop - start
+        raise IndexError(f"row {global_row} is not among {self.rows}")
+
+
+class LoaderClient:
+    """One rank's end of the node's loader."""
+
+    def __init__(
+        self, spec: LoaderSpec, local_rank: int = 0, num_local_ranks: int = 1, first_step: int = 0
+    ) -> None:
+        """``local_rank`` counts the node's ranks that read; number 0 owns the loader process.
+
+        The loader prepares ``first_step`` at once; any other may be asked for.
+        """
+        self.spec, self._reader = spec, local_rank
+        self.wait_seconds = 0.0
+        """Time in which the rank waited for data, since it started."""
+        self.restarts = 0
+        """Loader processes that died and were replaced."""
+        name = hashlib.blake2b(spec.name.encode(), digest_size=12).hexdigest()
+        self._process: _LoaderProcess | None = None
+        if local_rank == 0:
+            geometry = Geometry(spec.data.prefetch + 1, spec.num_rows, spec.sequence + 1, num_local_ranks)
+            self._ring, descriptor = Ring.create(name, geometry, first_step)
+            self._process = _LoaderProcess(spec, self._ring, descriptor)
+        else:
+            self._ring = _attach(name)
+        self._ring.mark_attached(local_rank)
+
+    def get(self, step: int) -> NDArray[np.int32]:
+        """[rows of this node, sequence + 1], valid until the next call. Waits; raises `RunFailedError`."""
+        started = time.perf_counter()
+        self._ring.ask(self._reader, step)
+        self._look_after_loader()
+        if not self._ring.is_ready(step):
+            self._wait(step)
+        self.wait_seconds += time.perf_counter() - started
+        return self._ring.view(step)
+
+    def rows(self, step: int, start: int, stop: int) -> NDArray[np.int32]:
+        """Rows [start, stop) of the global batch, which lie in one of the spec's ranges; as `get`."""
+        first = self.spec.row(start)
+        return self.get(step)[first : first + stop - start]
+
+    def close(self) -> None:
+        """Ends the loader process, if this rank owns it."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+            self._ring.remove_name()
+
+    def __enter__(self) -> "LoaderClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wait(self, step: int) -> None:
+        sleep, next_look = _SHORTEST_SLEEP_SECONDS, time.monotonic() + _LIVENESS_SECONDS
+        while not self._ring.is_ready(step):
+            time.sleep(sleep)
+            sleep = min(sleep * 1.5, _LONGEST_SLEEP_SECONDS)
+            if time.monotonic() >= next_look:
+                self._look_after_loader()
+                next_look = time.monotonic() + _LIVENESS_SECONDS
+
+    def _look_after_loader(self) -> None:
+        """Wakes the loader, replaces a dead one, passes on its last words."""
+        if (error := self._ring.error) is not None:
+            raise RunFailedError(f"data loader: {error}")
+        if self._process is None:
+            if not self._ring.owner_is_alive():
+                raise RunFailedError("data loader: the rank that owns it is gone")
+            return
+        self._ring.remove_name_when_attached()
+        if self._process.wake():
+            return
+        if self._ring.error is None:
+            self._process.restart()
+            self.restarts += 1
+        else:
+            self._look_after_loader()
+
+
+class _LoaderProcess:
+    """The process, as the rank that owns it sees it."""
+
+    def __init__(self, spec: LoaderSpec, ring: Ring, descriptor: int) -> None:
+        self._spec, self._ring, self._descriptor = spec, ring, descriptor
+        self._deaths = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._progress = self._ring.progress
+        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "myriad.data.loader_process", str(self._descriptor)],
+            stdin=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=[self._descriptor],
+            env={**os.environ, **one_thread},
+        )
+        assert self._process.stdin is not None, "stdin is a pipe"
+        self._pipe = self._process.stdin
+        self._pipe.write(self._spec.model_dump_json().encode() + b"\n")
+        os.set_blocking(self._pipe.fileno(), False)
+
+    @property
+    def pid(self) -> int:
+        """Of the present process."""
+        return self._process.pid
+
+    def wake(self) -> bool:
+        """Tells the loader that something was asked for; False when it is dead."""
+        if self._process.poll() is not None:
+            return False
+        try:
+            os.write(self._pipe.fileno(), b".")
+        except BlockingIOError:
+            pass  # full of calls it has not read yet: it will look anyway
+        except BrokenPipeError:
+            self._process.wait()
+            return False
+        return True
+
+    def restart(self) -> None:
+        """A new process for a dead one. Raises `RunFailedError` when they die without preparing a step."""
+        code = self._process.returncode
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        self._deaths = self._deaths + 1 if self._ring.progress == self._progress else 1
+        if self._deaths > _DEATHS_WITHOUT_PROGRESS:
+            self._ring.fail(f"died {self._deaths} times without preparing a step, last with {how}")
+            raise RunFailedError(f"data loader: {self._ring.error}")
+        _log.warning("data loader %d died (%s); starting another", self._process.pid, how)
+        self._pipe.close()
+        self._start()
+
+    def close(self) -> None:
+        """End of its input is the signal to go."""
+        self._pipe.close()
+        try:
+            self._process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._descriptor)
+
+
+def _attach(name: str) -> Ring:
+    deadline = time.monotonic() + _ATTACH_SECONDS
+    while (ring := Ring.attach(name)) is None:
+        if time.monotonic() > deadline:
+            raise RunFailedError(
+                f"data loader: the node's first rank made none within {_ATTACH_SECONDS:.0f} s"
+            )
+        time.sleep(0.01)
+    return ring

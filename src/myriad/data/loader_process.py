@@ -1,0 +1,96 @@
+"""The loader process itself: ``python -m myriad.data.loader_process DESCRIPTOR``, the specification as first
+line of input.
+
+No torch, no threads. Further input only wakes it, and the end of input ends it. It sleeps when all slots are
+full.
+"""
+
+import os
+import select
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from myriad.data.corpus import Corpora, open_corpora, read_batch
+from myriad.data.loader import LoaderSpec
+from myriad.data.ring import Ring
+from myriad.data.sampler import Sampler
+from myriad.errors import BadInputError, MyriadError
+
+__all__ = ["main"]
+
+_SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 0.0005, 0.01
+_INPUT = 0
+
+
+def main() -> int:
+    """Fills the ring until its owner is gone."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the ranks, which may still save with our batches
+    ring = Ring(int(sys.argv[1]))
+    owner = os.getppid()
+    try:
+        spec = LoaderSpec.model_validate_json(_read_line())
+        cache = None if spec.cache is None else Path(spec.cache)
+        corpora = open_corpora(spec.data, spec.sequence, spec.split, cache)
+        if corpora.num_samples == 0:
+            raise BadInputError("data", spec.split, "no held-out text as long as one sample")
+        _serve(ring, spec, corpora, owner)
+    except MyriadError as error:
+        ring.fail(str(error))
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        ring.fail(f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def _serve(ring: Ring, spec: LoaderSpec, corpora: Corpora, owner: int) -> None:
+    sampler, sleep = corpora.sampler(spec.seed), _SHORTEST_SLEEP_SECONDS
+    while os.getppid() == owner:
+        step = ring.next_to_fill()
+        slot = None if step is None else ring.begin(step)
+        if step is not None and slot is not None:
+            _fill(slot, step, spec, corpora, sampler)
+            ring.commit(step)
+            sleep = _SHORTEST_SLEEP_SECONDS
+        elif not _sleep(sleep):
+            return
+        else:
+            sleep = min(2 * sleep, _LONGEST_SLEEP_SECONDS)
+
+
+def _fill(slot: NDArray[np.int32], step: int, spec: LoaderSpec, corpora: Corpora, sampler: Sampler) -> None:
+    filled = 0
+    for start, stop in spec.rows:
+        rows = slot[filled : filled + stop - start]
+        read_batch(corpora, sampler, step, spec.global_batch, range(start, stop), rows)
+        filled += stop - start
+
+
+def _sleep(seconds: float) -> bool:
+    """Until the owner calls or the time is over (other readers cannot call). False: the owner is gone."""
+    if select.select([_INPUT], [], [], seconds)[0]:
+        return os.read(_INPUT, 65536) != b""
+    return True
+
+
+def _read_line() -> bytes:
+    """The first line of input; calls that came with it are dropped."""
+    line = b""
+    while b"\n" not in line:
+        block = os.read(_INPUT, 65536)
+        if not block:
+            raise BadInputError("input", line, "the specification of a loader, as one line of JSON")
+        line += block
+    return line.partition(b"\n")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

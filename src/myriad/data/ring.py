@@ -1,0 +1,262 @@
+"""Batches in memory that all ranks of a node share: a ring of slots, one writer, several readers, no locks.
+
+    header  magic, owner, geometry, progress, error | step held by each slot | step asked for by each reader |
+    attached slots   int32 [rows, sequence + 1] each; step s lives in slot s % num_slots
+
+A reader that asks for step s says in one write that it is done with all others. The writer fills steps from
+the lowest one asked for, as many as there are slots, and never a slot that holds a step some reader asks for:
+so it needs no answer before it reuses a slot, may be killed and replaced at any instant, and a seek is
+nothing special. A slot says which step it holds only while its content is whole.
+
+Both sides write their own word, then a fence, then read the other's (Dekker): at least one of two that
+collide sees it.
+"""
+
+import mmap
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from myriad.errors import RunFailedError
+from myriad.units import format_bytes
+
+__all__ = ["Geometry", "Ring", "process_start_ticks", "rendezvous_paths"]
+
+_MAGIC = 0x4D59524941440001
+_PREFIX = "myriad-loader-"
+_ERROR_BYTES = 2048
+_OWNER_PID, _OWNER_START, _PROGRESS, _ERROR_LENGTH = 1, 2, 7, 8
+_FIXED = 9
+_EMPTY = -1
+
+
+class Geometry(NamedTuple):
+    """Sizes of a ring."""
+
+    num_slots: int
+    rows: int
+    width: int
+    num_readers: int
+
+    @property
+    def words(self) -> int:
+        """64-bit words of the header before the error text."""
+        return _FIXED + self.num_slots + 2 * self.num_readers
+
+    @property
+    def data_offset(self) -> int:
+        """First byte of the first slot: slots start on a page."""
+        return -(-(self.words * 8 + _ERROR_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole ring."""
+        return self.data_offset + self.num_slots * self.rows * self.width * 4
+
+
+class Ring:
+    """One process's view of the shared ring."""
+
+    def __init__(self, descriptor: int, path: Path | None = None) -> None:
+        """Maps an initialised ring; ``path`` is known to whoever may have to remove its name."""
+        self._path = path
+        self._memory = mmap.mmap(descriptor, 0)
+        fixed = np.frombuffer(self._memory, np.int64, _FIXED)
+        self.geometry = geometry = Geometry(*(int(value) for value in fixed[3:7]))
+        self._words = np.frombuffer(self._memory, np.int64, geometry.words)
+        self._held = self._words[_FIXED : _FIXED + geometry.num_slots]
+        self._asked, self._attached = self._words[_FIXED + geometry.num_slots :].reshape(2, -1)
+        shape = (geometry.num_slots, geometry.rows, geometry.width)
+        slots = np.frombuffer(self._memory, np.int32, offset=geometry.data_offset)
+        self._slots: NDArray[np.int32] = slots.reshape(shape)
+        self._fence_lock = threading.Lock()
+
+    @classmethod
+    def create(cls, name: str, geometry: Geometry, first_step: int) -> tuple["Ring", int]:
+        """A new ring under the name, and its descriptor for the writer; readers start at ``first_step``."""
+        _remove_stale()
+        for path in rendezvous_paths(name):
+            path.unlink(missing_ok=True)
+        error: OSError | None = None
+        for path in rendezvous_paths(name):
+            try:
+                descriptor = _create_file(path, geometry, first_step)
+                return cls(descriptor, path), descriptor
+            except OSError as failure:  # a small /dev/shm (containers): the next folder
+                error = failure
+        size = format_bytes(geometry.num_bytes)
+        raise RunFailedError(f"no room for {size} of batches in /dev/shm or {tempfile.gettempdir()}: {error}")
+
+    @classmethod
+    def attach(cls, name: str) -> "Ring | None":
+        """The ring of that name, if it is there and its owner lives."""
+        for path in rendezvous_paths(name):
+            try:
+                descriptor = os.open(path, os.O_RDWR)
+            except FileNotFoundError:
+                continue
+            ring = cls(descriptor, path)
+            os.close(descriptor)  # the mapping keeps the memory
+            if ring.owner_is_alive():
+                return ring
+        return None
+
+    def owner_is_alive(self) -> bool:
+        """Whether the process that created the ring still runs."""
+        return process_start_ticks(int(self._words[_OWNER_PID])) == int(self._words[_OWNER_START])
+
+    def mark_attached(self, reader: int) -> None:
+        """A reader has mapped the ring."""
+        self._attached[reader] = 1
+
+    def remove_name_when_attached(self) -> None:
+        """Once all readers are here the name goes: nothing is left behind, however the run ends."""
+        if self._path is not None and self._attached.all():
+            self._path.unlink(missing_ok=True)
+            self._path = None
+
+    def remove_name(self) -> None:
+        """At the end, whoever has attached."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+            self._path = None
+
+    # Readers
+
+    def ask(self, reader: int, step: int) -> None:
+        """The reader wants this step, and is done with any other."""
+        self._asked[reader] = step
+        self._fence()
+
+    def is_ready(self, step: int) -> bool:
+        """Whether the step lies whole in its slot."""
+        ready = int(self._held[step % self.geometry.num_slots]) == step
+        self._fence()
+        return ready
+
+    def view(self, step: int) -> NDArray[np.int32]:
+        """[rows, width] of a step that is ready; valid until the reader asks for another."""
+        rows: NDArray[np.int32] = self._slots[step % self.geometry.num_slots]
+        return rows
+
+    # Writer
+
+    def next_to_fill(self) -> int | None:
+        """The next step to prepare, if a slot is free for it."""
+        asked = self._asked.tolist()
+        for step in range(min(asked), min(asked) + self.geometry.num_slots):
+            held = int(self._held[step % self.geometry.num_slots])
+            if held != step and held not in asked:
+                return step
+        return None
+
+    def begin(self, step: int) -> NDArray[np.int32] | None:
+        """The slot to fill; None if a reader asked for what it holds at this very moment."""
+        slot = step % self.geometry.num_slots
+        held = int(self._held[slot])
+        self._held[slot] = _EMPTY
+        self._fence()
+        if held != _EMPTY and held in self._asked.tolist():
+            self._held[slot] = held
+            return None
+        rows: NDArray[np.int32] = self._slots[slot]
+        return rows
+
+    def commit(self, step: int) -> None:
+        """The slot is whole."""
+        self._fence()
+        self._held[step % self.geometry.num_slots] = step
+        self._words[_PROGRESS] += 1
+
+    # Either
+
+    @property
+    def progress(self) -> int:
+        """Slots filled since the ring was made, over all writers."""
+        return int(self._words[_PROGRESS])
+
+    def fail(self, message: str) -> None:
+        """Says to all readers why no batch will come."""
+        text = message.encode()[:_ERROR_BYTES]
+        start = self.geometry.words * 8
+        self._memory[start : start + len(text)] = text
+        self._fence()
+        self._words[_ERROR_LENGTH] = len(text)
+
+    @property
+    def error(self) -> str | None:
+        """Why no batch will come; None while all is well."""
+        length = int(self._words[_ERROR_LENGTH])
+        self._fence()
+        start = self.geometry.words * 8
+        return self._memory[start : start + length].decode(errors="replace") if length else None
+
+    def _fence(self) -> None:
+        """Orders memory accesses before it against those after it, on weakly ordered processors too."""
+        with self._fence_lock:  # release then acquire: nothing passes both
+            pass
+        with self._fence_lock:
+            pass
+
+
+def rendezvous_paths(name: str) -> list[Path]:
+    """Where the ring of a name may lie: memory first, then the folder for temporary files."""
+    return [folder / f"{_own_prefix()}{name}" for folder in _folders()]
+
+
+def process_start_ticks(pid: int) -> int | None:
+    """When a process started, in ticks since boot: with the pid, a name for good. None: it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _own_prefix() -> str:
+    """Of this user and process namespace: containers may share /dev/shm, but not pids."""
+    return f"{_PREFIX}{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
+
+
+def _folders() -> list[Path]:
+    shared = Path("/dev/shm")
+    temporary = Path(tempfile.gettempdir())
+    return [shared, temporary] if shared.is_dir() else [temporary]
+
+
+def _create_file(path: Path, geometry: Geometry, first_step: int) -> int:
+    """Complete before it has its name, so that whoever finds it can use it."""
+    descriptor, partial = tempfile.mkstemp(prefix=_own_prefix(), suffix=".partial", dir=path.parent)
+    try:
+        start = process_start_ticks(os.getpid())
+        header = np.zeros(geometry.words, np.int64)
+        header[:_FIXED] = [_MAGIC, os.getpid(), start or 0, *geometry, 0, 0]
+        header[_FIXED : _FIXED + geometry.num_slots] = _EMPTY
+        header[_FIXED + geometry.num_slots :].reshape(2, -1)[0] = first_step
+        os.pwrite(descriptor, header.tobytes(), 0)
+        os.posix_fallocate(descriptor, 0, geometry.num_bytes)
+        os.rename(partial, path)
+    except OSError:
+        os.close(descriptor)
+        os.unlink(partial)
+        raise
+    return descriptor
+
+
+def _remove_stale() -> None:
+    """Names left by owners of this user that were killed before their readers had come."""
+    for folder in _folders():
+        for path in folder.glob(f"{_own_prefix()}*"):
+            try:
+                with path.open("rb") as file:
+                    words = np.frombuffer(file.read(_FIXED * 8), np.int64)
+            except OSError:
+                continue
+            whole = len(words) == _FIXED and words[0] == _MAGIC
+            if whole and process_start_ticks(int(words[_OWNER_PID])) != words[_OWNER_START]:
+                path.unlink(missing_ok=True)
