@@ -24,7 +24,7 @@ def build_program(
     passes: Iterable[str] = ("decouple",),
     training: bool = True,
 ) -> Program:
-    """The program of one iteration, checked. Raises `BadInputError` for a shape the schedule does not admit."""
+    """The program of one iteration, checked. `BadInputError` for a shape the schedule does not admit."""
     computes = schedule(name, num_ranks, virtual_stages, num_micro_batches)
     lowered = lower(computes, zero=zero, reduce=reduce, tied=tied, training=training)
     program = apply_passes(lowered, passes)

@@ -41,8 +41,12 @@ def lower(
     unblocked = timeline(computes).makespan
     best, least = None, math.inf
     for placement in PLACEMENTS:
-        candidate = _lowered(computes, lowering, placement(computes))
-        if (makespan := _makespan(candidate)) < least - _TOLERANCE:
+        try:
+            candidate = _lowered(computes, lowering, placement(computes))
+            makespan = timeline(candidate).makespan
+        except ProgramError:
+            continue
+        if makespan < least - _TOLERANCE:
             best, least = candidate, makespan
         if least <= unblocked + _TOLERANCE:
             break
@@ -59,13 +63,6 @@ def _computes(program: Program, training: bool) -> Program:
     wanted = COMPUTE if training else {Kind.FORWARD}
     ranks = (tuple(a for a in actions if a.kind in wanted) for actions in program.ranks)
     return replace(program, ranks=tuple(ranks), lowering=None)
-
-
-def _makespan(program: Program) -> float:
-    try:
-        return timeline(program).makespan
-    except ProgramError:
-        return math.inf
 
 
 def _lowered(computes: Program, lowering: Lowering, gaps: Gaps) -> Program:

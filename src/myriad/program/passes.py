@@ -21,8 +21,7 @@ Pass = Callable[[Program], Program]
 
 
 def decouple(program: Program) -> Program:
-    """EXCHANGE becomes SEND after the compute that made it, RECEIVE one compute early, WAIT just before the
-    use."""
+    """EXCHANGE becomes SEND where it was, RECEIVE one compute before the use, WAIT just before the use."""
     return replace(program, ranks=tuple(_decoupled(program, rank) for rank in range(program.num_ranks)))
 
 
@@ -38,8 +37,7 @@ PASSES: dict[str, Pass] = {"decouple": decouple}
 
 
 def _decoupled(program: Program, rank: int) -> tuple[Action, ...]:
-    """Works on gaps: what stands before each compute (and after the last one), with that compute at its
-    end."""
+    """Works on gaps: what stands before a compute, with that compute at its end."""
     gaps = _split(program.ranks[rank])
     uses = _uses(program, gaps)
     received = [t for gap in gaps for a in gap if a.kind is Kind.EXCHANGE for t in a.transfers if not t.sends]
@@ -74,8 +72,7 @@ def _uses(program: Program, gaps: list[list[Action]]) -> dict[tuple[Payload, int
 
 
 def _rewritten(gap: list[Action], posts: list[Transfer], waits: list[Transfer]) -> Iterator[Action]:
-    """LOAD, receives (before sends: some transports lose half their bandwidth otherwise), sends, the rest,
-    waits."""
+    """Receives before sends: some transports lose half their bandwidth otherwise."""
     yield from (a for a in gap if a.kind is Kind.LOAD)
     yield from (Action(Kind.RECEIVE, transfers=(t,)) for t in posts)
     sent = (t for a in gap if a.kind is Kind.EXCHANGE for t in a.transfers if t.sends)

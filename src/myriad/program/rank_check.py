@@ -27,8 +27,7 @@ def check_rank(program: Program, rank: int) -> None:
 
 
 class _RankState:
-    """What a rank holds between two actions. Every ``_..._fault`` method says what is wrong, or None and goes
-    on."""
+    """What a rank holds between two actions. A ``_..._fault`` method says what is wrong, or nothing."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank, self.lowering = program, rank, program.lowering

@@ -70,8 +70,7 @@ def _rounds(shape: _Shape) -> list[range]:
 
 
 def _in_order(shape: _Shape, rank: int, kind: Kind, rounds: list[range]) -> list[Action]:
-    """Every (stage, micro-batch) of a rank: round by round, in each the stages in forward or backward
-    order."""
+    """Every (stage, micro-batch) of a rank, round by round; in a round stage by stage."""
     stages = [virtual * shape.num_ranks + rank for virtual in range(shape.virtual_stages)]
     if kind is not Kind.FORWARD:
         stages.reverse()

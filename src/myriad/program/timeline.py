@@ -56,6 +56,10 @@ class Span:
     duration: float
     action: Action
 
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
@@ -66,7 +70,7 @@ class Timeline:
     @property
     def makespan(self) -> float:
         """End of the last action."""
-        return max((spans[-1].start + spans[-1].duration for spans in self.ranks if spans), default=0.0)
+        return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
 
     def busy(self, rank: int) -> float:
         """Time in which a rank computes."""
@@ -81,8 +85,7 @@ def unit_costs(program: Program) -> Cost:
 
 
 def needed_transfer(program: Program, action: Action) -> tuple[Payload, int, int] | None:
-    """``(payload, stage that makes it, rank that makes it)`` of a compute's input; None where it needs
-    none."""
+    """A compute's input as ``(payload, stage that makes it, that stage's rank)``; None where it needs none."""
     if action.kind is Kind.FORWARD and action.stage > 0:
         return Payload.ACTIVATION, action.stage - 1, program.stage_rank[action.stage - 1]
     last = program.num_stages - 1
@@ -96,8 +99,7 @@ def _no_cost(transfer: Transfer) -> float:
 
 
 def timeline(program: Program, cost: Cost | None = None, transfer_cost: TransferCost = _no_cost) -> Timeline:
-    """Runs a program on paper; unit costs unless told otherwise. Raises `ProgramError` where it cannot
-    finish."""
+    """Runs a program on paper; unit costs unless told otherwise. `ProgramError` where it cannot finish."""
     return _Execution(program, cost or unit_costs(program), transfer_cost).run()
 
 

@@ -1,25 +1,29 @@
 """Where the coupled transfers of a program go: which gap between two computes of a rank exchanges what.
 
-Gap i of a rank precedes its i-th compute; the last gap follows them all. The natural place of a transfer is
-the gap after the compute that made it (on the sender) and the gap before the compute that uses it (on the
-receiver), as in Megatron-LM's batched send and receive. Two things can be wrong with that:
+Gap i of a rank precedes its i-th compute; the last gap follows them all. A coupled send blocks until its peer
+has come to the receive, so a bad place costs time or deadlocks. Three placements, plainest first:
 
-- order: if a sends x then y, b must receive x before y. A receive is pulled forward to where its successors
-  are.
-- deadlock: a coupled send blocks until its peer has reached the receive. Where natural places block each
-  other, all transfers are placed by one order over the whole pipeline instead, the order in which they become
-  ready when nothing blocks. It cannot deadlock: the first transfer in that order which has not happened can
-  happen.
+- natural: sends after the compute that made them, receives before the compute that uses them, as
+  Megatron-LM's batched send and receive in 1F1B. Deadlocks where a stage's output comes round the ring long
+  before it is used.
+- paired: nothing is exchanged between a forward and the backward that follows it, as in Megatron-LM's
+  interleaved 1F1B. Deadlocks where a backward needs what comes of that very forward.
+- ordered: each transfer at the moment it is ready when nothing blocks. Never deadlocks.
+
+The last two follow one order over the whole pipeline: of the transfers that have not happened, the first in
+that order can. All three keep the order of sends in a channel for its receives.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from myriad.program.actions import COMPUTE, Kind, Program, Transfer
-from myriad.program.timeline import needed_transfer, timeline
+from myriad.program.actions import COMPUTE, Action, Kind, Lowering, Program, Transfer
+from myriad.program.timeline import Timeline, needed_transfer, timeline
 
-__all__ = ["PLACEMENTS", "Gaps", "natural_gaps", "ordered_gaps"]
+__all__ = ["PLACEMENTS", "Gaps", "natural_gaps", "ordered_gaps", "paired_gaps"]
 
 Gaps = list[list[list[Transfer]]]
 """``gaps[rank][i]``: transfers of the exchange before the rank's i-th compute."""
@@ -29,24 +33,27 @@ Gaps = list[list[list[Transfer]]]
 class _Link:
     """One payload on its way: from the gap after its producer to the gap before its user."""
 
-    transfer: Transfer
-    """As the receiver sees it."""
-    receiver: int
+    received: Transfer
+    sent: Transfer
     send_gap: int
     receive_gap: int
 
     @property
     def sender(self) -> int:
-        return self.transfer.peer
+        return self.received.peer
+
+    @property
+    def receiver(self) -> int:
+        return self.sent.peer
 
 
 def _links(program: Program) -> list[_Link]:
     """Every transfer the computes need, in no particular order."""
-    made: dict[tuple[bool, int, int], int] = {}
+    gap_after: dict[tuple[bool, int, int], int] = {}
     for actions in program.ranks:
         for index, action in enumerate(actions):
             if action.kind is not Kind.BACKWARD_WEIGHT:
-                made[action.kind is Kind.FORWARD, action.stage, action.micro_batch] = index + 1
+                gap_after[action.kind is Kind.FORWARD, action.stage, action.micro_batch] = index + 1
     links = []
     for rank, actions in enumerate(program.ranks):
         for index, action in enumerate(actions):
@@ -54,22 +61,19 @@ def _links(program: Program) -> list[_Link]:
             if needed is None or needed[2] == rank:
                 continue
             payload, stage, sender = needed
-            transfer = Transfer(payload, stage, action.micro_batch, sender, sends=False)
-            send_gap = made[action.kind is Kind.FORWARD, stage, action.micro_batch]
-            links.append(_Link(transfer, rank, send_gap, index))
+            batch = action.micro_batch
+            received = Transfer(payload, stage, batch, sender, sends=False)
+            sent = Transfer(payload, stage, batch, rank, sends=True)
+            links.append(_Link(received, sent, gap_after[action.kind is Kind.FORWARD, stage, batch], index))
     return links
 
 
 def _by_channel(links: list[_Link]) -> list[list[_Link]]:
+    """What one rank sends to another, in the order of sending."""
     channels: defaultdict[tuple[int, int], list[_Link]] = defaultdict(list)
-    for link in links:
+    for link in sorted(links, key=lambda link: link.send_gap):
         channels[link.sender, link.receiver].append(link)
-    return [sorted(channel, key=lambda link: link.send_gap) for channel in channels.values()]
-
-
-def _as_sent(link: _Link) -> Transfer:
-    seen = link.transfer
-    return Transfer(seen.payload, seen.stage, seen.micro_batch, link.receiver, sends=True)
+    return list(channels.values())
 
 
 def _empty(program: Program) -> Gaps:
@@ -77,7 +81,7 @@ def _empty(program: Program) -> Gaps:
 
 
 def natural_gaps(program: Program) -> Gaps:
-    """Sends right after the compute that made them, receives right before the compute that uses them."""
+    """After the producer, before the user (earlier where a later payload of the channel is used earlier)."""
     gaps = _empty(program)
     for channel in _by_channel(_links(program)):
         gap = len(program.ranks[channel[0].receiver])
@@ -86,29 +90,77 @@ def natural_gaps(program: Program) -> Gaps:
             gap = min(gap, link.receive_gap)
             places.append(gap)
         for link, place in zip(channel, reversed(places), strict=True):
-            gaps[link.sender][link.send_gap].append(_as_sent(link))
-            gaps[link.receiver][place].append(link.transfer)
+            gaps[link.sender][link.send_gap].append(link.sent)
+            gaps[link.receiver][place].append(link.received)
     return gaps
+
+
+def paired_gaps(program: Program) -> Gaps:
+    """By one order, with a forward and the backward after it as one piece; `ProgramError` if that is stuck."""
+    return _by_one_order(program, [_outside_pairs(actions) for actions in program.ranks])
 
 
 def ordered_gaps(program: Program) -> Gaps:
-    """Both sides of a transfer at the moment at which it is ready when nothing blocks: never stuck, but
-    earlier."""
-    spans = timeline(program).ranks
-    starts = [[span.start for span in row if span.action.kind in COMPUTE] for row in spans]
-    ends = [[span.start + span.duration for span in row if span.action.kind in COMPUTE] for row in spans]
-    links = sorted(_links(program), key=lambda link: (ends[link.sender][link.send_gap - 1], link.sender))
+    """By one order, in any gap."""
+    return _by_one_order(program, [list(range(len(actions) + 1)) for actions in program.ranks])
+
+
+def _outside_pairs(actions: tuple[Action, ...]) -> list[int]:
+    pairs = (a.kind is Kind.FORWARD and b.kind is not Kind.FORWARD for a, b in pairwise(actions))
+    inside = {index for index, is_pair in enumerate(pairs, 1) if is_pair}
+    return [gap for gap in range(len(actions) + 1) if gap not in inside]
+
+
+def _by_one_order(program: Program, open_gaps: list[list[int]]) -> Gaps:
+    """In the order of readiness when no send blocks; the receiver's place is before the work it then starts."""
+    links = [_moved(link, open_gaps) for link in _links(program)]
+    spans = _unblocked(program, links).ranks
+    computes = [[span for span in row if span.action.kind in COMPUTE] for row in spans]
+    ready = {link.sent: computes[link.sender][link.send_gap - 1].end for link in links}
+    links.sort(key=lambda link: (ready[link.sent], link.sender))
     gaps = _empty(program)
-    reached = [0] * program.num_ranks
+    turns = [0] * program.num_ranks
     for link in links:
-        ready = ends[link.sender][link.send_gap - 1]
-        gaps[link.sender][link.send_gap].append(_as_sent(link))
-        receiver = link.receiver
-        while reached[receiver] < link.receive_gap and starts[receiver][reached[receiver]] < ready:
-            reached[receiver] += 1
-        gaps[receiver][reached[receiver]].append(link.transfer)
+        gaps[link.sender][link.send_gap].append(link.sent)
+        to, gaps_of_receiver = link.receiver, open_gaps[link.receiver]
+        while (gap := gaps_of_receiver[turns[to]]) < link.receive_gap and computes[to][gap].start < ready[
+            link.sent
+        ]:
+            turns[to] += 1
+        gaps[to][gap].append(link.received)
     return gaps
 
 
-PLACEMENTS: tuple[Callable[[Program], Gaps], ...] = (natural_gaps, ordered_gaps)
+def _moved(link: _Link, open_gaps: list[list[int]]) -> _Link:
+    """To the next open gap of the sender and the last one of the receiver."""
+    sends, receives = open_gaps[link.sender], open_gaps[link.receiver]
+    send_gap = sends[bisect_left(sends, link.send_gap)]
+    return replace(
+        link, send_gap=send_gap, receive_gap=receives[bisect_right(receives, link.receive_gap) - 1]
+    )
+
+
+def _unblocked(program: Program, links: list[_Link]) -> Timeline:
+    """The computes' times with these gaps, all receives posted at the start; in whole numbers, so exact."""
+    receives: list[list[Action]] = [[] for _ in program.ranks]
+    gaps: list[defaultdict[int, list[Action]]] = [defaultdict(list) for _ in program.ranks]
+    for channel in _by_channel(links):
+        for link in channel:
+            receives[link.receiver].append(Action(Kind.RECEIVE, transfers=(link.received,)))
+            gaps[link.sender][link.send_gap].append(Action(Kind.SEND, transfers=(link.sent,)))
+    for link in links:
+        gaps[link.receiver][link.receive_gap].append(Action(Kind.WAIT, transfers=(link.received,)))
+    ranks = []
+    for rank, actions in enumerate(program.ranks):
+        row = receives[rank]
+        for index, action in enumerate(actions):
+            row += [*gaps[rank][index], action]
+        ranks.append((*row, *gaps[rank][len(actions)]))
+    lowering = Lowering(zero=0, reduce="last", tied=False, training=True)
+    costs = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+    marked = replace(program, ranks=tuple(ranks), lowering=lowering)
+    return timeline(marked, lambda action: costs.get(action.kind, 0.0))
+
+
+PLACEMENTS: tuple[Callable[[Program], Gaps], ...] = (natural_gaps, paired_gaps, ordered_gaps)
 """Plainest first; the last one always works."""
