@@ -7,10 +7,12 @@
 A kill at any instant leaves the older checkpoints and at most a ``.partial`` folder, which the next save replaces.
 """
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,12 +76,21 @@ def save(folder: CheckpointFolder, step: int, rectangles: Sequence[Rectangle], p
         dist.barrier()
     writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
     planner = RectangleSavePlanner(rectangles, progress)
-    dcp.save({}, storage_writer=writer, planner=planner, no_dist=alone)
+    with _quiet():
+        dcp.save({}, storage_writer=writer, planner=planner, no_dist=alone)
     if is_first:
         _commit(partial, final, progress)
     if not alone:
         dist.barrier()
     return final
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns whenever one process saves or loads alone, which is meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _commit(partial: Path, final: Path, progress: dict[str, Any]) -> None:
@@ -133,7 +144,8 @@ def verify(checkpoint: Path) -> list[str]:
 def load(checkpoint: Path, rectangles: Sequence[Rectangle]) -> dict[str, Any]:
     """Fills the rectangles, each rank by itself, in whatever layout; gives the progress that was saved."""
     planner = RectangleLoadPlanner(rectangles)
-    dcp.load({}, storage_reader=dcp.FileSystemReader(checkpoint), planner=planner, no_dist=True)
+    with _quiet():
+        dcp.load({}, storage_reader=dcp.FileSystemReader(checkpoint), planner=planner, no_dist=True)
     return planner.progress
 
 

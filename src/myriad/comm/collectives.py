@@ -14,6 +14,11 @@ from myriad.comm.groups import Group
 __all__ = ["all_gather", "all_gather_flat", "all_reduce", "all_reduce_max", "reduce_scatter", "reduce_scatter_flat"]
 
 
+# torch 2.13 renamed these two; 2.11 has the old names only
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 def _is_gloo(group: Group) -> bool:
     return dist.get_backend(group) == "gloo"
 
@@ -35,7 +40,7 @@ def all_reduce_max(x: torch.Tensor, group: Group | None) -> torch.Tensor:
 def all_gather_flat(out: torch.Tensor, part: torch.Tensor, group: Group | None) -> None:
     """``part [D/n]`` of every rank into ``out [D]``; ``part`` may be this rank's slice of ``out``."""
     if group is not None:
-        dist.all_gather_into_tensor(out, part, group=group)
+        _all_gather(out, part, group=group)
     elif out.data_ptr() != part.data_ptr():
         out.copy_(part)
 
@@ -47,7 +52,7 @@ def reduce_scatter_flat(x: torch.Tensor, group: Group | None) -> torch.Tensor:
     size = dist.get_world_size(group)
     if not _is_gloo(group):
         out = x.new_empty(x.numel() // size)
-        dist.reduce_scatter_tensor(out, x, group=group)
+        _reduce_scatter(out, x, group=group)
         return out
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=group)
@@ -68,7 +73,7 @@ def all_gather(x: torch.Tensor, group: Group | None, dim: int) -> torch.Tensor:
     size = dist.get_world_size(group)
     moved = x.movedim(dim, 0).contiguous()
     out = moved.new_empty((size * moved.shape[0], *moved.shape[1:]))
-    dist.all_gather_into_tensor(out, moved, group=group)
+    _all_gather(out, moved, group=group)
     return out.movedim(0, dim)
 
 

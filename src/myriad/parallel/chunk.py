@@ -80,20 +80,22 @@ class Chunk:
         self.stop = self.start + part
         self._allocate(dtype, device)
         self._attach()
+        self._release_all()
         self._stale = self._fresh = True
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         sharing = self.sharing
-        self.values = torch.empty(self.size, dtype=dtype, device=device)
-        if sharing.zero == 3:
-            self.release()
-        else:
-            self.values.zero_()
+        make = torch.empty if sharing.zero == 3 else torch.zeros
+        self.values = make(self.size, dtype=dtype, device=device)
         shares_memory = dtype == torch.float32 and sharing.zero < 3
         self.master = self._slice(self.values) if shares_memory else self._new_slice(device)
-        self.sums = torch.zeros(self.size, device=device)
+        self.sums = torch.empty(self.size, device=device)
         self.gradients = self._slice(self.sums) if sharing.zero < 2 else self._new_slice(device)
-        if sharing.zero >= 2:
+
+    def _release_all(self) -> None:
+        """Gives back what is only held while in use; memory nobody has written to yet cost nothing."""
+        self.release()
+        if self.sharing.zero >= 2:
             self.sums.untyped_storage().resize_(0)
 
     def _slice(self, whole: torch.Tensor) -> torch.Tensor:
@@ -224,7 +226,7 @@ class Chunk:
 
 
 def _to_sink(parameter: torch.Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.sink.add(parameter.grad)  # type: ignore[attr-defined]
-    parameter.grad = None
-
+    """Moves a gradient that autograd made to the sink; where an operator fed the sink itself there is none."""
+    if parameter.grad is not None:
+        parameter.sink.add(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None

@@ -27,7 +27,6 @@ from myriad.parallel.chunk import Chunk, Entry
 from myriad.parallel.pieces import build_pieces, shapes_between_stages
 from myriad.parallel.runtime import Batch, Runtime
 from myriad.parallel.tensor import GroupBoundary
-from myriad.program.actions import Program
 from myriad.parallel.programs import build_program
 from myriad.telemetry.spans import Recorder
 
@@ -42,6 +41,8 @@ class StepResult:
     """Mean over the targets of the global batch."""
     grad_norm: float
     """Global norm before clipping."""
+    signal: float
+    """Sum of what the ranks signalled in this step."""
 
 
 class Engine:
@@ -84,16 +85,16 @@ class Engine:
         self._counts = torch.tensor([self._counts_row(*row) for row in self._entries], dtype=torch.float64)
         self._counts = self._counts.to(device)
 
-    def _actions(self, training: bool) -> Program:
-        return self.programs[training]
-
-    def train_step(self, load: Callable[[], Batch], learning_rate: float, num_targets: int) -> StepResult:
-        """One iteration. ``num_targets``: targets in the global batch. Raises `RunFailedError` on every rank when the
+    def train_step(
+        self, load: Callable[[], Batch], learning_rate: float, num_targets: int, signal: float = 0.0
+    ) -> StepResult:
+        """One iteration. ``num_targets``: targets in the global batch; ``signal``: a number that all ranks learn the
+        sum of, with a reduction that takes place anyway. Raises `RunFailedError` on every rank when the
         loss or a gradient is not finite."""
         results: list[StepResult] = []
 
         def step(loss_sum: torch.Tensor) -> None:
-            results.append(self._step(loss_sum / num_targets, learning_rate))
+            results.append(self._step(loss_sum / num_targets, learning_rate, signal))
 
         actions = self.programs[True].ranks[self.groups.grid.index("pp")]
         self._runtime.run(actions, load, step, 1.0 / num_targets)
@@ -119,17 +120,17 @@ class Engine:
         copy_over_pp = chunk is self.pieces.tied and not self.pieces.counts_tied
         return 0.0 if copy_over_tp or copy_over_dp or copy_over_pp else 1.0
 
-    def _step(self, loss: torch.Tensor, learning_rate: float) -> StepResult:
+    def _step(self, loss: torch.Tensor, learning_rate: float, signal: float) -> StepResult:
         squares = squared_norms(self._regions, len(self._entries))
-        own = torch.stack([(squares * self._counts).sum(), loss.double() * self._counts_loss])
-        square, total_loss = all_reduce(own, self.groups.world).tolist()
+        own = torch.stack([(squares * self._counts).sum(), loss.double() * self._counts_loss, squares.new_tensor(signal)])
+        square, total_loss, total_signal = all_reduce(own, self.groups.world).tolist()
         if not (math.isfinite(square) and math.isfinite(total_loss)):
             self._fail_non_finite(squares, total_loss)
         norm = math.sqrt(square)
         self.optimizer.step(learning_rate, clip_scale(norm, self._clip_norm))
         for chunk in self.pieces.chunks:
             chunk.end_iteration()
-        return StepResult(total_loss, norm)
+        return StepResult(total_loss, norm, total_signal)
 
     def _fail_non_finite(self, squares: torch.Tensor, loss: float) -> None:
         """Names the first rank and tensor that is not finite: parameters before gradients before the loss."""

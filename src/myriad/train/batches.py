@@ -1,0 +1,71 @@
+"""Batches of token windows for this rank: from the node's loader for training, read directly for validation."""
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from myriad.comm.grid import RankGrid
+from myriad.data.corpus import Corpora, open_corpora, read_batch
+from myriad.errors import BadInputError
+from myriad.job import Job
+from myriad.parallel.runtime import Batch
+
+__all__ = ["Validation", "check_vocabulary", "rank_rows", "to_batch"]
+
+
+def rank_rows(job: Job, dp_index: int) -> range:
+    """Rows of the global batch that one data-parallel rank works on."""
+    share = job.train.global_batch // job.layout.dp
+    return range(dp_index * share, (dp_index + 1) * share)
+
+
+def to_batch(tokens: NDArray[np.int32], first_sample: int, device: torch.device) -> Batch:
+    """``[rows, sequence + 1]`` token windows as inputs and targets; copied, so that the source may be reused."""
+    windows = torch.from_numpy(tokens.astype(np.int64)).to(device)
+    samples = torch.arange(first_sample, first_sample + len(windows), device=device)
+    return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), samples)
+
+
+def check_vocabulary(job: Job, corpora: Corpora) -> None:
+    """Refuses a corpus whose tokens the model cannot embed."""
+    known = corpora.vocabulary
+    if known is not None and known > job.model.vocabulary:
+        allowed = f"at least the corpus's {known} tokens"
+        raise BadInputError("model.vocabulary", job.model.vocabulary, allowed)
+
+
+class Validation:
+    """The held-out batches of a job: always the same ones, in the same order."""
+
+    def __init__(self, job: Job, grid: RankGrid, device: torch.device) -> None:
+        self._job, self._rows, self._device = job, rank_rows(job, grid.index("dp")), device
+        self._corpora = open_corpora(job.data, job.model.sequence, "validation")
+        whole = self._corpora.num_samples // job.train.global_batch
+        self.num_batches = min(job.data.validation_batches, whole)
+        self._sampler = self._corpora.sampler(job.train.seed) if self.num_batches else None
+
+    @property
+    def num_targets(self) -> int:
+        """Predicted tokens in all batches."""
+        return self.num_batches * self._job.train.global_batch * self._job.model.sequence
+
+    def batch(self, index: int) -> Batch:
+        """This rank's rows of one batch."""
+        return to_batch(self._read(index, self._rows), 0, self._device)
+
+    def _read(self, index: int, rows: range) -> NDArray[np.int32]:
+        assert self._sampler is not None
+        return read_batch(self._corpora, self._sampler, index, self._job.train.global_batch, rows)
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """A mean loss in nats per token as bits per byte of text; ``None`` where the tokenizer is not known."""
+        tokenizer = self._corpora.tokenizer
+        if tokenizer is None:
+            return None
+        everything = range(self._job.train.global_batch)
+        sizes = np.zeros(max(tokenizer.vocabulary, self._job.model.vocabulary), np.int64)
+        sizes[: tokenizer.vocabulary] = tokenizer.token_bytes
+        num_bytes = sum(int(sizes[self._read(i, everything)[:, 1:]].sum()) for i in range(self.num_batches))
+        return loss * self.num_targets / math.log(2) / num_bytes

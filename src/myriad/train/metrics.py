@@ -1,0 +1,48 @@
+"""What one step cost: the line of metrics.jsonl."""
+
+import resource
+from dataclasses import dataclass
+
+import torch
+
+from myriad.parallel.engine import StepResult
+from myriad.parallel.runtime import COMMUNICATION
+from myriad.telemetry.spans import Recorder
+
+__all__ = ["StepMeter"]
+
+
+@dataclass(frozen=True)
+class StepMeter:
+    """Turns a step's result and spans into its metrics."""
+
+    tokens_per_step: int
+    flops_per_step: float
+    peak_flops: float
+    """FLOP/s of all ranks together."""
+    device: torch.device
+
+    def line(
+        self, step: int, result: StepResult, learning_rate: float, seconds: float, data_wait: float, recorder: Recorder
+    ) -> dict[str, float]:
+        """``step`` counts steps done."""
+        totals = recorder.take_totals()
+        return {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": learning_rate,
+            "tokens": step * self.tokens_per_step,
+            "tokens_per_second": self.tokens_per_step / seconds,
+            "step_seconds": seconds,
+            "mfu": self.flops_per_step / seconds / self.peak_flops,
+            "memory_bytes": self._memory_bytes(),
+            "data_wait_seconds": data_wait,
+            "exposed_comm_seconds": sum(totals.get(name, 0.0) for name in COMMUNICATION),
+        }
+
+    def _memory_bytes(self) -> int:
+        """Highest memory of this rank so far."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,70 @@
+"""Measured seconds of each layer, for ``partition = "profile"``.
+
+Rank 0 builds one layer at a time in full, runs it forward and backward on one micro-batch and tells the others, so that
+all cut alike. Layers of one kind with parameters of the same shapes cost the same and are measured once.
+"""
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from myriad.model.boundary import Boundary
+from myriad.model.definition import Context, Definition
+from myriad.parallel.runtime import Batch
+
+__all__ = ["parameters_per_layer", "seconds_per_layer"]
+
+_REPEATS = 3
+
+
+def parameters_per_layer(definition: Definition) -> list[float]:
+    """Number of parameters of each layer; a tied one counts where it is first used."""
+    found = []
+    with torch.device("meta"):
+        for index, prefix in enumerate(definition.names):
+            layer = definition.build(index, Boundary())
+            own = {f"{prefix}.{name}": float(p.numel()) for name, p in layer.named_parameters()}
+            found.append(sum(size for name, size in own.items() if name not in definition.tied))
+    return found
+
+
+def seconds_per_layer(definition: Definition, sample: Batch, dtype: torch.dtype, device: torch.device) -> list[float]:
+    """Forward and backward of each layer on one micro-batch; every rank gets rank 0's measurement."""
+    measured: list[Any] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        measured = [_measure(definition, sample, dtype, device)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(measured, src=0)
+    return measured[0]
+
+
+def _measure(definition: Definition, sample: Batch, dtype: torch.dtype, device: torch.device) -> list[float]:
+    known: dict[Any, float] = {}
+    found = []
+    x = sample.inputs
+    context = Context(targets=sample.targets, samples=sample.samples)
+    for index, kind in enumerate(definition.kinds):
+        layer = definition.build(index, Boundary())
+        for name, values in definition.initial(index).items():
+            layer.get_parameter(name).data = values.to(device, dtype)
+        key = (kind, tuple(parameter.shape for parameter in layer.parameters()), x.shape)
+        seconds, x = _time_layer(layer, x, context)
+        found.append(known.setdefault(key, seconds))
+    return found
+
+
+def _time_layer(layer: nn.Module, x: torch.Tensor, context: Context) -> tuple[float, torch.Tensor]:
+    best, out = float("inf"), x
+    for _ in range(_REPEATS):
+        entering = x.detach()
+        entering.requires_grad_(entering.is_floating_point())
+        start = time.perf_counter()
+        out = layer(entering, context)
+        out.backward(torch.ones_like(out))
+        if out.is_cuda:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best, out.detach()

@@ -1,0 +1,73 @@
+"""Text from a run's newest checkpoint, on one device."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from myriad.checkpoint.store import CheckpointFolder, load_model
+from myriad.data.corpus import open_corpora
+from myriad.data.tokenizer import Tokenizer
+from myriad.errors import BadInputError, RunFailedError
+from myriad.model.generate import generate
+from myriad.model.gpt import build_full
+from myriad.run import Run
+
+__all__ = ["Sampler", "continue_text", "open_run"]
+
+
+class Sampler:
+    """A trained model, ready to continue text."""
+
+    def __init__(self, layers: nn.ModuleList, tokenizer: Tokenizer, sequence: int) -> None:
+        self._layers, self._tokenizer, self._sequence = layers, tokenizer, sequence
+
+    def generate(
+        self, prompt: str, tokens: int = 200, temperature: float = 0.8, top_p: float = 0.95, seed: int = 1
+    ) -> Iterator[str]:
+        """Pieces of text that continue ``prompt`` (which is not repeated), whole characters at a time."""
+        encoded = self._tokenizer.encode(prompt) or [self._tokenizer.end_of_document]
+        drawn = generate(
+            self._layers,
+            encoded,
+            sequence=self._sequence,
+            max_new_tokens=tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop_token=self._tokenizer.end_of_document,
+        )
+        made: list[int] = []
+        shown = ""
+        for token in drawn:
+            made.append(token)
+            text = self._tokenizer.decode(made)
+            if not text.endswith("�"):
+                yield text[len(shown) :]
+                shown = text
+
+
+def open_run(run: Run) -> Sampler:
+    """The model of a run's newest verified checkpoint. Raises `BadInputError` where there is none yet."""
+    job = run.job()
+    folder = CheckpointFolder(run.checkpoints_path)
+    newest = folder.newest()
+    if newest is None:
+        raise BadInputError("run", str(run.path), "no checkpoint yet; train first")
+    layers = build_full(job.model, job.train.seed)
+    values = load_model(folder.of_step(newest[0]))
+    names = ["embedding", *(f"blocks.{i}" for i in range(job.model.layers)), "head"]
+    with torch.no_grad():
+        for prefix, layer in zip(names, layers, strict=True):
+            for name, parameter in layer.named_parameters():
+                if f"{prefix}.{name}" in values:
+                    parameter.copy_(values[f"{prefix}.{name}"])
+    tokenizer = open_corpora(job.data, job.model.sequence).tokenizer
+    if tokenizer is None:
+        raise RunFailedError(f"{job.data.corpus}: no tokenizer.json beside the corpus, so no text can be made")
+    return Sampler(layers.eval(), tokenizer, job.model.sequence)
+
+
+def continue_text(run: Run, prompt: str, tokens: int = 120) -> str:
+    """A short continuation for the end of a run."""
+    return "".join(open_run(run).generate(prompt, tokens))

@@ -1,0 +1,96 @@
+"""Trains a tiny GPT on fixed tokens in some layout and gives losses and final whole parameters."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from myriad.checkpoint.store import CheckpointFolder, load_model, save
+from myriad.comm.groups import close_world, open_world
+from myriad.comm.layout import Layout
+from myriad.model.config import ModelConfig
+from myriad.model.gpt import GPT
+from myriad.optim.config import OptimizerConfig
+from myriad.optim.schedule import learning_rate
+from myriad.parallel.engine import Engine
+from myriad.parallel.partition import partition_layers
+from myriad.parallel.runtime import Batch
+from myriad.telemetry.spans import Recorder
+
+TINY = {"layers": 4, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 90, "vocabulary_multiple": 16}
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    steps: int = 20
+    global_batch: int = 8
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def world(self) -> int:
+        return Layout(**self.layout).world
+
+
+def make_engine(case: Case, recorder: Recorder | None = None) -> Engine:
+    layout = Layout(**case.layout)
+    config = ModelConfig(**(TINY | case.model))
+    groups = open_world(layout, torch.device("cpu"))
+    definition = GPT(config, seed=3)
+    tokens = torch.zeros(layout.micro_batch, config.sequence, dtype=torch.int64)
+    costs = [1.0, 5, 3, 4, 2, 6] if layout.partition == "profile" else None
+    return Engine(
+        definition,
+        groups,
+        partition_layers(layout.partition, layout.num_stages, definition.kinds, costs),
+        Batch(tokens, tokens, tokens[:, 0]),
+        case.global_batch // (layout.dp * layout.micro_batch),
+        OptimizerConfig(**({"learning_rate": 3e-3, "warmup_steps": 5} | case.optimizer)),
+        seed=3,
+        dtype=case.dtype,
+        device=torch.device("cpu"),
+        recorder=recorder or Recorder(),
+    )
+
+
+def tokens_of_step(case: Case, step: int) -> torch.Tensor:
+    config = ModelConfig(**(TINY | case.model))
+    generator = torch.Generator().manual_seed(1000 + step)
+    shape = (case.global_batch, config.sequence + 1)
+    skewed = torch.rand(shape, generator=generator) ** 2
+    return (skewed * config.vocabulary).long()
+
+
+def batch_of_rank(case: Case, engine: Engine, step: int) -> Batch:
+    share = case.global_batch // engine.layout.dp
+    first = engine.groups.grid.index("dp") * share
+    tokens = tokens_of_step(case, step)[first : first + share]
+    samples = torch.arange(first, first + share) + step * case.global_batch
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), samples)
+
+
+def train_steps(case: Case, engine: Engine, first: int, last: int) -> list[tuple[float, float]]:
+    config = OptimizerConfig(**({"learning_rate": 3e-3, "warmup_steps": 5} | case.optimizer))
+    found = []
+    targets = case.global_batch * (TINY | case.model)["sequence"]
+    for step in range(first, last):
+        rate = learning_rate(config, step, case.steps)
+        result = engine.train_step(lambda step=step: batch_of_rank(case, engine, step), rate, targets)
+        found.append((result.loss, result.grad_norm))
+    return found
+
+
+def run_case(case: Case, folder: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor] | None]:
+    """One rank's side: losses and gradient norms; on rank 0 the final whole parameters as well."""
+    engine = make_engine(case)
+    found = train_steps(case, engine, 0, case.steps)
+    path = save(CheckpointFolder(folder), case.steps, list(engine.rectangles()), {})
+    final = None
+    if os.environ["RANK"] == "0":
+        final = {name: tensor.numpy() for name, tensor in load_model(path, "").items()}
+    close_world()
+    return found, final

@@ -1,0 +1,58 @@
+"""Real ranks for tests: forked processes of one thread each, joined by gloo on loopback."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _enter(function: Callable[..., Any], rank: int, world: int, port: int, arguments: tuple, results: Any) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    torch.set_num_threads(1)
+    try:
+        results.put((rank, function(*arguments), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+
+
+def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+    """What ``function(*arguments)`` gives on each of ``world`` ranks. A failing rank's traceback becomes the error."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=_enter, args=(function, rank, world, port, arguments, results), daemon=True)
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        found: dict[int, Any] = {}
+        for _ in range(world):
+            rank, value, error = results.get(timeout=timeout)
+            if error is not None:
+                raise AssertionError(f"rank {rank} failed:\n{error}")
+            found[rank] = value
+        return [found[rank] for rank in range(world)]
+    finally:
+        for process in processes:
+            process.join(2 if len(found) == world else 0)
+            process.kill()

@@ -1,0 +1,120 @@
+"""Any layout gives one process's losses and parameters: the definition of correct.
+
+Each case trains 20 steps on real ranks and is compared with one process on the same tokens, in float32: losses and every
+whole parameter (relative L2 norm) within 1e-5.
+"""
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from parity_case import Case, run_case
+from ranks import run_ranks
+
+TOLERANCE = 1e-5
+
+MODELS: dict[str, dict[str, Any]] = {
+    "serial": {},
+    "parallel-window": {
+        "block": "parallel",
+        "window": 6,
+        "window_pattern": (True, False),
+        "kv_heads": 2,
+        "activation": "swiglu",
+        "tied": False,
+    },
+    "gpt2": {"norm": "layer", "bias": True, "position": "learned", "dropout": 0.1, "layers": 5},
+}
+
+
+def train(case: Case) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_ranks(case.world, run_case, case, Path(folder))
+    for losses, _ in ranks[1:]:
+        assert losses == ranks[0][0], "ranks of one run disagree on the loss"
+    return ranks[0]
+
+
+@functools.cache
+def one_process(model: str, optimizer: str) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
+    return train(Case(model=MODELS[model], optimizer={"name": optimizer}))
+
+
+def assert_equal(case: Case, expected: tuple[list[tuple[float, float]], dict[str, np.ndarray]]) -> None:
+    losses, parameters = train(case)
+    for step, ((loss, norm), (reference, reference_norm)) in enumerate(zip(losses, expected[0], strict=True)):
+        assert loss == pytest.approx(reference, rel=TOLERANCE), f"loss of step {step}"
+        assert norm == pytest.approx(reference_norm, rel=1e-3), f"gradient norm of step {step}"
+    assert losses[0][1] == pytest.approx(expected[0][0][1], rel=1e-6), "gradient norm before any update"
+    assert parameters.keys() == expected[1].keys()
+    for name, reference in expected[1].items():
+        if name.startswith("model."):
+            difference = np.linalg.norm(parameters[name] - reference)
+            assert difference <= TOLERANCE * np.linalg.norm(reference), name
+
+
+LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("serial", "adamw", {"micro_batch": 4}),
+    ("serial", "adamw", {"virtual_stages": 3, "zero": 3}),
+    ("serial", "adamw", {"dp": 2, "zero": 1, "micro_batch": 2}),
+    ("serial", "adamw", {"dp": 2, "zero": 2, "reduce": "each"}),
+    ("serial", "lamb", {"dp": 2, "zero": 3}),
+    ("serial", "adamw", {"tp": 2, "micro_batch": 4}),
+    ("serial", "adamw", {"pp": 2, "decouple": False}),
+    ("serial", "adamw", {"pp": 2, "schedule": "zero-bubble"}),
+    ("serial", "adamw", {"pp": 2, "virtual_stages": 2, "micro_batch": 2}),
+    ("serial", "adamw", {"pp": 2, "virtual_stages": 3, "schedule": "gpipe", "decouple": False}),
+    ("serial", "adamw", {"dp": 4, "zero": 2}),
+    ("serial", "adamw", {"pp": 4, "partition": "parameters"}),
+    ("serial", "lamb", {"tp": 2, "pp": 2, "micro_batch": 2}),
+    ("serial", "lamb", {"tp": 2, "dp": 2, "zero": 2, "micro_batch": 4}),
+    ("serial", "adamw", {"dp": 2, "pp": 2, "zero": 3, "virtual_stages": 2}),
+    ("serial", "adamw", {"dp": 2, "pp": 2, "tp": 2, "zero": 2, "virtual_stages": 2, "micro_batch": 2}),
+    ("parallel-window", "adamw", {"tp": 2, "micro_batch": 4}),
+    ("parallel-window", "adamw", {"pp": 2, "dp": 2, "zero": 1}),
+    ("parallel-window", "lamb", {"pp": 2, "tp": 2, "schedule": "zero-bubble", "micro_batch": 2}),
+    ("parallel-window", "adamw", {"dp": 2, "pp": 2, "tp": 2, "zero": 3, "micro_batch": 2}),
+    ("gpt2", "adamw", {"tp": 4, "micro_batch": 4}),
+    ("gpt2", "adamw", {"pp": 2, "dp": 2, "zero": 3, "schedule": "zero-bubble"}),
+    ("gpt2", "lamb", {"pp": 2, "dp": 2, "partition": "manual:5"}),
+    ("gpt2", "adamw", {"tp": 2, "pp": 2, "virtual_stages": 2, "micro_batch": 2, "zero": 2, "reduce": "each"}),
+    ("gpt2", "adamw", {"dp": 2, "pp": 2, "tp": 2, "zero": 1, "schedule": "gpipe", "micro_batch": 2}),
+]
+
+
+def name_of(value: object) -> str:
+    return ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+
+@pytest.mark.parametrize(("model", "optimizer", "layout"), LAYOUTS, ids=name_of)
+def test_layout_gives_the_loss_and_parameters_of_one_process(
+    model: str, optimizer: str, layout: dict[str, Any]
+) -> None:
+    case = Case(layout=layout, model=MODELS[model], optimizer={"name": optimizer})
+    assert_equal(case, one_process(model, optimizer))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "zero": 2},
+        {"pp": 2, "virtual_stages": 2, "micro_batch": 2},
+        {"dp": 2, "tp": 2, "pp": 2, "zero": 3, "micro_batch": 2},
+    ],
+    ids=name_of,
+)
+def test_same_layout_twice_gives_the_same_bits(layout: dict[str, Any]) -> None:
+    case = Case(layout=layout, model=MODELS["gpt2"], steps=8)
+    (losses, parameters), (again, same) = train(case), train(case)
+    assert losses == again
+    for name, values in parameters.items():
+        np.testing.assert_array_equal(values, same[name], err_msg=name)
+
+
+def test_clipping_is_of_the_norm_over_all_ranks() -> None:
+    tight = {"clip_norm": 0.05, "name": "adamw", "epsilon": 1e-3}
+    expected = train(Case(optimizer=tight))
+    assert_equal(Case(optimizer=tight, layout={"tp": 2, "pp": 2, "micro_batch": 2}), expected)
