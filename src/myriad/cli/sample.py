@@ -34,9 +34,10 @@ def sample(
 ) -> None:
     """Continue a text with a trained model."""
     path = _existing_run(run)
+    from myriad.run import Run
     from myriad.train.sample import open_run
 
-    pieces = open_run(path).generate(prompt, tokens, temperature, top_p, seed)
+    pieces = open_run(Run(path)).generate(prompt, tokens, temperature, top_p, seed)
     if as_json:
         settings = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
         typer.echo(json.dumps({"run": str(path), "prompt": prompt, "text": "".join(pieces), **settings}))

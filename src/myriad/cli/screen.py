@@ -123,9 +123,9 @@ def _event_line(event: Record) -> Text | None:
         return Text(text + ("" if bits is None else f", {bits:.3f} bits per byte"), style="cyan")
     if name == "checkpoint":
         return Text(f"step {step}: checkpoint saved", style="dim")
-    if name == "resume" or (name == "fault"):
+    if name == "fault":
         details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
-        return Text(f"{name}: {details}", style="yellow")
+        return Text(f"fault: {details}", style="yellow")
     return None
 
 

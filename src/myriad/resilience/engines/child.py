@@ -18,8 +18,7 @@ _PR_SET_PDEATHSIG = 1
 
 def die_with_parent(parent_pid: int) -> None:
     """From now on SIGKILL reaches this process when its parent ends; exits if it has ended already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit(1)
 

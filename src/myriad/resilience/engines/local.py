@@ -50,7 +50,7 @@ class Observer(Protocol):
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def check_cores(world: int, *, oversubscribe: bool = False) -> None:
@@ -86,13 +86,29 @@ class _Rank:
     log_path: Path
 
     @property
+    def alive(self) -> bool:
+        """Looks without reaping first, and ends what the rank has left behind while its number is still its
+        own."""
+        if self.process.returncode is None:
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+        return self.process.returncode is None
+
+    @property
     def failed(self) -> bool:
-        return bool(self.process.poll())
+        return not self.alive and self.process.returncode != 0
 
     def signal(self, number: signal.Signals) -> None:
         """To the rank and to whatever it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        if self.alive:
             os.killpg(self.process.pid, number)
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        while self.alive:
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
 
 
 @dataclass
@@ -132,7 +148,7 @@ def _ranks(run: Run, world: int, threads: int, command: Sequence[str]) -> Iterat
         for rank in ranks:
             rank.signal(signal.SIGKILL)
         for rank in ranks:
-            rank.process.wait()
+            rank.wait()
 
 
 def _start(command: list[str], environment: dict[str, str], log_path: Path) -> "subprocess.Popen[bytes]":
@@ -161,9 +177,7 @@ def _environment(rank: int, world: int, port: int, threads: int) -> dict[str, st
         "PYTHONUNBUFFERED": 1,
         "PYTHONFAULTHANDLER": 1,
     }
-    defaults = (
-        {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-    )  # else gloo looks up the host's name
+    defaults = {"GLOO_SOCKET_IFNAME": "lo"}  # else gloo looks up the host's name, which may not resolve
     return defaults | dict(os.environ) | {key: str(value) for key, value in mine.items()}
 
 
@@ -178,7 +192,7 @@ def _watch(
     ranks: list[_Rank], caught: _Caught, observer: Observer, grace_seconds: float
 ) -> Literal["finished", "interrupted"]:
     asked = False
-    while any(rank.process.poll() is None for rank in ranks):
+    while any(rank.alive for rank in ranks):
         if any(rank.failed for rank in ranks):
             break
         if caught.count and not asked:
@@ -205,19 +219,19 @@ def _settle(ranks: list[_Rank], grace_seconds: float) -> list[_Rank]:
     if not failed:
         return []
 
+    def any_alive() -> bool:
+        return any(rank.alive for rank in ranks)
+
     def only_secondary() -> bool:
         failed.extend(rank for rank in ranks if rank.failed and rank not in failed)
         return all(
             rank.process.returncode > 0 and is_secondary(error_excerpt(rank.log_path)) for rank in failed
         )
 
-    def alive() -> bool:
-        return any(rank.process.poll() is None for rank in ranks)
-
-    _wait_while(lambda: only_secondary() and alive(), _BLAME_SECONDS)
+    _wait_while(lambda: only_secondary() and any_alive(), _BLAME_SECONDS)
     for rank in ranks:
         rank.signal(signal.SIGTERM)
-    _wait_while(alive, grace_seconds)
+    _wait_while(any_alive, grace_seconds)
     return failed
 
 
