@@ -1,0 +1,48 @@
+# What people and CI run. Needs Python 3.11 or newer with venv and pip, and a C compiler; everything else goes into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+
+.PHONY: train test check clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make train   set up .venv and train on real text: about three minutes, no GPU; again: goes on"
+	@echo "make test    set up .venv, check style, types and import order, and run all tests that need no GPU"
+	@echo "make check   style, types and import order only"
+	@echo "make clean   remove .venv and caches; runs/ stays"
+
+train: $(VENV)/.installed
+	@$(BIN)/myriad train
+
+test: check
+	@$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/python scripts/check_imports.py
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+
+# The package is installed in place: a changed source file needs no new installation.
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("myriad needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; make PYTHON=/path/to/python3.11")'
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/.created
+	@echo "installing myriad (PyTorch is the large part)"
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.created
+	@echo "installing myriad with what its tests need"
+	@$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.installed
