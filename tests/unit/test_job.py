@@ -1,4 +1,4 @@
-"""If these fail, a job file means something else than it says, or bad input gets more or less than one line."""
+"""If these fail, a job file means something else than it says, or bad input gets no clear single line."""
 
 import subprocess
 import sys
