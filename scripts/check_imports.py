@@ -1,28 +1,33 @@
-"""Imports only point to lower floors: checks every module of ``src/myriad`` against the order declared here.
+"""Checks the order of the house: which part of the library may import which. Exits 1 with a line for each
+breach.
 
-A room (a folder, or a module beside them) may import itself and rooms on lower floors, never a neighbour or a room
-above. Some rooms must also stay free of torch, so that a job can be read and explained where it cannot run.
+    python scripts/check_imports.py [SOURCE]
+
+A module imports its own room and lower floors only (also inside functions and for types), modules form no
+cycle, the rooms in TORCH_FREE can be imported without torch (so that planning is quick and `--help` quicker),
+and only `cli` prints. Read with `ast`: nothing is imported, so a broken tree is checked too.
 """
 
 import ast
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parent.parent / "src" / "myriad"
-
-FLOORS: tuple[tuple[str, ...], ...] = (
-    ("__init__", "errors", "units", "config", "toml_text"),
-    ("program", "kernels", "network", "telemetry"),
-    ("comm", "model", "optim", "data"),
+FLOORS = (
+    ("errors units config toml_text",),
+    ("kernels", "program", "network", "telemetry"),
+    ("model", "optim", "data", "comm"),
     ("parallel", "planner", "checkpoint"),
-    ("recipes", "job", "run"),
+    ("job recipes",),
+    ("run",),
     ("train", "resilience", "dashboard"),
     ("cli",),
 )
-"""Lowest first."""
+"""Lowest first; a string is a room: a folder, a file, or a few that belong together."""
 
-WITHOUT_TORCH = (
+TORCH_FREE = (
     "errors",
     "units",
     "config",
@@ -31,60 +36,160 @@ WITHOUT_TORCH = (
     "network",
     "planner",
     "job",
-    "run",
+    "recipes",
     "cli",
 )
 
-
-def main() -> int:
-    """Prints each wrong import; 1 when there is one."""
-    problems = [problem for path in sorted(SOURCE.rglob("*.py")) for problem in check_module(path)]
-    for problem in problems:
-        sys.stderr.write(problem + "\n")
-    return 1 if problems else 0
+PLACES = {
+    name: (floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms for name in room.split()
+}
 
 
-def check_module(path: Path) -> Iterator[str]:
-    """One line for each import that points up or sideways, or that brings torch where it must not be."""
-    room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-    if room not in (known := floor_of()):
-        yield f"{path}:1: room {room!r} has no floor: add it to FLOORS in {Path(__file__).name}"
-        return
-    tree = ast.parse(path.read_text())
-    for line, name in imports(tree):
-        top, _, rest = name.partition(".")
-        if top == "torch" and room in WITHOUT_TORCH and is_top_level(tree, line):
-            yield f"{path}:{line}: {room} must not import torch"
-        target = rest.partition(".")[0]
-        if top == "myriad" and target in known and target != room and not allowed(room, target):
-            yield f"{path}:{line}: {room} (floor {known[room]}) imports {target} (floor {known[target]})"
+@dataclass(frozen=True)
+class Import:
+    """One imported module; ``now``: when the module is, not later inside a function and not for types
+    only."""
+
+    target: str
+    line: int
+    now: bool
 
 
-def floor_of() -> dict[str, int]:
-    """Number of each room's floor."""
-    return {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+@dataclass(frozen=True)
+class Module:
+    """One file: its dotted name without the package's, what it imports, and the lines where it prints."""
+
+    name: str
+    path: Path
+    imports: tuple[Import, ...]
+    prints: tuple[int, ...]
+
+    @property
+    def room(self) -> str:
+        """First part of the name: the folder or the file."""
+        return self.name.partition(".")[0]
 
 
-def allowed(room: str, target: str) -> bool:
-    """Lower floors; on the lowest, and between the modules of floor 4, neighbours too: they are single files."""
-    floors = floor_of()
-    singles = {"errors", "units", "config", "toml_text", "job", "run", "recipes"}
-    return floors[target] < floors[room] or (floors[target] == floors[room] and {room, target} <= singles)
+def read_modules(package: Path) -> dict[str, Module]:
+    """Every module of the package folder by dotted name; the package itself is ``""``."""
+    paths = {_dotted(path.relative_to(package)): path for path in sorted(package.rglob("*.py"))}
+    modules = {}
+    for name, path in paths.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        found = tuple(_imports(tree, True, package.name, set(paths)))
+        calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+        prints = tuple(c.lineno for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print")
+        modules[name] = Module(name, path, found, prints)
+    return modules
 
 
-def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Every import, wherever it stands, as line and dotted name."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+def _dotted(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def is_top_level(tree: ast.Module, line: int) -> bool:
-    """Whether the statement at this line runs when the module is imported."""
-    return any(node.lineno == line for node in tree.body)
+def _imports(node: ast.AST, now: bool, package: str, known: set[str]) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(_inside(alias.name, package), child.lineno, now)
+        elif isinstance(child, ast.ImportFrom):
+            base = _inside(child.module or "", package) if not child.level else "<relative>"
+            for alias in child.names:
+                part = f"{base}.{alias.name}".lstrip(".")
+                yield Import(part if part in known else base, child.lineno, now)
+        else:
+            later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or _for_types(child)
+            yield from _imports(child, now and not later, package, known)
+
+
+def _inside(name: str, package: str) -> str:
+    """Without the package's name for its own modules; others keep theirs behind a colon."""
+    head, _, rest = name.partition(".")
+    return rest if head == package else f":{head}"
+
+
+def _for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def check_floors(modules: dict[str, Module]) -> Iterator[str]:
+    """Every import that does not point to its own room or to a lower floor."""
+    for module in modules.values():
+        if module.name and module.room not in PLACES:
+            yield f"{module.path}:1: {module.room} stands on no floor: add it to FLOORS"
+            continue
+        for found in module.imports:
+            where, target = f"{module.path}:{found.line}", found.target.partition(".")[0]
+            if found.target == "<relative>":
+                yield f"{where}: relative import: write the whole name"
+            elif module.name and target in PLACES and not _may(module.room, target):
+                (floor, _), (above, _) = PLACES[module.room], PLACES[target]
+                yield f"{where}: {module.room} (floor {floor}) imports {target} (floor {above})"
+
+
+def _may(room: str, target: str) -> bool:
+    return PLACES[target][0] < PLACES[room][0] or PLACES[target] == PLACES[room]
+
+
+def check_cycles(modules: dict[str, Module]) -> Iterator[str]:
+    """A cycle of modules, if there is one."""
+    graph = {name: {i.target for i in module.imports} & set(modules) for name, module in modules.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        cycle = error.args[1]
+        first, second = modules[cycle[1]], cycle[0]
+        line = next(found.line for found in first.imports if found.target == second)
+        yield f"{first.path}:{line}: import cycle {' <- '.join(cycle)}"
+
+
+def check_torch_free(modules: dict[str, Module]) -> Iterator[str]:
+    """Modules of torch-free rooms whose import would import torch, with the way there."""
+    for module in modules.values():
+        if module.room in TORCH_FREE and (way := _way_to_torch(module.name, modules, {module.name})):
+            first = way[0]
+            names = " -> ".join([module.name, *(step.target for step in way)])
+            yield f"{module.path}:{first.line}: needs torch to be imported: {names.replace(':', '')}"
+
+
+def _way_to_torch(name: str, modules: dict[str, Module], seen: set[str]) -> list[Import]:
+    for found in modules[name].imports:
+        if not found.now:
+            continue
+        if found.target == ":torch":
+            return [found]
+        for target in _with_parents(found.target):
+            if target in modules and target not in seen:
+                seen.add(target)
+                if way := _way_to_torch(target, modules, seen):
+                    return [found, *way]
+    return []
+
+
+def _with_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def check_prints(modules: dict[str, Module]) -> Iterator[str]:
+    """The library does not talk to the screen."""
+    for module in modules.values():
+        if module.room != "cli":
+            yield from (f"{module.path}:{line}: prints: only cli does" for line in module.prints)
+
+
+def main(arguments: list[str]) -> int:
+    """Checks the package folder given, or this repository's."""
+    package = Path(arguments[0]) if arguments else Path(__file__).parents[1] / "src" / "myriad"
+    modules = read_modules(package)
+    checks = (check_floors, check_cycles, check_torch_free, check_prints)
+    breaches = [line for check in checks for line in check(modules)]
+    for line in breaches:
+        print(line)
+    print(f"{len(modules)} modules, {len(breaches)} breaches of the import order")
+    return 1 if breaches or not modules else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

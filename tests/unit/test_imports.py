@@ -1,0 +1,74 @@
+"""If these fail, the rooms of the library grow into each other, or the check that keeps them apart is blind."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECK = Path(__file__).parents[2] / "scripts" / "check_imports.py"
+
+
+def check(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, CHECK, *arguments], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+def tree(folder: Path, files: dict[str, str]) -> str:
+    for name, text in {"__init__.py": "", **files}.items():
+        path = folder / "myriad" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(folder / "myriad")
+
+
+def test_this_library_keeps_its_order() -> None:
+    code, output = check()
+    assert code == 0, output
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (
+            {"model/gpt.py": "import math\nfrom myriad.parallel import runtime\n", "parallel/runtime.py": ""},
+            "gpt.py:2: model (floor 2) imports parallel (floor 3)",
+        ),
+        (
+            {"checkpoint/load.py": "def f():\n    import myriad.parallel.chunk\n", "parallel/chunk.py": ""},
+            "load.py:2: checkpoint (floor 3) imports parallel (floor 3)",
+        ),
+        ({"shed/tools.py": ""}, "tools.py:1: shed stands on no floor"),
+        ({"model/gpt.py": "from . import config\n"}, "gpt.py:1: relative import"),
+        (
+            {"model/a.py": "from myriad.model import b\n", "model/b.py": "import myriad.model.a\n"},
+            "import cycle",
+        ),
+        ({"model/a.py": "print('hello')\n"}, "a.py:1: prints"),
+        ({"program/a.py": "\nimport torch.nn\n"}, "a.py:2: needs torch to be imported: program.a -> torch"),
+        (
+            {
+                "job.py": "from myriad.model.config import C\n",
+                "model/config.py": "",
+                "model/__init__.py": "import torch",
+            },
+            "job.py:1: needs torch to be imported: job -> model.config -> torch",
+        ),
+    ],
+)
+def test_each_breach_is_found_with_its_place(tmp_path: Path, files: dict[str, str], says: str) -> None:
+    code, output = check(tree(tmp_path, files))
+    assert code == 1 and says in output, output
+
+
+def test_what_is_allowed_is_not_found(tmp_path: Path) -> None:
+    files = {
+        "errors.py": "import sys\n",
+        "model/gpt.py": "import torch\nfrom myriad.model.config import C\nfrom myriad.errors import E\n",
+        "model/config.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n",
+        "job.py": "from myriad.model.config import C\nfrom myriad.recipes import r\n",
+        "recipes/__init__.py": "from myriad import errors\n",
+        "cli/main.py": "import myriad.job\n\ndef f():\n    import torch\n    print(1)\n",
+    }
+    code, output = check(tree(tmp_path, files))
+    assert code == 0, output
