@@ -1,0 +1,195 @@
+"""``myriad data``: corpora to verified token shards, and a look at them."""
+
+import json as json_format
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from myriad.data.corpus import Corpus
+    from myriad.data.manifest import Manifest
+
+__all__ = ["register"]
+
+_Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, for programs.")]
+_Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder made by `myriad data prepare`.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    data = typer.Typer(no_args_is_help=True, help="Corpora to verified token shards, and a look at them.")
+    data.command("prepare")(_prepare)
+    data.command("verify")(_verify)
+    data.command("info")(_info)
+    app.add_typer(data, name="data")
+
+
+def _prepare(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT", help="Text, JSONL or Parquet: files, folders, globs, or fsspec URLs."
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="Folder to make. An interrupted one is continued.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="A tokenizer.json or a folder with one. Default: trained on the input."),
+    ] = None,
+    vocabulary: Annotated[int, typer.Option(help="Tokens of the tokenizer that is trained.")] = 32768,
+    validation: Annotated[
+        float, typer.Option(help="Share of the documents that is held out, 0 to 1.")
+    ] = 0.02,
+    key: Annotated[
+        str,
+        typer.Option("--key", "--jsonl-key", help="Field of JSONL, column of Parquet, that holds the text."),
+    ] = "text",
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that tokenize. Default: one for each core.")
+    ] = None,
+    shard_size: Annotated[str, typer.Option(help='Largest shard, as "256 MiB".')] = "256 MiB",
+    json: _Json = False,
+) -> None:
+    """Tokenize text into shards in Megatron's format, with a manifest of hashes.
+
+    Killed at any instant, the same command goes on where it was. A folder that holds another corpus is left
+    as it is.
+    """
+    from myriad.data.prepare import PrepareOptions, prepare
+
+    options = PrepareOptions(
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        validation=validation,
+        key=key,
+        shard_bytes=_bytes(shard_size),
+        workers=workers or _num_cores(),
+    )
+    with _progress(quiet=json) as show:
+        manifest = prepare(
+            inputs, output, options, lambda now: show(now.stage, now.done_bytes, now.total_bytes)
+        )
+    _tell(json, {"folder": str(output), **_summary(manifest)}, _summary_lines(str(output), manifest))
+
+
+def _verify(folder: _Folder, json: _Json = False) -> None:
+    """Read every byte and name every file that is not as it was written; exit code 1 when there is one."""
+    from myriad.data.verify import verify_corpus
+
+    with _progress(quiet=json) as show:
+        problems = verify_corpus(folder, lambda done, total: show("reading", done, total))
+    result = {"folder": str(folder), "whole": not problems, "problems": [one._asdict() for one in problems]}
+    lines = [f"{folder / one.file}: {one.what}" for one in problems] or [f"{folder}: whole"]
+    _tell(json, result, lines)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _info(
+    corpus: Annotated[str, typer.Argument(help="A prepared folder, a Megatron prefix, or `embedded`.")],
+    samples: Annotated[int, typer.Option(help="Documents to show the beginning of.")] = 3,
+    vocabulary: Annotated[int, typer.Option(help="Tokens, for `embedded`.")] = 4096,
+    json: _Json = False,
+) -> None:
+    """Show a corpus's sizes and the beginnings of a few documents."""
+    from myriad.data.corpus import open_corpus
+
+    opened = open_corpus(corpus, "train", vocabulary)
+    texts = _samples(opened, samples)
+    if opened.manifest is not None:
+        summary, lines = _summary(opened.manifest), _summary_lines(str(opened.path), opened.manifest)
+    else:
+        documents = sum(shard.num_documents for shard in opened.shards)
+        summary = {
+            "train": {"tokens": opened.num_tokens, "documents": documents, "shards": len(opened.shards)}
+        }
+        lines = [f"{opened.path}: {opened.num_tokens:,} tokens in {documents:,} documents (Megatron's files)"]
+    lines += [line for text in texts for line in ("", f"  {text!r}")]
+    _tell(json, {"corpus": str(opened.path), **summary, "samples": texts}, lines)
+
+
+def _samples(corpus: "Corpus", count: int, tokens: int = 48) -> list[str]:
+    """Beginnings of documents, evenly spread."""
+    ends = list(accumulate(shard.num_documents for shard in corpus.shards))
+    total = ends[-1] if ends else 0
+    starts: list[list[int]] = []
+    for number in (index * total // count for index in range(min(count, total))):
+        shard = corpus.shards[place := bisect_right(ends, number)]
+        document = shard.document(number - (ends[place] - shard.num_documents))
+        starts.append(document[:tokens].tolist())
+    tokenizer = corpus.tokenizer
+    return [tokenizer.decode(start, skip_special=True) if tokenizer else str(start) for start in starts]
+
+
+def _summary(manifest: "Manifest") -> dict[str, Any]:
+    summary: dict[str, Any] = {"vocabulary": manifest.vocabulary, "tokenizer": manifest.fingerprint}
+    for split, text_bytes in sorted(manifest.text_bytes.items()):
+        summary[split] = {
+            "tokens": manifest.num_tokens(split),
+            "documents": manifest.num_documents(split),
+            "text_bytes": text_bytes,
+            "shards": len(manifest.of(split)),
+        }
+    return summary
+
+
+def _summary_lines(name: str, manifest: "Manifest") -> list[str]:
+    from myriad.units import format_bytes
+
+    lines = [f"{name}: vocabulary {manifest.vocabulary:,}, tokenizer {manifest.fingerprint[:12]}"]
+    for split, text_bytes in sorted(manifest.text_bytes.items()):
+        tokens, documents = manifest.num_tokens(split), manifest.num_documents(split)
+        ratio = f", {text_bytes / tokens:.2f} bytes a token" if tokens else ""
+        shards = f"{len(manifest.of(split))} shards"
+        text = format_bytes(text_bytes)
+        lines.append(
+            f"  {split:<10} {tokens:>14,} tokens  {documents:>10,} documents  {text} of text  {shards}{ratio}"
+        )
+    return lines
+
+
+def _bytes(text: str) -> int:
+    from myriad.errors import BadInputError
+    from myriad.units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise BadInputError("--shard-size", text, str(error)) from None
+
+
+def _num_cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error; ``show(stage, done_bytes, total_bytes)`` moves it."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.DownloadColumn(binary_units=True),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task("looking for the input", total=None)
+
+        def show(stage: str, done_bytes: int, total_bytes: int) -> None:
+            bar.update(task, description=stage, completed=done_bytes, total=total_bytes)
+
+        yield show
+
+
+def _tell(as_json: bool, result: dict[str, Any], lines: list[str]) -> None:
+    typer.echo(json_format.dumps(result) if as_json else "\n".join(lines))

@@ -1,0 +1,204 @@
+"""Pieces of a corpus in the making: each tokenized once, by some worker, and kept until all are there.
+
+A piece is finished when its ``N.json`` exists; that is written after its shards are on disk. Everything else
+of a piece is rubbish of a killed worker and is written over. Workers end when told to, and by themselves when
+their parent is killed.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection, get_context, parent_process
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from myriad.data.indexed import IndexedWriter, token_type
+from myriad.data.manifest import Split
+from myriad.data.sources import Piece, read_documents
+from myriad.data.tokenizer import Tokenizer
+from myriad.errors import BadInputError, RunFailedError
+
+__all__ = ["SPLITS", "PieceResult", "PieceWork", "piece_prefix", "run_pieces", "split_of"]
+
+SPLITS: tuple[Split, ...] = ("train", "validation")
+
+_BATCH_BYTES = 1 << 20
+_AHEAD = 2
+
+
+class PieceWork(NamedTuple):
+    """What all pieces of one corpus have in common."""
+
+    folder: Path
+    tokenizer: Path
+    key: str
+    validation: float
+
+
+class PieceResult(NamedTuple):
+    """A finished piece."""
+
+    number: int
+    text_bytes: dict[Split, int]
+
+
+class _Refusal(NamedTuple):
+    """A `BadInputError` on its way out of a worker."""
+
+    key: str
+    value: object
+    allowed: str
+
+
+def split_of(document: str, validation: float) -> Split:
+    """Which split a document belongs to, by its content: equal documents never stand on both sides."""
+    return "validation" if xxhash.xxh3_64_intdigest(document.encode()) < validation * 2**64 else "train"
+
+
+def piece_prefix(folder: Path, number: int, split: Split) -> Path:
+    """A piece's shard, without suffix."""
+    return folder / f"{number:06}.{split}"
+
+
+def run_pieces(
+    work: PieceWork, pieces: Sequence[Piece], workers: int, done: Callable[[PieceResult], None]
+) -> list[PieceResult]:
+    """All pieces finished, in their order; those already finished are only counted."""
+    results = {piece.number: found for piece in pieces if (found := _finished(work.folder, piece.number))}
+    for result in results.values():
+        done(result)
+    missing = [piece for piece in pieces if piece.number not in results]
+    finish = _in_this_process if workers == 1 or len(missing) < 2 else _in_processes
+    for result in finish(work, missing, workers):
+        results[result.number] = result
+        done(result)
+    return [results[piece.number] for piece in pieces]
+
+
+def _finished(folder: Path, number: int) -> PieceResult | None:
+    path = folder / f"{number:06}.json"
+    if not path.is_file():
+        return None
+    return PieceResult(number, json.loads(path.read_text()))
+
+
+def _in_this_process(work: PieceWork, pieces: Sequence[Piece], workers: int) -> Iterator[PieceResult]:
+    tokenizer = Tokenizer.load(work.tokenizer)
+    for piece in pieces:
+        yield _tokenize(work, tokenizer, piece, threading.Event())
+
+
+def _in_processes(work: PieceWork, pieces: Sequence[Piece], workers: int) -> Iterator[PieceResult]:
+    context = get_context("spawn")
+    stop = context.Event()
+    pool = ProcessPoolExecutor(workers, context, _Worker.begin, (work, stop))
+    try:
+        for outcome in _outcomes(pool, pieces, workers * _AHEAD):
+            if isinstance(outcome, _Refusal):
+                raise BadInputError(*outcome)
+            yield outcome
+    except BrokenProcessPool:
+        raise RunFailedError(
+            "a worker was killed (out of memory?); the same command goes on from here"
+        ) from None
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _outcomes(
+    pool: ProcessPoolExecutor, pieces: Sequence[Piece], ahead: int
+) -> Iterator["PieceResult | _Refusal"]:
+    """Results as they come, with a few pieces handed out ahead."""
+    waiting = iter(pieces)
+    running: set[Future[PieceResult | _Refusal]] = set()
+    while True:
+        while len(running) < ahead and (piece := next(waiting, None)):
+            running.add(pool.submit(_Worker.finish, piece))
+        if not running:
+            return
+        finished, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in finished:
+            yield future.result()
+
+
+class _Worker:
+    """State of a pool's process: what the pool's initializer can leave for its tasks."""
+
+    work: PieceWork
+    tokenizer: Tokenizer
+    stop: Event
+
+    @classmethod
+    def begin(cls, work: PieceWork, stop: Event) -> None:
+        """Once in each worker."""
+        import signal
+
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        cls.work, cls.tokenizer, cls.stop = work, Tokenizer.load(work.tokenizer), stop
+
+    @classmethod
+    def finish(cls, piece: Piece) -> "PieceResult | _Refusal":
+        """One piece."""
+        try:
+            return _tokenize(cls.work, cls.tokenizer, piece, cls.stop)
+        except BadInputError as error:
+            return _Refusal(error.key, error.value, error.allowed)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None, "a worker has a parent"
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+class _Stopped(Exception):
+    """The parent wants no more."""
+
+
+def _tokenize(
+    work: PieceWork, tokenizer: Tokenizer, piece: Piece, stop: "Event | threading.Event"
+) -> PieceResult:
+    dtype = token_type(tokenizer.vocabulary)
+    text_bytes: dict[Split, int] = dict.fromkeys(SPLITS, 0)
+    train, validation = (
+        IndexedWriter(piece_prefix(work.folder, piece.number, split), dtype) for split in SPLITS
+    )
+    writers = {"train": train, "validation": validation}
+    with train, validation:
+        for batch in _batches(piece, work.key):
+            if stop.is_set():
+                raise _Stopped
+            for document, tokens in zip(batch, tokenizer.encode_batch(batch), strict=True):
+                split = split_of(document, work.validation)
+                writers[split].add([*tokens, tokenizer.end_of_document])
+                text_bytes[split] += len(document.encode())
+    path = work.folder / f"{piece.number:06}.json"
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps(text_bytes))
+    partial.replace(path)
+    return PieceResult(piece.number, text_bytes)
+
+
+def _batches(piece: Piece, key: str) -> Iterator[list[str]]:
+    """Documents, about a megabyte at a time."""
+    batch: list[str] = []
+    size = 0
+    for span in piece.spans:
+        for document in read_documents(span, key):
+            batch.append(document)
+            size += len(document)
+            if size >= _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,246 @@
+"""Text to a verified corpus: planned, tokenized in pieces by a pool of processes, merged into shards, sealed
+by a manifest.
+
+    OUTPUT/.prepare/plan.json       what is being made; a folder in the making is recognised by it
+    OUTPUT/.prepare/N.train.bin ... one piece; N.json is written last and makes it finished
+    OUTPUT/train-00000.bin ...      merged shards
+    OUTPUT/manifest.json            written when all else is on disk: only now the folder is a corpus
+
+Killed at any instant, the same command goes on with the finished pieces. Pieces and their order follow from
+the inputs alone, so the number of workers changes nothing in the bytes.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from myriad.data.indexed import IndexedShard, IndexedWriter, token_type
+from myriad.data.manifest import MANIFEST_FILE, Manifest, ShardRecord, Split, hash_file, read_manifest
+from myriad.data.pieces import SPLITS, PieceResult, PieceWork, piece_prefix, run_pieces, split_of
+from myriad.data.sources import Piece, SourceFile, cut_pieces, find_sources, read_documents
+from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from myriad.errors import BadInputError
+
+__all__ = ["PrepareOptions", "Progress", "prepare"]
+
+_WORK_FOLDER = ".prepare"
+_RECIPE = 1
+_PIECE_BYTES = 16 << 20
+_TOKENIZER_SAMPLE_BYTES = 64 << 20
+_TOKENIZER_SAMPLE_PIECES = 1024
+
+
+class PrepareOptions(NamedTuple):
+    """How a corpus is made."""
+
+    tokenizer: Path | None = None
+    """A tokenizer.json or a folder with one; None: train one."""
+    vocabulary: int = 32768
+    """Tokens of a tokenizer that is trained."""
+    validation: float = 0.02
+    """Share of the documents that is held out."""
+    key: str = "text"
+    """Field of JSONL, column of Parquet."""
+    shard_bytes: int = 256 << 20
+    """Size of a shard's .bin that is not passed, unless one piece alone does."""
+    workers: int = 1
+    """Processes that tokenize."""
+
+
+class Progress(NamedTuple):
+    """How far it is."""
+
+    stage: str
+    done_bytes: int
+    total_bytes: int
+
+
+def prepare(
+    inputs: Sequence[str],
+    output: Path,
+    options: PrepareOptions,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Manifest:
+    """Makes, or goes on making, the corpus in ``output``; leaves any other untouched (`BadInputError`)."""
+    _check_options(options)
+    sources = find_sources(inputs)
+    identity = _identity(sources, options)
+    if (output / MANIFEST_FILE).exists():
+        manifest = _same_or_refuse(output, identity)
+        shutil.rmtree(output / _WORK_FOLDER, ignore_errors=True)
+        return manifest
+    pieces = cut_pieces(sources, options.key, min(_PIECE_BYTES, options.shard_bytes))
+    with _work_folder(output, identity) as work:
+        tokenizer = _tokenizer(work, pieces, options, progress)
+        task = PieceWork(work, work / TOKENIZER_FILE, options.key, options.validation)
+        results = run_pieces(task, pieces, options.workers, _piece_progress(pieces, progress))
+        total = sum(piece.size_bytes for piece in pieces)
+        progress(Progress("writing shards", total, total))
+        manifest = _merge(output, work, tokenizer, results, options.shard_bytes, identity)
+        manifest.write(output)
+    shutil.rmtree(output / _WORK_FOLDER)
+    return manifest
+
+
+def _check_options(options: PrepareOptions) -> None:
+    if not 0 <= options.validation < 1:
+        raise BadInputError(
+            "--validation", options.validation, "a share of the documents, from 0 to less than 1"
+        )
+    if options.workers < 1:
+        raise BadInputError("--workers", options.workers, "at least 1")
+    if options.shard_bytes < 1 << 16:
+        raise BadInputError("--shard-size", options.shard_bytes, "at least 64 KiB")
+
+
+def _identity(sources: Sequence[SourceFile], options: PrepareOptions) -> dict[str, Any]:
+    """All that the corpus's bytes depend on."""
+    own = options.tokenizer and Tokenizer.load(options.tokenizer).fingerprint
+    return {
+        "recipe": _RECIPE,
+        "sources": [list(source) for source in sources],
+        "tokenizer": own or {"train": options.vocabulary},
+        "key": options.key,
+        "validation": options.validation,
+        "shard_bytes": options.shard_bytes,
+    }
+
+
+def _same_or_refuse(output: Path, identity: dict[str, Any]) -> Manifest:
+    manifest = read_manifest(output)
+    if manifest.plan != identity:
+        allowed = "holds another corpus (or its inputs changed since); another folder, or remove this one"
+        raise BadInputError("--output", str(output), allowed)
+    return manifest
+
+
+@contextmanager
+def _work_folder(output: Path, identity: dict[str, Any]) -> Iterator[Path]:
+    """The folder of unfinished work, ours alone while we are in it."""
+    work = output / _WORK_FOLDER
+    plan = work / "plan.json"
+    if output.exists() and (not output.is_dir() or (any(output.iterdir()) and not work.is_dir())):
+        raise BadInputError("--output", str(output), "a new or empty folder, or one that this command began")
+    work.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInputError("--output", str(output), "is being prepared by another process") from None
+        if plan.is_file() and json.loads(plan.read_text()) != identity:
+            allowed = (
+                "was begun with other inputs or options; the same again, another folder, or remove this one"
+            )
+            raise BadInputError("--output", str(output), allowed)
+        _write_atomically(plan, json.dumps(identity))
+        yield work
+    finally:
+        os.close(descriptor)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _tokenizer(
+    work: Path, pieces: Sequence[Piece], options: PrepareOptions, progress: Callable[[Progress], None]
+) -> Tokenizer:
+    """The tokenizer of this corpus, in the work folder from its first use on."""
+    path = work / TOKENIZER_FILE
+    if path.is_file():
+        return Tokenizer.load(path)
+    if options.tokenizer:
+        tokenizer = Tokenizer.load(options.tokenizer)
+    else:
+        total = sum(piece.size_bytes for piece in pieces)
+        progress(Progress("training the tokenizer", 0, total))
+        tokenizer = Tokenizer.train(_sample(pieces, options), options.vocabulary)
+    partial = work / "tokenizer"
+    partial.mkdir(exist_ok=True)
+    tokenizer.save(partial).replace(path)
+    return tokenizer
+
+
+def _sample(pieces: Sequence[Piece], options: PrepareOptions) -> Iterator[str]:
+    """The beginnings of pieces all over the corpus, held-out documents left out."""
+    some = pieces[:: -(-len(pieces) // _TOKENIZER_SAMPLE_PIECES)]
+    share = _TOKENIZER_SAMPLE_BYTES // len(some)
+    for piece in some:
+        left = share
+        for document in (text for span in piece.spans for text in read_documents(span, options.key)):
+            if left <= 0:
+                break
+            if split_of(document, options.validation) == "train":
+                yield document[:left]
+                left -= len(document)
+
+
+def _piece_progress(
+    pieces: Sequence[Piece], progress: Callable[[Progress], None]
+) -> Callable[[PieceResult], None]:
+    sizes = {piece.number: piece.size_bytes for piece in pieces}
+    total, finished = sum(sizes.values()), set[int]()
+
+    def done(result: PieceResult) -> None:
+        finished.add(result.number)
+        progress(Progress("tokenizing", sum(sizes[number] for number in finished), total))
+
+    return done
+
+
+def _merge(
+    output: Path,
+    work: Path,
+    tokenizer: Tokenizer,
+    results: Sequence[PieceResult],
+    shard_bytes: int,
+    identity: dict[str, Any],
+) -> Manifest:
+    """Shards from pieces, in their order, and the manifest that describes them."""
+    for stale in (*output.glob("*.bin*"), *output.glob("*.idx*")):
+        stale.unlink()
+    shutil.copyfile(work / TOKENIZER_FILE, output / TOKENIZER_FILE)
+    shards: list[ShardRecord] = []
+    for split in SPLITS:
+        pieces = [IndexedShard(piece_prefix(work, result.number, split)) for result in results]
+        full = [piece for piece in pieces if piece.num_documents]
+        for number, group in enumerate(_groups(full, shard_bytes)):
+            shards.append(_write_shard(output, f"{split}-{number:05}", split, group, tokenizer))
+    names = [TOKENIZER_FILE, *(f"{shard.name}{suffix}" for shard in shards for suffix in (".bin", ".idx"))]
+    return Manifest(
+        fingerprint=tokenizer.fingerprint,
+        vocabulary=tokenizer.vocabulary,
+        end_of_document=tokenizer.end_of_document,
+        shards=tuple(shards),
+        text_bytes={split: sum(result.text_bytes[split] for result in results) for split in SPLITS},
+        files={name: hash_file(output / name) for name in names},
+        plan=identity,
+    )
+
+
+def _groups(pieces: Sequence[IndexedShard], shard_bytes: int) -> Iterator[list[IndexedShard]]:
+    group: list[IndexedShard] = []
+    for piece in pieces:
+        if group and sum(one.tokens.nbytes for one in (*group, piece)) > shard_bytes:
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
+
+
+def _write_shard(
+    output: Path, name: str, split: Split, pieces: Sequence[IndexedShard], tokenizer: Tokenizer
+) -> ShardRecord:
+    with IndexedWriter(output / name, token_type(tokenizer.vocabulary)) as writer:
+        for piece in pieces:
+            writer.add_shard(piece)
+    return ShardRecord(name=name, split=split, tokens=writer.num_tokens, documents=writer.num_documents)

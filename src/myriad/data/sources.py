@@ -1,0 +1,256 @@
+"""Where text comes from: files, folders, globs and any fsspec URL, of text, JSONL and Parquet, cut into
+pieces of work.
+
+A piece is the same whoever works on it and however many do: byte ranges of plain files, row groups of
+Parquet, whole compressed files. A line belongs to the range in which it starts. A text file is one document;
+one larger than `LONGEST_TEXT_BYTES` is cut at line ends into documents of that size.
+"""
+
+import codecs
+import json
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, Literal, NamedTuple
+
+import fsspec
+import fsspec.core
+
+from myriad.errors import BadInputError
+
+__all__ = [
+    "LONGEST_TEXT_BYTES",
+    "Piece",
+    "SourceFile",
+    "Span",
+    "cut_pieces",
+    "find_sources",
+    "read_documents",
+]
+
+LONGEST_TEXT_BYTES = 1 << 20
+"""A longer text file is more than one document."""
+
+Kind = Literal["text", "jsonl", "parquet"]
+
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+    **dict.fromkeys((".txt", ".text", ".md", ".rst"), "text"),
+}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+
+
+class SourceFile(NamedTuple):
+    """One file that holds documents."""
+
+    url: str
+    kind: Kind
+    size_bytes: int
+    stamp: str
+    """Changes when the file does, as far as its store can tell."""
+
+
+class Span(NamedTuple):
+    """A part of a file: bytes, or row groups of Parquet; ``stop`` None is the end."""
+
+    url: str
+    kind: Kind
+    start: int
+    stop: int | None
+
+
+class Piece(NamedTuple):
+    """What one worker does at a time."""
+
+    number: int
+    spans: tuple[Span, ...]
+    size_bytes: int
+
+
+def find_sources(inputs: Sequence[str]) -> list[SourceFile]:
+    """The files that the inputs name, in their order. Raises `BadInputError` for one that names none."""
+    found: dict[str, SourceFile] = {}
+    for given in inputs:
+        for source in _expand(given):
+            found.setdefault(source.url, source)
+    return list(found.values())
+
+
+def _expand(given: str) -> list[SourceFile]:
+    try:
+        fs, path = fsspec.core.url_to_fs(given)
+        if any(mark in path for mark in "*?["):
+            paths = sorted(name for name in fs.glob(path) if fs.isfile(name))
+        elif fs.isdir(path):
+            paths = sorted(name for name in fs.find(path) if _known(name.removeprefix(path)))
+        else:
+            paths = [path] if fs.isfile(path) else []
+        sources = [_source(fs, name) for name in paths]
+    except (ImportError, ValueError, OSError) as error:
+        raise BadInputError("INPUT", given, f"cannot be read: {error}") from None
+    if not sources:
+        known = ", ".join(_KINDS)
+        raise BadInputError(
+            "INPUT", given, f"no such file, or no {known} in the folder; a glob takes any file"
+        )
+    return sources
+
+
+def _source(fs: Any, path: str) -> SourceFile:
+    info = fs.info(path)
+    stamps = [str(info[key]) for key in ("mtime", "ETag", "LastModified", "last_modified") if key in info]
+    return SourceFile(fs.unstrip_protocol(path), _kind(path), int(info["size"] or 0), " ".join(stamps))
+
+
+def _suffix(path: str) -> str:
+    name = path.rpartition("/")[2]
+    for ending in _COMPRESSED:
+        name = name.removesuffix(ending)
+    return "." + name.rpartition(".")[2].lower()
+
+
+def _kind(path: str) -> Kind:
+    return _KINDS.get(_suffix(path), "text")
+
+
+def _known(path: str) -> bool:
+    """Of a folder: files of known kinds, not hidden."""
+    return _suffix(path) in _KINDS and not any(part.startswith(".") for part in path.split("/"))
+
+
+def cut_pieces(sources: Sequence[SourceFile], key: str, piece_bytes: int) -> list[Piece]:
+    """The work, in the order of the corpus: small files together, large files in parts."""
+    pieces: list[Piece] = []
+    spans: list[Span] = []
+    size = 0
+    for source in sources:
+        for span, span_bytes in _cut(source, key, piece_bytes):
+            if spans and size + span_bytes > piece_bytes:
+                pieces.append(Piece(len(pieces), tuple(spans), size))
+                spans, size = [], 0
+            spans.append(span)
+            size += span_bytes
+    return [*pieces, Piece(len(pieces), tuple(spans), size)] if spans else pieces
+
+
+def _cut(source: SourceFile, key: str, piece_bytes: int) -> Iterator[tuple[Span, int]]:
+    if source.kind == "parquet":
+        yield from _cut_parquet(source, key, piece_bytes)
+    elif source.url.endswith(_COMPRESSED) or source.size_bytes <= max(piece_bytes, LONGEST_TEXT_BYTES):
+        yield Span(source.url, source.kind, 0, None), source.size_bytes
+    else:
+        for start in range(0, source.size_bytes, piece_bytes):
+            stop = min(start + piece_bytes, source.size_bytes)
+            yield Span(source.url, source.kind, start, stop), stop - start
+
+
+def _cut_parquet(source: SourceFile, key: str, piece_bytes: int) -> Iterator[tuple[Span, int]]:
+    with fsspec.open(source.url, "rb") as file:
+        metadata = _parquet(file, source.url, key).metadata
+        sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
+    start, size = 0, 0
+    for group, group_bytes in enumerate(sizes):
+        if size and size + group_bytes > piece_bytes:
+            yield Span(source.url, "parquet", start, group), size
+            start, size = group, 0
+        size += group_bytes
+    yield Span(source.url, "parquet", start, len(sizes)), size
+
+
+def read_documents(span: Span, key: str) -> Iterator[str]:
+    """The documents that start in a span, but empty ones. Raises `BadInputError` that says where."""
+    try:
+        if span.kind == "parquet":
+            documents = _read_parquet(span, key)
+        elif span.kind == "jsonl":
+            documents = _read_jsonl(span, key)
+        else:
+            documents = _read_text(span)
+        yield from (document for document in documents if document)
+    except UnicodeDecodeError as error:
+        raise BadInputError(
+            "INPUT", span.url, f"not UTF-8 ({error.reason}, part from byte {span.start})"
+        ) from None
+    except (OSError, EOFError, ImportError) as error:
+        raise BadInputError("INPUT", span.url, f"cannot be read: {error}") from None
+
+
+def _lines(span: Span, limit: int) -> Iterator[tuple[int, bytes]]:
+    """``(offset, line)`` for each line that starts in the span; a line over ``limit`` bytes in parts."""
+    with fsspec.open(span.url, "rb", compression="infer") as file:
+        position = span.start
+        if span.start:
+            file.seek(span.start - 1)
+            position = span.start - 1 + _skip_line(file)
+        whole = True
+        while not whole or span.stop is None or position < span.stop:
+            line = file.readline(limit)
+            if not line:
+                return
+            yield position, line
+            position += len(line)
+            whole = line.endswith(b"\n")
+
+
+def _skip_line(file: IO[bytes]) -> int:
+    skipped = 0
+    while part := file.readline(LONGEST_TEXT_BYTES):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _read_text(span: Span) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    parts: list[str] = []
+    size = 0
+    for offset, line in _lines(span, LONGEST_TEXT_BYTES):
+        if size + len(line) > LONGEST_TEXT_BYTES and parts:
+            yield "".join(parts)
+            parts, size = [], 0
+        text = decoder.decode(line)
+        parts.append(text.removeprefix("\ufeff") if offset == 0 else text)
+        size += len(line)
+    parts.append(decoder.decode(b"", final=True))
+    yield "".join(parts)
+
+
+def _read_jsonl(span: Span, key: str) -> Iterator[str]:
+    for offset, line in _lines(span, -1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise BadInputError("INPUT", span.url, f"line at byte {offset} is not JSON: {error}") from None
+        text = record.get(key) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            raise BadInputError("INPUT", span.url, f"line at byte {offset} has no text under the key {key!r}")
+        yield text
+
+
+def _read_parquet(span: Span, key: str) -> Iterator[str]:
+    with fsspec.open(span.url, "rb") as file:
+        groups = list(range(span.start, span.stop or 0))
+        for batch in _parquet(file, span.url, key).iter_batches(256, row_groups=groups, columns=[key]):
+            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+
+
+def _parquet(file: IO[bytes], url: str, key: str) -> Any:
+    """An open Parquet file that has the column, of text."""
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise BadInputError("INPUT", url, "Parquet needs pyarrow: pip install 'myriad[parquet]'") from None
+    try:
+        opened = parquet.ParquetFile(file)
+    except arrow.ArrowInvalid as error:
+        raise BadInputError("INPUT", url, f"not a Parquet file: {error}") from None
+    schema = opened.schema_arrow
+    if key not in schema.names:
+        raise BadInputError("--key", key, f"{url} has the columns {', '.join(schema.names)}")
+    kind = schema.field(key).type
+    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+        raise BadInputError("--key", key, f"column of {kind} in {url}; a column of text")
+    return opened
