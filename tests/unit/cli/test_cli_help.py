@@ -1,0 +1,49 @@
+"""The door: help that answers at once and names everything; verbs that fail early and in one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+from myriad import __version__
+from myriad.cli.main import main
+from myriad.job import job_keys
+
+
+def shown(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_of_train_lists_every_key_with_its_default(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    out = shown(capsys, "train", "--help")
+    missing = [key for key, _ in job_keys() if f"--{key} " not in out]
+    assert missing == []
+    assert "Ranks that share each matrix" in out
+
+
+def test_myriad_alone_shows_its_verbs(capsys):
+    out = shown(capsys)
+    assert "train" in out and "sample" in out
+
+
+def test_version(capsys):
+    assert shown(capsys, "--version") == f"myriad {__version__}\n"
+
+
+def test_help_does_not_import_torch():
+    code = "import sys; from myriad.cli.main import build_app; build_app(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [["trian"], ["sample", "nowhere"], ["sample", ".", "--tokens", "0"]])
+def test_slips_get_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    err = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert err.startswith("myriad: error: ") and err.count("\n") == 1

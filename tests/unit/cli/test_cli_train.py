@@ -1,0 +1,121 @@
+"""``myriad train`` as a user meets it: what is on the screen, what is on disk, the exit code."""
+
+import functools
+import json
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from myriad.cli.main import main
+from myriad.resilience.engines import local
+from myriad.run import Run
+
+WORKER = [sys.executable, str(Path(__file__).with_name("fake_worker.py"))]
+
+
+@pytest.fixture(autouse=True)
+def fake_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local, "run_local", functools.partial(local.run_local, command=WORKER))
+
+
+@pytest.fixture
+def myriad(capsys):
+    """Runs a command; gives its exit code, standard output and standard error."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        output = capsys.readouterr()
+        return ended.value.code, output.out, output.err
+
+    return call
+
+
+def test_a_run_shows_its_progress_and_ends_with_sample_curve_and_figures(myriad):
+    code, out, err = myriad("train", "tiny", "--train.steps", "12")
+    assert (code, err) == (0, "")
+    progress = ["1 rank on cpu", "3.2M parameters", "validation loss 2.5000, 1.250 bits per byte"]
+    ending = ["12 of 12", "[bold]pass[/bold]", "⠑", "160 GFLOP/s (measured)", "myriad sample runs/tiny"]
+    assert [said for said in [*progress, *ending] if said not in out] == []
+    assert ET.parse("runs/tiny/loss.svg").getroot().tag.endswith("svg")
+    assert Run("runs/tiny").job().train.steps == 12
+
+
+def test_json_is_one_object_and_nothing_else(myriad):
+    code, out, err = myriad("train", "tiny", "--json", "--run", "other/place", "--layout.dp", "2")
+    summary = json.loads(out)
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert (summary["state"], summary["steps"], summary["world"]) == ("finished", 20, 2)
+    assert summary["validation_bits_per_byte"] == 1.25
+    assert summary["run"] == "other/place" and Path("other/place/job.toml").exists()
+
+
+def test_a_finished_run_is_left_alone_and_can_be_made_longer(myriad):
+    myriad("train", "tiny")
+    before = Path("runs/tiny/metrics.jsonl").read_bytes()
+    code, out, _ = myriad("train", "tiny")
+    assert code == 0 and "done" in out and "--train.steps 40" in out
+    assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
+    code, out, _ = myriad("train", "tiny", "--train.steps", "25")
+    assert code == 0 and "going on from step 20" in out
+    assert [line["step"] for line in Run("runs/tiny").read_metrics()] == list(range(1, 26))
+
+
+def test_ctrl_c_saves_says_how_to_go_on_and_that_works(myriad, monkeypatch):
+    monkeypatch.setenv("FAKE_STOP_STEP", "7")
+    code, out, _ = myriad("train", "tiny", "--train.seed", "3")
+    assert code == 130
+    assert "saving" in out and "stopped at step 7; `myriad train runs/tiny` goes on from there" in out
+    monkeypatch.delenv("FAKE_STOP_STEP")
+    code, out, _ = myriad("train", "runs/tiny")
+    assert code == 0 and "going on from step 7" in out
+    assert Run("runs/tiny").job().train.seed == 3
+
+
+def test_a_failed_rank_ends_the_command_with_one_line_and_exit_code_1(myriad, monkeypatch):
+    monkeypatch.setenv("FAKE_NAN_STEP", "5")
+    code, _, err = myriad("train", "tiny")
+    assert code == 1
+    assert err.startswith(
+        "myriad: error: rank 0: loss = nan: step 5, rank 0, first bad tensor blocks.1.mlp.up"
+    )
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["tiny", "--layout.tp", "3"], "layout.tp = 3: must divide"),
+        (["tiny", "--layot.tp", "2"], "did you mean layout.tp?"),
+        (["tiny", "--tp", "2"], "did you mean --layout.tp?"),
+        (["tiny", "--oversubscrib"], "did you mean --oversubscribe?"),
+        (["tiny", "--layout.dp", "1024", "--train.global_batch", "1024"], "layout (ranks) = 1024: at most"),
+        (["tinny"], "did you mean tiny?"),
+        (["tiny", "stray"], "unexpected extra argument"),
+        (["tiny", "--run", "/proc/none/run"], "must be a writable folder"),
+        (["."], "run folder"),
+    ],
+)
+def test_bad_input_gets_one_line_exit_code_2_and_leaves_no_trace(myriad, arguments, told):
+    code, out, err = myriad("train", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("myriad: error: ") and told in err and err.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+def test_a_run_folder_of_another_job_is_refused_and_kept(myriad):
+    myriad("train", "tiny")
+    before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+    code, _, err = myriad("train", "tiny", "--train.seed", "9")
+    assert code == 2 and "train.seed = 9" in err and "another job" in err and err.count("\n") == 1
+    assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
+
+
+def test_more_ranks_than_cores_run_when_asked_for(myriad, monkeypatch):
+    monkeypatch.setattr(local, "num_cores", lambda: 1)
+    assert myriad("train", "tiny", "--layout.pp", "2")[0] == 2
+    code, out, _ = myriad("train", "tiny", "--layout.pp", "2", "--oversubscribe")
+    assert code == 0 and "2 ranks on cpu" in out and "runs/tiny --oversubscribe --train.steps" in out

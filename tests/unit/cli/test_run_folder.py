@@ -1,0 +1,124 @@
+"""The run folder: what is refused, what may change, and that a kill at any instant leaves it readable."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from myriad.errors import BadInputError
+from myriad.job import load_job
+from myriad.run import JsonlTail, Run
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def run(tmp_path) -> Run:
+    return Run(tmp_path / "runs" / "one")
+
+
+def test_a_new_run_keeps_its_whole_job(run):
+    job = load_job("tiny", ["layout.tp=2"])
+    assert run.create_or_resume(job) is False
+    assert run.job() == job
+    assert run.create_or_resume(job) is True
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["layout.dp=2", "layout.zero=1", "train.threads=1", "train.steps=40", "train.validate_every=5",
+     "train.device=cpu", "checkpoint.every=3"],
+)  # fmt: skip
+def test_how_a_run_is_computed_may_change_when_it_goes_on(run, override):
+    run.create_or_resume(load_job("tiny"))
+    changed = load_job("tiny", [override])
+    assert run.create_or_resume(changed) is True
+    assert run.job() == changed
+
+
+@pytest.mark.parametrize("override", ["optimizer.learning_rate=2e-3", "train.seed=7", "model.layers=3"])
+def test_another_job_is_refused_with_both_values_and_the_folder_stays_as_it_was(run, override):
+    run.create_or_resume(load_job("tiny"))
+    before = files(run.path)
+    key = override.partition("=")[0]
+    with pytest.raises(BadInputError, match=rf"^{key} = .*run folder of another job, with .*--run") as caught:
+        run.create_or_resume(load_job("tiny", [override]))
+    assert "\n" not in str(caught.value)
+    assert files(run.path) == before
+
+
+def test_a_folder_with_other_files_is_not_taken_for_a_run(run):
+    run.path.mkdir(parents=True)
+    (run.path / "thesis.txt").write_text("precious")
+    with pytest.raises(BadInputError, match="holds other files"):
+        run.create_or_resume(load_job("tiny"))
+    assert [path.name for path in run.path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInputError, match=r"must be a writable folder \(Not a directory\)$"):
+        Run(tmp_path / "file" / "run").create_or_resume(load_job("tiny"))
+    with pytest.raises(BadInputError, match="must be a folder"):
+        Run(tmp_path / "file").create_or_resume(load_job("tiny"))
+
+
+def test_looking_at_a_run_that_is_not_there_is_told(run):
+    with pytest.raises(BadInputError, match="no run here"):
+        run.job()
+    assert run.read_metrics() == [] and run.read_events() == []
+    assert not run.path.exists()
+
+
+def test_a_run_at_work_is_not_started_twice(run):
+    with run.lock():
+        with pytest.raises(BadInputError, match="being trained by another process"), Run(run.path).lock():
+            pass
+    with run.lock():
+        run.create_or_resume(load_job("tiny"))
+
+
+def test_a_line_torn_by_a_kill_is_skipped_and_the_next_line_is_whole(run):
+    run.path.mkdir(parents=True)
+    run.append_metrics({"step": 1, "loss": 2.0})
+    with run.metrics_path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert [line["step"] for line in run.read_metrics()] == [1]
+    run.append_metrics({"step": 2, "loss": 1.5})
+    assert [(line["step"], line["loss"]) for line in run.read_metrics()] == [(1, 2.0), (2, 1.5)]
+
+
+def test_steps_done_again_after_a_resume_count_once_and_lost_ones_do_not_count(run):
+    run.path.mkdir(parents=True)
+    for step in [1, 2, 3, 4, 5]:
+        run.append_metrics({"step": step, "attempt": 1})
+    for step in [3, 4]:
+        run.append_metrics({"step": step, "attempt": 2})
+    assert [(line["step"], line["attempt"]) for line in run.read_metrics()] == [
+        (1, 1),
+        (2, 1),
+        (3, 2),
+        (4, 2),
+    ]
+
+
+def test_a_loss_that_is_not_a_number_stays_valid_json(run):
+    run.path.mkdir(parents=True)
+    run.append_metrics({"step": 1, "loss": float("nan")})
+    assert json.loads(run.metrics_path.read_text(), parse_constant=pytest.fail) == {"step": 1, "loss": None}
+
+
+def test_a_follower_sees_each_line_once_and_only_when_it_is_complete(run):
+    run.path.mkdir(parents=True)
+    tail = JsonlTail(run.events_path)
+    assert tail.poll() == []
+    run.append_event("start", world=2)
+    with run.events_path.open("a") as file:
+        file.write('{"event": ')
+        file.flush()
+        assert [event["event"] for event in tail.poll()] == ["start"]
+        file.write('"finish"}\n')
+    assert [event["event"] for event in tail.poll()] == ["finish"]
+    assert tail.poll() == []
