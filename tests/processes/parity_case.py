@@ -42,14 +42,14 @@ def make_engine(case: Case, recorder: Recorder | None = None) -> Engine:
     groups = open_world(layout, torch.device("cpu"))
     definition = GPT(config, seed=3)
     tokens = torch.zeros(layout.micro_batch, config.sequence, dtype=torch.int64)
-    costs = [1.0, 5, 3, 4, 2, 6] if layout.partition == "profile" else None
+    costs = [1.0 + (7 * layer) % 5 for layer in range(config.layers + 2)]
     return Engine(
         definition,
         groups,
         partition_layers(layout.partition, layout.num_stages, definition.kinds, costs),
         Batch(tokens, tokens, tokens[:, 0]),
         case.global_batch // (layout.dp * layout.micro_batch),
-        OptimizerConfig(**({"learning_rate": 3e-3, "warmup_steps": 5} | case.optimizer)),
+        OptimizerConfig(**({"learning_rate": 1e-3, "warmup_steps": 5} | case.optimizer)),
         seed=3,
         dtype=case.dtype,
         device=torch.device("cpu"),
@@ -74,7 +74,7 @@ def batch_of_rank(case: Case, engine: Engine, step: int) -> Batch:
 
 
 def train_steps(case: Case, engine: Engine, first: int, last: int) -> list[tuple[float, float]]:
-    config = OptimizerConfig(**({"learning_rate": 3e-3, "warmup_steps": 5} | case.optimizer))
+    config = OptimizerConfig(**({"learning_rate": 1e-3, "warmup_steps": 5} | case.optimizer))
     found = []
     targets = case.global_batch * (TINY | case.model)["sequence"]
     for step in range(first, last):

@@ -163,9 +163,7 @@ class Trainer:
     def _load(self) -> Batch:
         job, grid = self.job, self.groups.grid
         rows = rank_rows(job, grid.index("dp"))
-        tokens = self.feed.get(self.step)
-        first = rows.start - self.feed.first_row
-        own = tokens[first : first + len(rows)]
+        own = self.feed.rows(self.step, rows.start, rows.stop)
         return to_batch(own, self.step * job.train.global_batch + rows.start, self.device)
 
     def _after_step(self, *, is_last: bool, stopping: bool) -> None:

@@ -1,0 +1,36 @@
+"""The node's loader, as one run's ranks use it: one process a node, started by local rank 0."""
+
+import hashlib
+import os
+
+from myriad.comm.grid import RankGrid
+from myriad.data.loader import LoaderClient, LoaderSpec
+from myriad.job import Job
+from myriad.run import Run
+from myriad.train.batches import rank_rows
+from myriad.train.build import Place
+
+__all__ = ["open_feed"]
+
+
+def open_feed(run: Run, job: Job, grid: RankGrid, place: Place) -> LoaderClient:
+    """Joins this node's loader, which holds the rows that any rank of the node needs."""
+    first = place.rank - place.local_rank
+    ranks_per_replica = job.layout.world // job.layout.dp
+    replicas = range(first // ranks_per_replica, (first + place.local_world - 1) // ranks_per_replica + 1)
+    rows = (rank_rows(job, replicas[0]).start, rank_rows(job, replicas[-1]).stop)
+    spec = LoaderSpec(
+        name=_meeting_name(run, first),
+        data=job.data,
+        sequence=job.model.sequence,
+        global_batch=job.train.global_batch,
+        seed=job.train.seed,
+        rows=(rows,),
+    )
+    return LoaderClient(spec, place.local_rank, place.local_world)
+
+
+def _meeting_name(run: Run, first_rank: int) -> str:
+    """The same on every rank of the node, another for every run and attempt."""
+    where = f"{run.path.resolve()}:{os.environ.get('MASTER_PORT', os.getpid())}:{first_rank}"
+    return hashlib.blake2s(where.encode(), digest_size=8).hexdigest()
