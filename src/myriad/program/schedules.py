@@ -100,9 +100,11 @@ def _one_forward_one_backward(shape: _Shape, rank: int) -> Iterator[Action]:
 
 
 def _interleaved(shape: _Shape, rank: int) -> Iterator[Action]:
-    """With one stage a rank this *is* 1F1B. Otherwise the warm-up is the longest round through all stages but
-    one, and two more for each later rank: its forward has to reach the last rank, and the gradient to come
-    back."""
+    """With one stage a rank this *is* 1F1B.
+
+    Otherwise the warm-up is the longest round through all stages but one, and two more for each later rank:
+    the activation has to reach the last rank, and the gradient to come back.
+    """
     if shape.virtual_stages == 1:
         yield from _one_forward_one_backward(shape, rank)
         return

@@ -85,7 +85,7 @@ def unit_costs(program: Program) -> Cost:
 
 
 def needed_transfer(program: Program, action: Action) -> tuple[Payload, int, int] | None:
-    """A compute's input as ``(payload, stage that makes it, that stage's rank)``; None where it needs none."""
+    """A compute's input as ``(payload, stage that makes it, that stage's rank)``; None if it needs none."""
     if action.kind is Kind.FORWARD and action.stage > 0:
         return Payload.ACTIVATION, action.stage - 1, program.stage_rank[action.stage - 1]
     last = program.num_stages - 1

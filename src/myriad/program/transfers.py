@@ -96,7 +96,7 @@ def natural_gaps(program: Program) -> Gaps:
 
 
 def paired_gaps(program: Program) -> Gaps:
-    """By one order, with a forward and the backward after it as one piece; `ProgramError` if that is stuck."""
+    """By one order, a forward and the backward after it as one piece; `ProgramError` if that is stuck."""
     return _by_one_order(program, [_outside_pairs(actions) for actions in program.ranks])
 
 
@@ -112,7 +112,7 @@ def _outside_pairs(actions: tuple[Action, ...]) -> list[int]:
 
 
 def _by_one_order(program: Program, open_gaps: list[list[int]]) -> Gaps:
-    """In the order of readiness when no send blocks; the receiver's place is before the work it then starts."""
+    """In the order of readiness when no send blocks; the receiver comes before the work it then starts."""
     links = [_moved(link, open_gaps) for link in _links(program)]
     spans = _unblocked(program, links).ranks
     computes = [[span for span in row if span.action.kind in COMPUTE] for row in spans]

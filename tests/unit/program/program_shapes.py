@@ -1,0 +1,31 @@
+"""Shapes that the schedules admit, for hypothesis."""
+
+from hypothesis import strategies as st
+
+from myriad.program.actions import Program
+from myriad.program.lower import lower
+from myriad.program.passes import decouple
+from myriad.program.schedules import schedule
+
+ONE_STAGE_ONLY = ("1f1b", "zero-bubble")
+
+
+@st.composite
+def computes(draw: st.DrawFn, most_ranks: int = 6, most_micro_batches: int = 14) -> Program:
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]))
+    virtual_stages = 1 if name in ONE_STAGE_ONLY else draw(st.integers(1, 4))
+    return schedule(
+        name, draw(st.integers(1, most_ranks)), virtual_stages, draw(st.integers(1, most_micro_batches))
+    )
+
+
+@st.composite
+def lowered(draw: st.DrawFn, most_ranks: int = 6, most_micro_batches: int = 14) -> Program:
+    program = lower(
+        draw(computes(most_ranks, most_micro_batches)),
+        zero=draw(st.integers(0, 3)),
+        reduce=draw(st.sampled_from(["last", "each"])),
+        tied=draw(st.booleans()),
+        training=draw(st.booleans()),
+    )
+    return decouple(program) if draw(st.booleans()) else program
