@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 
 from myriad import __version__
-from myriad.cli import sample, train
+from myriad.cli import data, sample, train
 from myriad.errors import MyriadError
 
 __all__ = ["main"]
 
-_VERBS = (train, sample)
+_VERBS = (train, sample, data)
 _USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
@@ -55,7 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
         _tell(str(error))
         code = error.exit_code
     except _USAGE_ERROR as error:
-        _tell(f"{error.format_message()} (see --help)")
+        if message := error.format_message():  # a group without a verb has shown its help instead
+            _tell(f"{message} (see --help)")
         code = 2
     except (KeyboardInterrupt, typer.Abort):
         _tell("interrupted")

@@ -1,6 +1,7 @@
 """Where a run stands, from the lines that its rank 0 adds to ``metrics.jsonl`` and ``events.jsonl``."""
 
 from collections import deque
+from statistics import median
 
 from myriad.run import JsonlTail, Record, Run
 from myriad.units import format_count, format_seconds
@@ -41,7 +42,7 @@ class Progress:
     @property
     def seconds_left(self) -> float | None:
         """At the speed of the last steps."""
-        seconds = self._mean("step_seconds")
+        seconds = self._median("step_seconds")
         return None if seconds is None else (self.steps - self.step) * seconds
 
     def figures(self) -> list[str]:
@@ -52,14 +53,15 @@ class Progress:
         shown = ["loss nan" if loss is None else f"loss {loss:.3f}"]
         if self.bits_per_byte is not None:
             shown.append(f"{self.bits_per_byte:.3f} bits/byte")
-        if (speed := self._mean("tokens_per_second")) is not None:
+        if (speed := self._median("tokens_per_second")) is not None:
             shown.append(f"{format_count(speed)} tokens/s")
-        if (mfu := self._mean("mfu")) is not None:
+        if (mfu := self._median("mfu")) is not None:
             shown.append(f"MFU {mfu:.0%}")
         if (left := self.seconds_left) is not None and self.step < self.steps:
             shown.append(f"{format_seconds(left)} left")
         return shown
 
-    def _mean(self, key: str) -> float | None:
+    def _median(self, key: str) -> float | None:
+        """Over recent steps; a first step that compiles or allocates does not count."""
         values = [record[key] for record in self._recent if record.get(key) is not None]
-        return sum(values) / len(values) if values else None
+        return median(values) if values else None
