@@ -5,11 +5,11 @@
     interleaved  as 1f1b with v stages a rank, in rounds of at least p micro-batches: the bubble is a v-th
     zero-bubble  as 1f1b with the backward in two halves; weight halves wait and fill the bubble
 
-    1f1b, 3 ranks, 4 micro-batches (forward 0, backward 00)
+    1f1b, 3 ranks, 4 micro-batches (`myriad simulate --program` draws any other)
 
-    rank 0   0 1 2 . . . . 00 3 11 . 22 . 33
-    rank 1     0 1 . . 00 2 11 3 22 . 33
-    rank 2       0 00 1 11 2 22 3 33
+    rank 0   F0 F1 F2             B0    F3 B1       B2       B3
+    rank 1      F0 F1       B0    F2 B1    F3 B2       B3
+    rank 2         F0 B0    F1 B1    F2 B2    F3 B3
 
 Sources: GPipe (arXiv 1811.06965); 1F1B and interleaving: Megatron-LM (arXiv 2104.04473, section 2.2);
 zero-bubble is ZB-H1 of arXiv 2401.10241, section 2.2 (its memory: at most p micro-batches on every rank).

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from program_shapes import lowered
 
 from myriad.program.actions import COMPUTE, Kind, Program
-from myriad.program.build import build_program
 from myriad.program.lower import lower
 from myriad.program.passes import PASSES, apply_passes, decouple
 from myriad.program.schedules import schedule
@@ -114,5 +113,3 @@ def test_decoupling_hides_transfers_that_the_coupled_program_waits_for():
 def test_passes_are_found_by_name():
     program = lower(schedule("gpipe", 2, 2, 4), zero=1, reduce="last", tied=False)
     assert apply_passes(program, PASSES) == decouple(program)
-    built = build_program("gpipe", 2, 2, 4, zero=1, reduce="last", tied=False, passes=["decouple"])
-    assert built == decouple(program)

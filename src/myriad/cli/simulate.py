@@ -1,0 +1,184 @@
+"""``myriad simulate --program``: one iteration's program as a picture, in the terminal or as SVG."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from myriad.cli.overrides import OverrideCommand
+from myriad.errors import BadInputError
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from myriad.program.actions import Action, Program
+    from myriad.program.checker import Report
+    from myriad.program.timeline import Timeline
+
+__all__ = ["register", "simulate"]
+
+_WIDEST = 100_000
+"""Columns of a picture that goes into a pipe, where nothing wraps."""
+
+_FEW_COLOURS = {"forward": "blue", "backward": "green", "backward_input": "cyan", "backward_weight": "yellow"}
+"""For terminals of 16 colours."""
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command("simulate", cls=OverrideCommand, options_metavar="--program [OPTIONS] [--KEY VALUE]...")(
+        simulate
+    )
+
+
+def simulate(
+    context: typer.Context,
+    job: Annotated[str, typer.Argument(metavar="JOB", help="A job file, or a recipe's name.")],
+    program: Annotated[
+        bool,
+        typer.Option(
+            "--program", help="Required: draw the job's pipeline program (a forward takes 1, a backward 2)."
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Write the picture here, instead of to the terminal."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print figures and every box as one JSON object.")
+    ] = False,
+) -> None:
+    """Show the program that a job's pipeline ranks run in one iteration, checked, with its bubble.
+
+    Bubble, or idle: time in which a rank computes nothing, in forwards of a rank.
+
+    In flight: most micro-batches whose activations a rank holds at once.
+    """
+    if not program:
+        raise BadInputError("--program", False, "required: it shows the job's program")
+    if out is not None and out.suffix != ".svg":
+        raise BadInputError("--out", str(out), "a file name that ends in .svg")
+    _show(job, OverrideCommand.of(context), out, as_json)
+
+
+def _show(job_name: str, overrides: list[str], out: Path | None, as_json: bool) -> None:
+    from myriad.job import load_job
+    from myriad.parallel.programs import build_program
+    from myriad.program.checker import check
+    from myriad.program.timeline import timeline
+
+    job = load_job(job_name, overrides)
+    program = build_program(job.layout, job.num_micro_batches, tied=job.model.tied, training=True)
+    report, times = check(program), timeline(program)
+    if out is not None:
+        _write(out, program, times, report)
+    if as_json:
+        typer.echo(json.dumps(_as_json(program, times, report, out)))
+    elif out is None:
+        _print(program, times, report)
+    else:
+        typer.echo(f"{_summary(program, report)}\n{out}")
+
+
+def _write(out: Path, program: "Program", times: "Timeline", report: "Report") -> None:
+    from myriad.program.draw import draw_svg
+
+    beside = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        beside.write_text(draw_svg(program, times, report))
+        beside.replace(out)
+    except OSError as error:
+        raise BadInputError("--out", str(out), f"cannot be written: {error.strerror}") from None
+
+
+def _summary(program: "Program", report: "Report") -> str:
+    from myriad.program.draw import describe
+
+    return f"{describe(program)}: bubble {report.bubble_ratio:.1%}, {report.makespan:g} forwards in all"
+
+
+def _as_json(program: "Program", times: "Timeline", report: "Report", out: Path | None) -> dict[str, Any]:
+    from myriad.program.actions import COMPUTE
+
+    boxes = [
+        {
+            "rank": rank,
+            "kind": str(span.action.kind),
+            "stage": span.action.stage,
+            "micro_batch": span.action.micro_batch,
+            "start": span.start,
+            "duration": span.duration,
+        }
+        for rank, spans in enumerate(times.ranks)
+        for span in spans
+        if span.action.kind in COMPUTE
+    ]
+    return {
+        "schedule": program.schedule,
+        "ranks": program.num_ranks,
+        "virtual_stages": program.virtual_stages,
+        "micro_batches": program.num_micro_batches,
+        "unit": "forward of a rank",
+        "makespan": report.makespan,
+        "bubble_ratio": report.bubble_ratio,
+        "bubble": report.bubble,
+        "peak_in_flight": report.peak_in_flight,
+        "out": None if out is None else str(out),
+        "boxes": boxes,
+    }
+
+
+def _print(program: "Program", times: "Timeline", report: "Report") -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from myriad.program.text import text_rows
+
+    console = Console()
+    few = console.color_system == "standard"
+    heads = [f"rank {rank} " for rank in range(program.num_ranks)]
+    tails = [
+        f" idle {idle:g}, {held:g} in flight"
+        for idle, held in zip(report.bubble, report.peak_in_flight, strict=True)
+    ]
+    around = max(map(len, heads)) + max(map(len, tails))
+    columns = max(20, console.width - around) if console.is_terminal else _WIDEST
+    rows = text_rows(program, times, columns)
+    console.print(Text(_summary(program, report), style="bold"), soft_wrap=True)
+    for head, cells, tail in zip(heads, rows, tails, strict=True):
+        line = Text(head.rjust(max(map(len, heads))))
+        for cell in cells:
+            line.append_text(_coloured(program, cell.text, cell.action, few_colours=few))
+        console.print(line + Text(tail, style="dim"), soft_wrap=True)
+    console.print(_legend(program, few_colours=few), soft_wrap=True)
+
+
+def _coloured(program: "Program", text: str, action: "Action | None", *, few_colours: bool) -> "Text":
+    from rich.text import Text
+
+    from myriad.program.palette import box_colour, ink_colour
+
+    if action is None:
+        return Text(text)
+    if few_colours:
+        return Text(text, style=f"black on {_FEW_COLOURS[str(action.kind)]}")
+    return Text(text, style=f"{ink_colour(program, action)} on {box_colour(program, action)}")
+
+
+def _legend(program: "Program", *, few_colours: bool) -> "Text":
+    from rich.text import Text
+
+    from myriad.program.actions import Action
+    from myriad.program.palette import KIND_NAMES
+    from myriad.program.text import LETTERS
+
+    legend = Text()
+    for kind, name in KIND_NAMES.items():
+        if any(action.kind is kind for _, action in program):
+            legend.append_text(
+                _coloured(program, f" {LETTERS[kind]} ", Action(kind, 0), few_colours=few_colours)
+            )
+            legend.append(f" {name}   ")
+    return legend
