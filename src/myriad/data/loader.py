@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 
 import numpy as np
@@ -110,6 +111,11 @@ class LoaderClient:
         first = self.spec.row(start)
         return self.get(step)[first : first + stop - start]
 
+    @property
+    def loader_pid(self) -> int | None:
+        """The loader process; None where another rank owns it."""
+        return self._process.pid if self._process else None
+
     def close(self) -> None:
         """Ends the loader process, if this rank owns it."""
         if self._process is not None:
@@ -172,7 +178,8 @@ class _LoaderProcess:
         )
         assert self._process.stdin is not None, "stdin is a pipe"
         self._pipe = self._process.stdin
-        self._pipe.write(self._spec.model_dump_json().encode() + b"\n")
+        with suppress(BrokenPipeError):  # dead already: the next look at it says so
+            self._pipe.write(self._spec.model_dump_json().encode() + b"\n")
         os.set_blocking(self._pipe.fileno(), False)
 
     @property

@@ -8,7 +8,7 @@ order.
 Mixture: corpora are peeled off one by one. Of a stream shared by corpora c, c+1, ..., corpus c takes item i
 exactly when ``floor((i + 1) p) > floor(i p)``, p being its share of what is left; the others continue with
 the items not taken. After any number of samples each corpus's count is within the number of corpora of its
-exact share. Permutation: a Feistel network over the next power of four, walked until it lands inside (Black
+exact share. Permutation: a Feistel network over the next power of two, walked until it lands inside (Black
 and Rogaway 2002), keyed by seed, corpus and epoch: a bijection, so each epoch shows each sample once.
 """
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 __all__ = ["Sample", "Sampler", "permute"]
 
 _ROUNDS = 6
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = 2**64 - 1
 
 
@@ -89,32 +89,38 @@ class Sampler:
 
 def permute(values: NDArray[np.uint64], size: int, key: int) -> NDArray[np.uint64]:
     """``values`` in [0, size) through the bijection of that range that ``key`` names."""
-    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    result = _feistel(values, half_bits, key)
+    bits = max(2, (size - 1).bit_length())
+    keys = [_mix(key, number) for number in range(_ROUNDS)]
+    result = _feistel(values, bits, keys)
     while (outside := result >= size).any():
-        result[outside] = _feistel(result[outside], half_bits, key)
+        result[outside] = _feistel(result[outside], bits, keys)
     return result
 
 
-def _feistel(values: NDArray[np.uint64], half_bits: int, key: int) -> NDArray[np.uint64]:
-    mask, shift = np.uint64(2**half_bits - 1), np.uint64(half_bits)
-    left, right = values >> shift, values & mask
-    for number in range(_ROUNDS):
-        left, right = right, left ^ (_scramble(right ^ np.uint64(_mix(key, number))) & mask)
-    return left << shift | right
+def _feistel(values: NDArray[np.uint64], bits: int, keys: Sequence[int]) -> NDArray[np.uint64]:
+    """A bijection of [0, 2^bits): the halves (unequal when bits is odd) change in turn, each by the other."""
+    low_bits = np.uint64(bits // 2)
+    low_mask, high_mask = np.uint64(2 ** (bits // 2) - 1), np.uint64(2 ** (bits - bits // 2) - 1)
+    high, low = values >> low_bits, values & low_mask
+    for high_key, low_key in zip(keys[::2], keys[1::2], strict=True):
+        high = high ^ _scramble(low ^ np.uint64(high_key)) & high_mask
+        low = low ^ _scramble(high ^ np.uint64(low_key)) & low_mask
+    return high << low_bits | low
 
 
 def _scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finalizer of splitmix64 (Steele et al. 2014), on arrays; products wrap."""
-    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    values = (values ^ values >> np.uint64(30)) * np.uint64(_FIRST)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(_SECOND)
     return values ^ values >> np.uint64(31)
 
 
 def _mix(*parts: int) -> int:
-    """Integers to 64 bits, order mattering."""
+    """Integers to 64 bits by the same finalizer, order mattering."""
     state = 0
     for part in parts:
         state = (state ^ part & _MASK) + _GOLDEN & _MASK
-        state = int(_scramble(np.array([state], np.uint64))[0])
+        state = (state ^ state >> 30) * _FIRST & _MASK
+        state = (state ^ state >> 27) * _SECOND & _MASK
+        state ^= state >> 31
     return state

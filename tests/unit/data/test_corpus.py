@@ -1,0 +1,142 @@
+"""If these fail, a run reads other tokens than its corpus holds, or bad data stops it only after it began."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_corpora import make_corpus, options
+
+from myriad.data.config import CorpusShare, DataConfig
+from myriad.data.corpus import Corpus, open_corpora, open_corpus, read_batch
+from myriad.data.indexed import IndexedShard, IndexedWriter, token_type
+from myriad.data.tokenizer import Tokenizer
+from myriad.errors import BadInputError
+
+SEQUENCE = 16
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(lambda sizes: sum(sizes) > 0), st.data())
+def test_shards_are_read_as_one_stream(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], data: st.DataObject
+) -> None:
+    folder, stream, shards = tmp_path_factory.mktemp("shards"), np.arange(sum(sizes)), []
+    for number, size in enumerate(sizes):
+        first = sum(sizes[:number])
+        with IndexedWriter(folder / str(number), token_type(300)) as writer:
+            writer.add(stream[first : first + size])
+        shards.append(IndexedShard(folder / str(number)))
+    start = data.draw(st.integers(0, len(stream) - 1))
+    out = np.empty(data.draw(st.integers(1, len(stream) - start)), np.int32)
+    Corpus(folder, shards, None).read(start, out)
+    assert out.tolist() == stream[start : start + len(out)].tolist()
+
+
+def test_neighbouring_samples_share_the_token_between_them(corpus: Path) -> None:
+    opened = open_corpora(DataConfig(corpus=str(corpus)), SEQUENCE)
+    rows = np.empty((2, SEQUENCE + 1), np.int32)
+    for position in range(2):
+        opened.corpora[0].read(position * SEQUENCE, rows[position])
+    assert rows[0, -1] == rows[1, 0]
+    assert opened.num_samples == (opened.num_tokens - 1) // SEQUENCE
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**9), st.lists(st.integers(0, 24), max_size=5))
+def test_any_split_of_the_rows_over_readers_reads_the_same_batch(
+    corpus: Path, step: int, cuts: list[int]
+) -> None:
+    config = DataConfig(
+        mixture=(CorpusShare(path=str(corpus), weight=2), CorpusShare(path=str(corpus), weight=1))
+    )
+    opened = open_corpora(config, SEQUENCE)
+    whole = read_batch(opened, opened.sampler(3), step, 24, range(24))
+    edges = [0, *sorted(cuts), 24]
+    parts = [read_batch(opened, opened.sampler(3), step, 24, range(a, b)) for a, b in pairwise(edges)]
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_the_text_comes_back_from_the_batch(corpus: Path) -> None:
+    opened = open_corpora(DataConfig(corpus=str(corpus)), SEQUENCE)
+    assert opened.tokenizer is not None and opened.vocabulary == opened.tokenizer.vocabulary
+    batch = read_batch(opened, opened.sampler(1), 0, 4, range(4))
+    all_text = {path.read_text() for path in corpus.with_name("corpus-text").iterdir()}
+    piece = opened.tokenizer.decode(batch[0]).split("<|endoftext|>")[0].strip("\ufffd")
+    assert piece and any(piece in text for text in all_text)
+
+
+def test_validation_is_other_text(corpus: Path) -> None:
+    train = open_corpora(DataConfig(corpus=str(corpus)), SEQUENCE)
+    held_out = open_corpora(DataConfig(corpus=str(corpus)), SEQUENCE, "validation")
+    assert 0 < held_out.num_tokens < train.num_tokens
+
+
+def test_no_held_out_text_is_no_samples(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path, validation=0.0)
+    assert open_corpora(DataConfig(corpus=str(corpus)), SEQUENCE, "validation").num_samples == 0
+
+
+def test_megatron_prefix_opens_with_either_suffix_or_none(corpus: Path) -> None:
+    prefix = corpus / "train-00000"
+    for name in (prefix, f"{prefix}.bin", f"{prefix}.idx"):
+        opened = open_corpus(str(name), "train")
+        assert opened.num_tokens == open_corpus(str(corpus), "train").num_tokens
+        assert isinstance(opened.tokenizer, Tokenizer)  # lies beside it
+    assert open_corpus(str(prefix), "validation").num_tokens == 0
+
+
+def refused(match: str, sequence: int = SEQUENCE, **config: object) -> None:
+    with pytest.raises(BadInputError, match=match):
+        open_corpora(DataConfig(**config), sequence)
+
+
+def test_bad_corpora_are_refused_in_one_line_that_says_which(corpus: Path, tmp_path: Path) -> None:
+    refused("no such corpus", corpus=str(tmp_path / "nothing"))
+    (tmp_path / "empty").mkdir()
+    refused("no manifest.json", corpus=str(tmp_path / "empty"))
+    refused(r"model.sequence \+ 1 = 100001", sequence=100_000, corpus=str(corpus))
+    other = make_corpus(tmp_path, seed=9)
+    mixed = (CorpusShare(path=str(corpus), weight=1), CorpusShare(path=str(other), weight=1))
+    refused("another tokenizer", mixture=mixed)
+
+
+def test_an_unfinished_corpus_is_refused(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+    (corpus / "manifest.json").rename(corpus / ".manifest.json.partial")
+    refused("no manifest.json", corpus=str(corpus))
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "train-00000.idx"])
+@pytest.mark.parametrize("change", [-1, 1, None])
+def test_a_shard_of_another_size_is_named(tmp_path: Path, name: str, change: int | None) -> None:
+    corpus = make_corpus(tmp_path)
+    path = corpus / name
+    raw = path.read_bytes()
+    path.unlink() if change is None else path.write_bytes(raw[:-1] if change < 0 else raw + b"\0")
+    refused(name, corpus=str(corpus))
+
+
+def test_a_token_outside_the_vocabulary_names_the_shard(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+    path = corpus / "train-00000.bin"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    opened = open_corpora(DataConfig(corpus=str(corpus)), SEQUENCE)
+    with pytest.raises(BadInputError, match="train-00000"):
+        read_batch(opened, opened.sampler(1), 0, 4, range(4))
+
+
+def test_corpora_made_with_one_tokenizer_mix(corpus: Path, tmp_path: Path) -> None:
+    other = make_corpus(tmp_path, seed=9, tokenizer=corpus)
+    mixed = (CorpusShare(path=str(corpus), weight=3), CorpusShare(path=str(other), weight=1))
+    opened = open_corpora(DataConfig(mixture=mixed), SEQUENCE)
+    samples = opened.sampler(1).samples(0, 400)
+    assert sum(sample.corpus == 0 for sample in samples) == 300
+    assert options(tokenizer=corpus).tokenizer == corpus

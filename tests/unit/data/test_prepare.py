@@ -1,0 +1,129 @@
+"""If these fail, a corpus is not what its input says, or preparing one damages another."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_corpora import lines, make_corpus, options
+
+from myriad.data import pieces
+from myriad.data import prepare as module
+from myriad.data.corpus import open_corpus
+from myriad.data.manifest import read_manifest
+from myriad.data.prepare import prepare
+from myriad.data.verify import verify_corpus
+from myriad.errors import BadInputError
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_all_text_is_there_once_and_split_by_content(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path, count=80)
+    manifest, texts = read_manifest(corpus), []
+    for split in ("train", "validation"):
+        opened = open_corpus(str(corpus), split)
+        for shard in opened.shards:
+            documents = [shard.document(number).tolist() for number in range(shard.num_documents)]
+            assert all(document[-1] == manifest.end_of_document for document in documents)
+            texts += [opened.tokenizer.decode(document[:-1]) for document in documents]
+    assert sorted(texts) == sorted(lines(80))
+    assert manifest.text_bytes["train"] + manifest.text_bytes["validation"] == sum(
+        map(len, map(str.encode, texts))
+    )
+    assert verify_corpus(corpus) == []
+    assert not (corpus / ".prepare").exists()
+
+
+def test_equal_documents_are_never_on_both_sides(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines(40) * 3))
+    manifest = prepare([str(path)], tmp_path / "out", options())
+    assert manifest.num_documents("train") % 3 == manifest.num_documents("validation") % 3 == 0
+
+
+def test_small_shards_hold_the_same_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE_BYTES", 4096)
+    many = make_corpus(tmp_path, "many", count=400)
+    monkeypatch.setattr(module, "_PIECE_BYTES", 16 << 20)
+    streams = []
+    one = prepare(
+        [str(tmp_path / "many-text")], tmp_path / "one", options(tokenizer=many, shard_bytes=1 << 30)
+    )
+    for folder in (many, tmp_path / "one"):
+        opened = open_corpus(str(folder), "train")
+        streams.append([token for shard in opened.shards for token in shard.tokens.tolist()])
+    assert streams[0] == streams[1]
+    assert len(one.of("train")) == 1
+
+
+def test_the_same_again_changes_nothing(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in corpus.iterdir()}
+    make_corpus_again = prepare([str(tmp_path / "corpus-text")], corpus, options())
+    assert make_corpus_again == read_manifest(corpus)
+    assert {path: path.stat().st_mtime_ns for path in corpus.iterdir()} == before
+
+
+@pytest.mark.parametrize("change", [{"validation": 0.5}, {"vocabulary": 310}, {"shard_bytes": 1 << 20}])
+def test_another_corpus_in_the_folder_is_left_as_it_is(tmp_path: Path, change: dict[str, object]) -> None:
+    corpus = make_corpus(tmp_path)
+    before = content(corpus)
+    with pytest.raises(BadInputError, match="another corpus"):
+        prepare([str(tmp_path / "corpus-text")], corpus, options(**change))
+    assert content(corpus) == before
+
+
+def test_a_folder_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    for output in (tmp_path / "home", tmp_path / "a.txt"):
+        with pytest.raises(BadInputError, match="--output"):
+            prepare([str(tmp_path / "a.txt")], output, options())
+    assert content(tmp_path) == {"a.txt": b"text", "home/letter.txt": b"dear"}
+
+
+def test_an_unfinished_corpus_goes_on_with_what_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PIECE_BYTES", 2048)
+    whole = content(make_corpus(tmp_path, "whole", count=200))
+    tokenized: list[int] = []
+
+    def die_in_piece_3(*arguments: object) -> pieces.PieceResult:
+        tokenized.append(arguments[2].number)
+        if len(tokenized) == 4:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    original = pieces._tokenize
+    monkeypatch.setattr(pieces, "_tokenize", die_in_piece_3)
+    source = [str(tmp_path / "whole-text")]
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, tmp_path / "out", options())
+    with pytest.raises(BadInputError, match=r"no manifest\.json"):
+        open_corpus(str(tmp_path / "out"), "train")
+    with pytest.raises(BadInputError, match="begun with other"):
+        prepare(source, tmp_path / "out", options(validation=0.3))
+    prepare(source, tmp_path / "out", options())
+    assert sorted(tokenized) == [0, 1, 2, 3, *range(3, max(tokenized) + 1)]
+    assert content(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"validation": 1.0}, {"validation": -0.1}, {"workers": 0}, {"shard_bytes": 5}, {"vocabulary": 9}],
+)
+def test_bad_options_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    with pytest.raises(BadInputError):
+        make_corpus(tmp_path, **change)
+
+
+def test_a_bad_record_stops_it_and_the_folder_is_no_corpus(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\nbroken\n')
+    with pytest.raises(BadInputError, match="line at byte 17"):
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", options())
+    with pytest.raises(BadInputError, match=r"no manifest\.json"):
+        read_manifest(tmp_path / "out")

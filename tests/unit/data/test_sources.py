@@ -1,0 +1,109 @@
+"""If these fail, documents are lost, doubled or cut in the wrong place, or a bad input is named badly."""
+
+import gzip
+import json
+from pathlib import Path
+
+import fsspec
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from myriad.data import sources
+from myriad.data.sources import cut_pieces, find_sources, read_documents
+from myriad.errors import BadInputError
+
+SAME_FOLDER = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None
+)
+
+
+def read_all(inputs: list[str], piece_bytes: int = 1 << 20, key: str = "text") -> list[str]:
+    pieces = cut_pieces(find_sources(inputs), key, piece_bytes)
+    assert [piece.number for piece in pieces] == list(range(len(pieces)))
+    return [text for piece in pieces for span in piece.spans for text in read_documents(span, key)]
+
+
+@SAME_FOLDER
+@given(
+    texts=st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=20), piece_bytes=st.integers(5, 300)
+)
+def test_every_record_is_read_once_however_a_file_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], piece_bytes: int
+) -> None:
+    monkeypatch.setattr(sources, "LONGEST_TEXT_BYTES", 1)
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    assert read_all([str(path)], piece_bytes) == texts
+
+
+@SAME_FOLDER
+@given(
+    text=st.text(st.sampled_from("aé漢\n"), min_size=1, max_size=200),
+    piece_bytes=st.integers(4, 300),
+    longest=st.integers(4, 40),
+)
+def test_a_long_text_is_cut_without_losing_a_character(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, piece_bytes: int, longest: int
+) -> None:
+    monkeypatch.setattr(sources, "LONGEST_TEXT_BYTES", longest)
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode())
+    documents = read_all([str(path)], piece_bytes)
+    assert "".join(documents) == text
+    assert all(len(document.encode()) <= longest + 3 for document in documents)  # the rest of a character
+
+
+def test_a_short_text_is_one_document_without_its_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\n")
+    assert read_all([str(tmp_path / "a.txt")]) == ["one\r\ntwo\n"]
+
+
+def test_all_kinds_by_folder_glob_and_url(tmp_path: Path) -> None:
+    table = arrow.table({"text": ["p1", None, "p2", ""], "other": [1, 2, 3, 4]})
+    parquet.write_table(table, tmp_path / "c.parquet", row_group_size=1)
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write('{"text": "packed"}\n\n')
+    (tmp_path / "a.txt").write_text("plain")
+    (tmp_path / "code.py").write_text("code")
+    (tmp_path / ".hidden.txt").write_text("hidden")
+    assert read_all([str(tmp_path)]) == ["plain", "packed", "p1", "p2"]
+    assert read_all([str(tmp_path)], piece_bytes=1) == ["plain", "packed", "p1", "p2"]
+    assert read_all([f"{tmp_path}/*.py", str(tmp_path / "a.txt"), f"{tmp_path}/a*"]) == ["code", "plain"]
+    with fsspec.open("memory://shelf/x.txt", "w") as file:
+        file.write("from a store")
+    assert read_all(["memory://shelf"]) == ["from a store"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "line at byte 14 has no text under the key 'text'"),
+        ("a.jsonl", b'{"text": "x"}\n[1]\n', "line at byte 14 has no text"),
+        ("a.jsonl", b"{\n", "line at byte 0 is not JSON"),
+        ("a.txt", b"fine\n\xff\n", "not UTF-8"),
+        ("a.txt.gz", b"not packed", "cannot be read"),
+        ("a.parquet", b"not parquet", "not a Parquet file"),
+    ],
+)
+def test_bad_content_is_named_with_its_place(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInputError, match=says) as caught:
+        read_all([str(tmp_path / name)])
+    assert name in str(caught.value)
+
+
+def test_an_input_that_names_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"")
+    for given_name in (str(tmp_path / "none.txt"), str(tmp_path), f"{tmp_path}/*.txt", "nosuch://x"):
+        with pytest.raises(BadInputError, match="INPUT"):
+            find_sources([given_name])
+
+
+def test_a_column_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:
+    parquet.write_table(arrow.table({"body": ["x"], "n": [1]}), tmp_path / "a.parquet")
+    for key, says in (("text", "has the columns body, n"), ("n", "column of int64")):
+        with pytest.raises(BadInputError, match=says):
+            read_all([str(tmp_path / "a.parquet")], key=key)

@@ -1,0 +1,32 @@
+"""Corpora of a few kilobytes, made in milliseconds."""
+
+import random
+from pathlib import Path
+
+from myriad.data.manifest import Manifest
+from myriad.data.prepare import PrepareOptions, prepare
+
+__all__ = ["lines", "make_corpus", "options"]
+
+
+def lines(count: int, seed: int = 1) -> list[str]:
+    words = ["alpha", "beta", "gamma", "delta", "épsilon", "漢字", "zeta()", "=", "eta[3];", "theta"]
+    chosen = random.Random(seed)
+    return [" ".join(chosen.choices(words, k=chosen.randint(3, 40))) for _ in range(count)]
+
+
+def options(**changes: object) -> PrepareOptions:
+    return PrepareOptions(vocabulary=300, validation=0.2, shard_bytes=1 << 16)._replace(**changes)
+
+
+def make_corpus(
+    folder: Path, name: str = "corpus", count: int = 60, seed: int = 1, **changes: object
+) -> Path:
+    """A prepared corpus of ``count`` documents."""
+    source = folder / f"{name}-text"
+    source.mkdir(exist_ok=True)
+    for number, line in enumerate(lines(count, seed)):
+        (source / f"{number:04}.txt").write_text(line)
+    manifest = prepare([str(source)], folder / name, options(**changes))
+    assert isinstance(manifest, Manifest)
+    return folder / name
