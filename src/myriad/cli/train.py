@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from myriad.cli.overrides import OverrideCommand
-from myriad.errors import BadInputError
+from myriad.errors import BadInputError, RunFailedError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,13 +67,16 @@ def train(
     if is_done(folder, resolved.train.steps):
         if console:
             console.print(f"this run is done: all its {resolved.train.steps} steps")
-        return _report(folder, console, oversubscribe)
+        _report(folder, console, oversubscribe)
+        return
     with folder.lock():
         folder.create_or_resume(resolved)
         ended = _launch(folder, resolved, console)
-    _report(folder, console, oversubscribe)
+    if _report(folder, console, oversubscribe):
+        return
     if ended == "interrupted":
         raise typer.Exit(_INTERRUPTED)
+    raise RunFailedError(f"all ranks ended before the last step (logs: {folder.logs_path})")
 
 
 def _resolve(job: str, run: str | None, overrides: list[str]) -> "tuple[Job, Run]":
@@ -106,25 +109,27 @@ def _launch(run: "Run", job: "Job", console: "Console | None") -> Literal["finis
         screen.close()
 
 
-def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> None:
-    """The end of a run, or a look at one that had ended before."""
+def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> bool:
+    """Tells how a run stands; whether it is finished."""
     from myriad.cli.screen import save_plot, show_summary
     from myriad.cli.summary import summarize
 
     save_plot(run)
     summary = summarize(run)
+    finished = summary.state == "finished"
     if console is None:
         typer.echo(json.dumps(summary.as_json(), ensure_ascii=False))
-        return
+        return finished
     again = f"{_program()} train {run.path}{' --oversubscribe' if oversubscribe else ''}"
-    if summary.state == "interrupted":
+    if not finished:
         saved = summary.saved_step
         at = f"stopped at step {saved}" if saved else "stopped before the first step was saved"
         console.print(f"{at}; `{again}` goes on from there", markup=False, highlight=False, soft_wrap=True)
-        return
+        return False
     longer = f"{again} --train.steps {2 * summary.steps_planned}"
     sample = f'{_program()} sample {run.path} --prompt "def "'
     show_summary(console, run, summary, f"go on:   {longer}\nsample:  {sample}")
+    return True
 
 
 def _program() -> str:
