@@ -1,7 +1,7 @@
 """The exception tree.
 
-Two things can be wrong, and the exit code says which: the user's input (exit 2, nothing was started or changed) or the
-run itself (exit 1). Everything else is a bug and keeps its traceback.
+Two things can be wrong, and the exit code says which: the user's input (exit 2, nothing was started or
+changed) or the run itself (exit 1). Everything else is a bug and keeps its traceback.
 """
 
 __all__ = ["BadInputError", "MyriadError", "RunFailedError"]

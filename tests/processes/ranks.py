@@ -34,7 +34,8 @@ def _enter(function: Callable[..., Any], rank: int, world: int, port: int, argum
 
 
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
-    """What ``function(*arguments)`` gives on each of ``world`` ranks. A failing rank's traceback becomes the error."""
+    """What ``function(*arguments)`` gives on each of ``world`` ranks. A failing rank's traceback becomes the
+    error."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     port = free_port()

@@ -1,7 +1,7 @@
 """Any layout gives one process's losses and parameters: the definition of correct.
 
-Each case trains 20 steps on real ranks and is compared with one process on the same tokens, in float32: losses and every
-whole parameter (relative L2 norm) within 1e-5.
+Each case trains 20 steps on real ranks and is compared with one process on the same tokens, in float32:
+losses and every whole parameter (relative L2 norm) within 1e-5.
 """
 
 import functools

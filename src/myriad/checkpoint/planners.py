@@ -1,8 +1,8 @@
 """Rectangles of live memory to torch.distributed.checkpoint's plans and back.
 
-Every rank writes the rectangles that it owns; together they tile each tensor, so the folder is an ordinary DCP checkpoint
-of whole tensors, which torch alone opens and any layout can read: a load asks for the rectangles that *its* layout needs,
-and DCP finds the overlaps.
+Every rank writes the rectangles that it owns; together they tile each tensor, so the folder is an ordinary
+DCP checkpoint of whole tensors, which torch alone opens and any layout can read: a load asks for the
+rectangles that *its* layout needs, and DCP finds the overlaps.
 """
 
 import io
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from myriad.errors import RunFailedError
-from myriad.optim.rectangle import Rectangle
+from myriad.model.rectangle import Rectangle
 
 __all__ = ["PROGRESS", "RectangleLoadPlanner", "RectangleSavePlanner"]
 
@@ -61,10 +61,15 @@ class RectangleSavePlanner(SavePlanner):
     def _item(rectangle: Rectangle) -> WriteItem:
         properties = TensorProperties(dtype=rectangle.values.dtype)
         data = TensorWriteData(_chunk(rectangle), properties, torch.Size(rectangle.full_shape))
-        return WriteItem(MetadataIndex(rectangle.name, rectangle.offsets), WriteItemType.SHARD, tensor_data=data)
+        return WriteItem(
+            MetadataIndex(rectangle.name, rectangle.offsets), WriteItemType.SHARD, tensor_data=data
+        )
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         self._writes_progress = is_coordinator
 

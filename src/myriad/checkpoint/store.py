@@ -4,7 +4,8 @@
                        rank 0 reads all back, hashes them, writes manifest.json, fsyncs
     step-20/           one rename
 
-A kill at any instant leaves the older checkpoints and at most a ``.partial`` folder, which the next save replaces.
+A kill at any instant leaves the older checkpoints and at most a ``.partial`` folder, which the next save
+replaces.
 """
 
 import contextlib
@@ -19,13 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import xxhash
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from myriad.checkpoint.planners import RectangleLoadPlanner, RectangleSavePlanner
 from myriad.errors import RunFailedError
-from myriad.optim.rectangle import Rectangle
+from myriad.model.rectangle import Rectangle
 
 __all__ = ["CheckpointFolder", "load", "load_model", "save", "verify"]
 
@@ -48,7 +50,8 @@ class CheckpointFolder:
         return sorted(int(name) for name in found if name.isdigit())
 
     def newest(self) -> tuple[int, list[str]] | None:
-        """Step of the newest checkpoint that verifies, and what is wrong with newer ones; ``None`` when none does."""
+        """Step of the newest checkpoint that verifies, and what is wrong with newer ones; ``None`` when none
+        does."""
         problems: list[str] = []
         for step in reversed(self.steps()):
             if not (found := verify(self.of_step(step))):
@@ -64,7 +67,9 @@ class CheckpointFolder:
             shutil.rmtree(self.of_step(step), ignore_errors=True)
 
 
-def save(folder: CheckpointFolder, step: int, rectangles: Sequence[Rectangle], progress: dict[str, Any]) -> Path:
+def save(
+    folder: CheckpointFolder, step: int, rectangles: Sequence[Rectangle], progress: dict[str, Any]
+) -> Path:
     """Writes a checkpoint; every rank of the world calls it. Gives its folder once it is committed."""
     final = folder.of_step(step)
     partial = final.with_name(final.name + ".partial")
@@ -74,10 +79,10 @@ def save(folder: CheckpointFolder, step: int, rectangles: Sequence[Rectangle], p
         partial.mkdir(parents=True)
     if not alone:
         dist.barrier()
-    writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+    writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
     planner = RectangleSavePlanner(rectangles, progress)
     with _quiet():
-        dcp.save({}, storage_writer=writer, planner=planner, no_dist=alone)
+        state_dict_saver.save({}, storage_writer=writer, planner=planner, no_dist=alone)
     if is_first:
         _commit(partial, final, progress)
     if not alone:
@@ -95,7 +100,8 @@ def _quiet() -> Iterator[None]:
 
 def _commit(partial: Path, final: Path, progress: dict[str, Any]) -> None:
     files = {
-        entry.name: {"bytes": entry.stat().st_size, "xxh3_128": _hash(entry)} for entry in sorted(partial.iterdir())
+        entry.name: {"bytes": entry.stat().st_size, "xxh3_128": _hash(entry)}
+        for entry in sorted(partial.iterdir())
     }
     with open(partial / _MANIFEST, "w") as stream:
         json.dump({"version": 1, "progress": progress, "files": files}, stream, indent=1)
@@ -135,7 +141,9 @@ def verify(checkpoint: Path) -> list[str]:
         if not path.is_file():
             problems.append(f"{checkpoint.name}/{name}: missing")
         elif path.stat().st_size != expected["bytes"]:
-            problems.append(f"{checkpoint.name}/{name}: {path.stat().st_size} bytes instead of {expected['bytes']}")
+            problems.append(
+                f"{checkpoint.name}/{name}: {path.stat().st_size} bytes instead of {expected['bytes']}"
+            )
         elif _hash(path) != expected["xxh3_128"]:
             problems.append(f"{checkpoint.name}/{name}: its bytes changed after it was written")
     return problems
@@ -145,13 +153,13 @@ def load(checkpoint: Path, rectangles: Sequence[Rectangle]) -> dict[str, Any]:
     """Fills the rectangles, each rank by itself, in whatever layout; gives the progress that was saved."""
     planner = RectangleLoadPlanner(rectangles)
     with _quiet():
-        dcp.load({}, storage_reader=dcp.FileSystemReader(checkpoint), planner=planner, no_dist=True)
+        state_dict_loader.load({}, storage_reader=FileSystemReader(checkpoint), planner=planner, no_dist=True)
     return planner.progress
 
 
 def load_model(checkpoint: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
     """Every whole tensor whose name starts with ``prefix``, by the rest of its name."""
-    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     full = {
         name: torch.empty(kept.size, dtype=kept.properties.dtype)
         for name, kept in stored.items()

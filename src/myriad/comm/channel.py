@@ -1,7 +1,8 @@
 """Point-to-point between pipeline ranks: posted at once, waited for when needed.
 
-Activations and gradients travel in groups of their own: a receive posted in one direction never waits behind a send in
-the other. gloo matches by tag; NCCL by order, which the program's checker has proved equal on both sides.
+Activations and gradients travel in groups of their own: a receive posted in one direction never waits behind
+a send in the other. gloo matches by tag; NCCL by order, which the program's checker has proved equal on both
+sides.
 """
 
 import torch

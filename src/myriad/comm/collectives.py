@@ -1,7 +1,8 @@
 """Collectives on one dimension of a tensor; with ``group = None`` (one rank) each is the identity.
 
-Sums of half-precision tensors are taken in float32. gloo's own reduce-scatter moves as many bytes as an all-reduce,
-twice what is needed; here it is an all-to-all and a local sum in rank order, which is also the same bits every time.
+Sums of half-precision tensors are taken in float32. gloo's own reduce-scatter moves as many bytes as an
+all-reduce, twice what is needed; here it is an all-to-all and a local sum in rank order, which is also the
+same bits every time.
 
 Legend: D size of the chosen dimension, n ranks.
 """
@@ -11,7 +12,14 @@ import torch.distributed as dist
 
 from myriad.comm.groups import Group
 
-__all__ = ["all_gather", "all_gather_flat", "all_reduce", "all_reduce_max", "reduce_scatter", "reduce_scatter_flat"]
+__all__ = [
+    "all_gather",
+    "all_gather_flat",
+    "all_reduce",
+    "all_reduce_max",
+    "reduce_scatter",
+    "reduce_scatter_flat",
+]
 
 
 # torch 2.13 renamed these two; 2.11 has the old names only

@@ -1,7 +1,8 @@
 """Process groups, made when first used and only among their members.
 
-A group of one is ``None``: every collective of `myriad.comm.collectives` is then the identity. Creation synchronises
-the members through the store and nobody else, so the whole start costs O(n), not O(n^2) (MegaScale, section 3.5).
+A group of one is ``None``: every collective of `myriad.comm.collectives` is then the identity. Creation
+synchronises the members through the store and nobody else, so the whole start costs O(n), not O(n^2)
+(MegaScale, section 3.5).
 """
 
 import os
@@ -19,7 +20,8 @@ Group = dist.ProcessGroup
 
 
 def open_world(layout: Layout, device: torch.device, timeout_seconds: float = 600.0) -> "Groups":
-    """Joins the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (a world of one needs none of them)."""
+    """Joins the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (a world of one needs none
+    of them)."""
     rank, world = int(os.environ.get("RANK", "0")), layout.world
     if world > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -42,11 +44,13 @@ class Groups:
         self._made: dict[tuple[tuple[int, ...], str], Group] = {}
 
     def along(self, *axes: str, purpose: str = "") -> Group | None:
-        """The group of `RankGrid.peers`; one more for each ``purpose`` (so that two streams never queue behind each other)."""
+        """The group of `RankGrid.peers`; one more for each ``purpose`` (so that two streams never queue
+        behind each other)."""
         return self.of(self.grid.peers(*axes), purpose)
 
     def of(self, ranks: tuple[int, ...], purpose: str = "") -> Group | None:
-        """The group of these ranks, this one among them. All of them must ask for it, in the same order of asking."""
+        """The group of these ranks, this one among them. All of them must ask for it, in the same order of
+        asking."""
         if len(ranks) == 1:
             return None
         if (ranks, purpose) not in self._made:

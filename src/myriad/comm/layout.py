@@ -1,7 +1,8 @@
 """A parallel layout: how many ranks share which dimension of the work. No torch here.
 
-The rank grid is one array with axes ``dp pp cp tp ep``, the last one varying fastest: neighbours in rank number are
-tensor-parallel peers (they talk most and should share a node), then pipeline neighbours, then data-parallel replicas.
+The rank grid is one array with axes ``dp pp cp tp ep``, the last one varying fastest: neighbours in rank
+number are tensor-parallel peers (they talk most and should share a node), then pipeline neighbours, then
+data-parallel replicas.
 """
 
 from typing import Literal
@@ -34,15 +35,18 @@ class Layout(Config):
     zero: int = Field(0, ge=0, le=3)
     """What data-parallel ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
     reduce: Literal["last", "each"] = "last"
-    """When gradients are reduced: after a chunk's last backward, or after each (least memory with zero = 2 or 3)."""
+    """When gradients are reduced: after a chunk's last backward, or after each (least memory with zero = 2 or
+    3)."""
     micro_batch: int = Field(1, ge=1)
     """Sequences in one micro-batch."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] | None = None
     """Pipeline schedule; off: interleaved when virtual_stages > 1, else 1f1b."""
     decouple: bool = True
-    """Send and receive as separate asynchronous actions, receives posted early; off: coupled and waited for."""
+    """Send and receive as separate asynchronous actions, receives posted early; off: coupled and waited
+    for."""
     partition: str = "uniform"
-    """Layers to stages: uniform, parameters, profile, type:REGEX (spread matching layers evenly), manual:B1,B2,..."""
+    """Layers to stages: uniform, parameters, profile, type:REGEX (spread matching layers evenly),
+    manual:B1,B2,..."""
 
     @property
     def world(self) -> int:

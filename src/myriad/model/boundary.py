@@ -1,12 +1,14 @@
 """Where the model meets its tensor-parallel peers, so that it need not know them.
 
-Every place of the transformer at which tensor + sequence parallelism communicates goes through a `Boundary`. On one
-device each method is the identity; `myriad.parallel.tensor` provides the one that talks to a group.
+Every place of the transformer at which tensor + sequence parallelism communicates goes through a `Boundary`.
+On one device each method is the identity; `myriad.parallel.tensor` provides the one that talks to a group.
 
-    residual stream, [B, S/tp, H]  --enter-->  [B, S, H]  column-parallel ... row-parallel  --leave-->  [B, S/tp, H]
+    residual stream, [B, S/tp, H]  --enter-->  [B, S, H]  column-parallel ... row-parallel  --leave-->  [B,
+    S/tp, H]
 
-``enter`` is all-gather forward, reduce-scatter backward; ``leave`` is reduce-scatter forward, all-gather backward.
-In the parallel block one ``enter`` feeds attention and MLP and one ``leave`` takes both (MegaScale, section 3.1).
+``enter`` is all-gather forward, reduce-scatter backward; ``leave`` is reduce-scatter forward, all-gather
+backward. In the parallel block one ``enter`` feeds attention and MLP and one ``leave`` takes both (MegaScale,
+section 3.1).
 
 Legend: B batch, S sequence, H hidden, V vocabulary.
 """
@@ -41,7 +43,8 @@ class Boundary:
         return x
 
     def scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sequence of a tensor every rank holds whole: ``[B, S, ...]`` to ``[B, S/size, ...]``."""
+        """This rank's part of the sequence of a tensor every rank holds whole: ``[B, S, ...]`` to ``[B,
+        S/size, ...]``."""
         return x
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:

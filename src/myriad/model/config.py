@@ -1,8 +1,9 @@
 """What a model *is*: its dimensions, without torch.
 
 Parameter and FLOP counts live here so that the planner, the progress line and the tests share one formula.
-Model FLOPs follow MegaScale (arXiv 2402.15627) and Megatron-LM (arXiv 2104.04473, section 3): forward + backward, no
-recomputation; for a plain GPT with full attention ``72 B s L h^2 (1 + s/6h + V/12Lh)``; with windows only attended pairs.
+Model FLOPs follow MegaScale (arXiv 2402.15627) and Megatron-LM (arXiv 2104.04473, section 3): forward +
+backward, no recomputation; for a plain GPT with full attention ``72 B s L h^2 (1 + s/6h + V/12Lh)``; with
+windows only attended pairs.
 """
 
 from typing import Literal
@@ -53,11 +54,13 @@ class ModelConfig(Config):
     activation: Literal["gelu", "swiglu", "relu2"] = "gelu"
     """Non-linearity of the MLP (relu2 is max(x, 0)^2)."""
     bias: bool = False
-    """Biases in linears and LayerNorms. Keys never have one: softmax cannot see it, so its gradient is rounding noise."""
+    """Biases in linears and LayerNorms. Keys never have one: softmax cannot see it, so its gradient is
+    rounding noise."""
     tied: bool = True
     """Output projection shares the token embedding."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of embedding and residual-branch outputs set to zero in training; the same values in every layout."""
+    """Share of embedding and residual-branch outputs set to zero in training; the same values in every
+    layout."""
     initial_deviation: float = Field(0.02, gt=0)
     """Standard deviation of initial weights; projections into the residual stream get it / sqrt(2 layers)."""
 
@@ -101,11 +104,16 @@ class ModelConfig(Config):
     def _mlp_matrices(self) -> int:
         return 3 if self.activation == "swiglu" else 2
 
+    @property
+    def _block_matrices(self) -> int:
+        """Elements of one block's matrices."""
+        attention = self.hidden * (self._qkv_width + self.heads * self.head_width)
+        return attention + self._mlp_matrices * self.hidden * self.ffn_width
+
     def num_parameters(self, *, embeddings: bool = True) -> int:
         """Parameters of the whole model, with the padded vocabulary; matches the built model exactly."""
         h, norm_size = self.hidden, self.hidden * (2 if self.norm == "layer" and self.bias else 1)
-        block = h * self._qkv_width + self.heads * self.head_width * h + self._mlp_matrices * h * self.ffn_width
-        block += norm_size * (1 if self.block == "parallel" else 2)
+        block = self._block_matrices + norm_size * (1 if self.block == "parallel" else 2)
         if self.bias:
             block += (self.heads + self.num_kv_heads) * self.head_width + h
             block += self.ffn_width * (self._mlp_matrices - 1) + h
@@ -116,7 +124,8 @@ class ModelConfig(Config):
         return total
 
     def attended_pairs(self, layer: int) -> float:
-        """Query-key pairs per sequence counted for MFU: all s^2 without a window (the convention), else only the attended."""
+        """Query-key pairs per sequence counted for MFU: all s^2 without a window (the convention), else only
+        the attended."""
         s, window = self.sequence, self.layer_window(layer)
         if window is None or window >= s:
             return float(s * s)
@@ -124,8 +133,6 @@ class ModelConfig(Config):
 
     def flops_per_token(self) -> float:
         """Model FLOPs (forward and backward, no recomputation) for one token of a full sequence."""
-        h, s = self.hidden, self.sequence
-        linear = h * self._qkv_width + self.heads * self.head_width * h + self._mlp_matrices * h * self.ffn_width
         pairs = sum(self.attended_pairs(layer) for layer in range(self.layers))
-        attention = 2 * self.heads * self.head_width * pairs / s
-        return 6.0 * (self.layers * linear + attention + h * self.vocabulary)
+        attention = 2 * self.heads * self.head_width * pairs / self.sequence
+        return 6.0 * (self.layers * self._block_matrices + attention + self.hidden * self.vocabulary)

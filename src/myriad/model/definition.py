@@ -1,13 +1,15 @@
-"""What the runtime asks of a model: a list of layers that can be built anywhere, and how tensor parallelism cuts them.
+"""What the runtime asks of a model: a list of layers that can be built anywhere, and how tensor parallelism
+cuts them.
 
-The first layer takes the batch's tokens (or whatever the inputs are), each next one takes its predecessor's output, the
-last one returns the *sum* of the losses of all targets (a float32 scalar). Nothing here knows a process group: a layer
-is built with a `Boundary`, which on one device does nothing.
+The first layer takes the batch's tokens (or whatever the inputs are), each next one takes its predecessor's
+output, the last one returns the *sum* of the losses of all targets (a float32 scalar). Nothing here knows a
+process group: a layer is built with a `Boundary`, which on one device does nothing.
 
-    definition.build(i, boundary)   layer i with this rank's shapes, on torch's current default device (meta: free)
-    definition.initial(i)           layer i's whole parameters, by name, the same for every layout
+    definition.build(i, boundary)   layer i with this rank's shapes, on torch's current default device (meta:
+    free) definition.initial(i)           layer i's whole parameters, by name, the same for every layout
     definition.shards               pattern of a parameter's full name -> how tensor-parallel ranks cut it
-    definition.tied                 parameter name -> the name of the parameter it is (the same values, summed gradients)
+    definition.tied                 parameter name -> the name of the parameter it is (the same values, summed
+    gradients)
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +27,9 @@ __all__ = ["Context", "Definition", "Shard", "shard_of"]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A parameter cut along ``dim`` into tp equal parts; with ``parts``, each part (given as full sizes along ``dim``,
-    for example the query, key and value rows of a fused matrix) is cut and the pieces are put together again."""
+    """A parameter cut along ``dim`` into tp equal parts; with ``parts``, each part (given as full sizes along
+    ``dim``, for example the query, key and value rows of a fused matrix) is cut and the pieces are put
+    together again."""
 
     dim: int
     parts: tuple[int, ...] = ()
@@ -44,7 +47,8 @@ class Context:
     targets: Any = None
     """What the last layer compares with: for the GPT, token ids ``[B, S]``; ``None`` on other stages."""
     samples: torch.Tensor | None = None
-    """Global index of each sequence in the whole run, ``[B]`` int64: dropout depends on it, not on the layout."""
+    """Global index of each sequence in the whole run, ``[B]`` int64: dropout depends on it, not on the
+    layout."""
     seed: int = 0
     """Of dropout."""
     loss_scale: float = 1.0
@@ -66,7 +70,8 @@ class Definition(Protocol):
 
     @property
     def shards(self) -> Mapping[str, Shard]:
-        """fnmatch pattern of a full parameter name to its cut; a name no pattern matches is whole on every rank."""
+        """fnmatch pattern of a full parameter name to its cut; a name no pattern matches is whole on every
+        rank."""
         ...
 
     @property
@@ -76,16 +81,18 @@ class Definition(Protocol):
 
     @property
     def sequence_parallel(self) -> bool:
-        """The residual stream is cut along the sequence over tensor-parallel ranks: gradients of parameters that every
-        rank holds whole are then partial sums."""
+        """The residual stream is cut along the sequence over tensor-parallel ranks: gradients of parameters
+        that every rank holds whole are then partial sums."""
         ...
 
     def build(self, index: int, boundary: Boundary) -> nn.Module:
-        """Layer ``index`` with the shapes of one of ``boundary.size`` ranks; ``forward(x, context) -> output``."""
+        """Layer ``index`` with the shapes of one of ``boundary.size`` ranks; ``forward(x, context) ->
+        output``."""
         ...
 
     def initial(self, index: int) -> dict[str, torch.Tensor]:
-        """Whole initial parameters of layer ``index`` by their name inside the layer, float32, the same on every rank."""
+        """Whole initial parameters of layer ``index`` by their name inside the layer, float32, the same on
+        every rank."""
         ...
 
 

@@ -1,1 +1,2 @@
-"""A program on real processes: tensor, pipeline and sharded data parallelism, and the runtime that executes it."""
+"""A program on real processes: tensor, pipeline and sharded data parallelism, and the runtime that executes
+it."""

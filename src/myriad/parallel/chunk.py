@@ -11,12 +11,14 @@
 | 2    | whole                  | whole until reduced, then slice| slice             |
 | 3    | whole while in use     | whole until reduced, then slice| slice             |
 
-(Rajbhandari et al., arXiv 1910.02054.) Memory that comes and goes does so by resizing a storage: the parameters stay
-views of it, and autograd's saved tensors with them. In float32 the master values *are* the values (or their slice).
+(Rajbhandari et al., arXiv 1910.02054.) Memory that comes and goes does so by resizing a storage: the
+parameters stay views of it, and autograd's saved tensors with them. In float32 the master values *are* the
+values (or their slice).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -66,12 +68,17 @@ class Chunk:
     """Parameters in one flat buffer, sharded over data-parallel ranks."""
 
     def __init__(
-        self, entries: Iterable[Entry], sharing: Sharing, dtype: torch.dtype, device: torch.device, first_row: int
+        self,
+        entries: Iterable[Entry],
+        sharing: Sharing,
+        dtype: torch.dtype,
+        device: torch.device,
+        first_row: int,
     ) -> None:
         self.entries = sorted(entries, key=lambda entry: not entry.decays)
         self.sharing, self.first_row = sharing, first_row
-        ends = torch.tensor([0, *(entry.shape.numel() for entry in self.entries)]).cumsum(0).tolist()
-        self.spans = list(zip(ends[:-1], ends[1:], strict=True))
+        ends = list(accumulate((entry.shape.numel() for entry in self.entries), initial=0))
+        self.spans = list(pairwise(ends))
         self._num_decayed = sum(entry.shape.numel() for entry in self.entries if entry.decays)
         slices = sharing.dp_size if sharing.zero else 1
         self.size = -(-ends[-1] // slices) * slices
@@ -107,10 +114,11 @@ class Chunk:
     def _attach(self) -> None:
         """Makes every parameter a view of the values, with a sink that is a view of the gradient sums.
 
-        ``.data`` gives each view a version counter of its own: gathering again must not look like a write to what
-        autograd saved.
+        ``.data`` gives each view a version counter of its own: gathering again must not look like a write to
+        what autograd saved.
         """
-        self._parameters = []
+        self.sinks: list[GradientSink] = []
+        """Where each parameter's gradients go."""
         for entry, (start, stop) in zip(self.entries, self.spans, strict=True):
             parameter = nn.Parameter(self.values.data[start:stop].view(entry.shape))
             sink = GradientSink(self.sums.data[start:stop].view(entry.shape))
@@ -118,12 +126,7 @@ class Chunk:
             parameter.register_post_accumulate_grad_hook(_to_sink)
             for module, attribute in entry.homes:
                 setattr(module, attribute, parameter)
-            self._parameters.append(parameter)
-
-    @property
-    def sinks(self) -> list[GradientSink]:
-        """Where each parameter's gradients go."""
-        return [parameter.sink for parameter in self._parameters]
+            self.sinks.append(sink)
 
     def regions(self) -> list[Region]:
         """This rank's slice as the optimizer sees it: what decays, then what does not."""
@@ -141,7 +144,8 @@ class Chunk:
         return Region(self.master[inside], self.gradients[inside], decays, pieces)
 
     def load(self, row: int, values: torch.Tensor) -> None:
-        """Sets one parameter of this rank's slice from its (tensor-parallel) whole; other ranks' slices by `gather`."""
+        """Sets one parameter of this rank's slice from its (tensor-parallel) whole; other ranks' slices by
+        `gather`."""
         start, stop = self.spans[row]
         a, b = max(start, self.start), min(stop, self.stop)
         if a < b:
@@ -226,7 +230,8 @@ class Chunk:
 
 
 def _to_sink(parameter: torch.Tensor) -> None:
-    """Moves a gradient that autograd made to the sink; where an operator fed the sink itself there is none."""
+    """Moves a gradient that autograd made to the sink; where an operator fed the sink itself there is
+    none."""
     if parameter.grad is not None:
         parameter.sink.add(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None

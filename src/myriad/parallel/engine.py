@@ -1,13 +1,13 @@
 """A model in a layout: what a trainer holds of this rank.
 
-    engine = Engine(definition, job settings, groups, ...)
-    result = engine.train_step(load, learning_rate)      one iteration: loss and gradient norm, the same on every rank
-    loss = engine.evaluate(load)                         forward only
-    engine.rectangles()                                  this rank's state, as parts of whole tensors
+engine = Engine(definition, job settings, groups, ...)
+result = engine.train_step(load, learning_rate)      one iteration: loss and gradient norm, the same on every
+rank loss = engine.evaluate(load)                         forward only engine.rectangles()
+this rank's state, as parts of whole tensors
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,16 +18,16 @@ from myriad.comm.groups import Groups
 from myriad.errors import RunFailedError
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
+from myriad.model.rectangle import Rectangle, whole_rectangles
 from myriad.optim.clip import clip_scale, non_finite_rows, squared_norms
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.optimizer import build_optimizer
-from myriad.optim.rectangle import Rectangle, whole_rectangles
 from myriad.optim.region import Region
 from myriad.parallel.chunk import Chunk, Entry
 from myriad.parallel.pieces import build_pieces, shapes_between_stages
+from myriad.parallel.programs import build_program
 from myriad.parallel.runtime import Batch, Runtime
 from myriad.parallel.tensor import GroupBoundary
-from myriad.parallel.programs import build_program
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["Engine", "StepResult"]
@@ -65,7 +65,11 @@ class Engine:
         """``sample``: one micro-batch, or tensors of its shapes and types."""
         layout = groups.grid.layout
         self.groups, self.layout, self.recorder = groups, layout, recorder
-        self._num_micro_batches, self._clip_norm, self._device = num_micro_batches, optimizer.clip_norm, device
+        self._num_micro_batches, self._clip_norm, self._device = (
+            num_micro_batches,
+            optimizer.clip_norm,
+            device,
+        )
         group, rank = groups.along("tp"), groups.grid.index("tp")
         self.boundary: Boundary = GroupBoundary(group, rank, layout.tp, recorder)
         self.pieces = build_pieces(definition, layers_of_stage, groups, self.boundary, dtype, device)
@@ -75,12 +79,10 @@ class Engine:
             for training in (True, False)
         }
         stage_rank = self.programs[True].stage_rank
-        self._runtime = Runtime(
-            self.pieces, groups, shapes, stage_rank, layout.micro_batch, seed, recorder
-        )
+        self._runtime = Runtime(self.pieces, groups, shapes, stage_rank, layout.micro_batch, seed, recorder)
         self._entries = [(chunk, entry) for chunk in self.pieces.chunks for entry in chunk.entries]
         regions = [region for chunk in self.pieces.chunks for region in chunk.regions()]
-        self._regions = regions or [Region(*(torch.zeros(0, device=device) for _ in range(2)), False, ())]
+        self._regions = regions or [_nothing(device)]
         self.optimizer = build_optimizer(optimizer, self._regions, len(self._entries), self._reduce_table)
         self._counts = torch.tensor([self._counts_row(*row) for row in self._entries], dtype=torch.float64)
         self._counts = self._counts.to(device)
@@ -88,9 +90,9 @@ class Engine:
     def train_step(
         self, load: Callable[[], Batch], learning_rate: float, num_targets: int, signal: float = 0.0
     ) -> StepResult:
-        """One iteration. ``num_targets``: targets in the global batch; ``signal``: a number that all ranks learn the
-        sum of, with a reduction that takes place anyway. Raises `RunFailedError` on every rank when the
-        loss or a gradient is not finite."""
+        """One iteration. ``num_targets``: targets in the global batch; ``signal``: a number that all ranks
+        learn the sum of, with a reduction that takes place anyway. Raises `RunFailedError` on every rank when
+        the loss or a gradient is not finite."""
         results: list[StepResult] = []
 
         def step(loss_sum: torch.Tensor) -> None:
@@ -113,7 +115,8 @@ class Engine:
         return 1.0 if self.groups.grid.index("tp") == 0 else 0.0
 
     def _counts_row(self, chunk: Chunk, entry: Entry) -> float:
-        """1 where this rank counts its part of a parameter in the global norm, so that each element counts once."""
+        """1 where this rank counts its part of a parameter in the global norm, so that each element counts
+        once."""
         grid = self.groups.grid
         copy_over_tp = entry.cut is None and grid.index("tp") > 0
         copy_over_dp = self.layout.zero == 0 and grid.index("dp") > 0
@@ -122,7 +125,9 @@ class Engine:
 
     def _step(self, loss: torch.Tensor, learning_rate: float, signal: float) -> StepResult:
         squares = squared_norms(self._regions, len(self._entries))
-        own = torch.stack([(squares * self._counts).sum(), loss.double() * self._counts_loss, squares.new_tensor(signal)])
+        own = torch.stack(
+            [(squares * self._counts).sum(), loss.double() * self._counts_loss, squares.new_tensor(signal)]
+        )
         square, total_loss, total_signal = all_reduce(own, self.groups.world).tolist()
         if not (math.isfinite(square) and math.isfinite(total_loss)):
             self._fail_non_finite(squares, total_loss)
@@ -148,7 +153,9 @@ class Engine:
             everyone = [None] * self.layout.world
             dist.all_gather_object(everyone, found)
         firsts = [(rank, name) for rank, name in enumerate(everyone) if name]
-        rank, name = min(firsts, key=lambda first: (not first[1].startswith("parameter"), first[0]), default=(0, "loss"))
+        rank, name = min(
+            firsts, key=lambda first: (not first[1].startswith("parameter"), first[0]), default=(0, "loss")
+        )
         raise RunFailedError(f"loss is {loss} at rank {rank}: first bad tensor is the {name}")
 
     def _reduce_table(self, table: torch.Tensor) -> torch.Tensor:
@@ -161,7 +168,8 @@ class Engine:
 
     def rectangles(self) -> Iterator[Rectangle]:
         """This rank's part of parameters and optimizer state, as views of live memory, under the names
-        ``model.NAME`` and ``optimizer.STATE.NAME``; what several ranks hold alike comes from one of them only."""
+        ``model.NAME`` and ``optimizer.STATE.NAME``; what several ranks hold alike comes from one of them
+        only."""
         yield from self._named_rectangles(owned_only=True)
 
     def all_rectangles(self) -> Iterator[Rectangle]:
@@ -169,11 +177,8 @@ class Engine:
         yield from self._named_rectangles(owned_only=False)
 
     def _named_rectangles(self, *, owned_only: bool) -> Iterator[Rectangle]:
-        states: list[tuple[str, Mapping[int, torch.Tensor]]] = [
-            ("model", {index: region.values for index, region in enumerate(self._regions)})
-        ]
-        for name, tensors in self.optimizer.state().items():
-            states.append((f"optimizer.{name}", dict(enumerate(tensors))))
+        states = {"model": [region.values for region in self._regions]}
+        states |= {f"optimizer.{name}": tensors for name, tensors in self.optimizer.state().items()}
         grid = self.groups.grid
         for index, region in enumerate(self._regions):
             for piece in region.pieces:
@@ -183,13 +188,24 @@ class Engine:
                 row_start = chunk.spans[piece.parameter - chunk.first_row][0]
                 region_start = chunk.start + region.values.storage_offset() - chunk.master.storage_offset()
                 start = region_start + piece.start - row_start
-                for prefix, tensors in states:
+                for prefix, tensors in states.items():
                     flat = tensors[index][piece.start : piece.stop]
                     yield from whole_rectangles(
-                        f"{prefix}.{entry.name}", entry.shape, start, flat, entry.cut, grid.index("tp"), self.layout.tp
+                        f"{prefix}.{entry.name}",
+                        entry.shape,
+                        start,
+                        flat,
+                        entry.cut,
+                        grid.index("tp"),
+                        self.layout.tp,
                     )
 
     def loaded(self) -> None:
         """The state was written into: whole parameters must be gathered anew."""
         for chunk in self.pieces.chunks:
             chunk.end_iteration()
+
+
+def _nothing(device: torch.device) -> Region:
+    """What a rank without parameters gives the optimizer."""
+    return Region(torch.zeros(0, device=device), torch.zeros(0, device=device), decays=False, pieces=())

@@ -1,10 +1,9 @@
 """Which layers make which stage: a list of layers cut at boundaries.
 
-    uniform         equal numbers of the most common kind of layer (the blocks); the others ride with their neighbours
-    type:REGEX      equal numbers of the layers whose kind matches
-    parameters      the largest stage has as few parameters as possible
-    profile         the slowest stage is as fast as possible, by measured seconds per layer
-    manual:B1,B2    first layer of each later stage
+uniform         equal numbers of the most common kind of layer (the blocks); the others ride with their
+neighbours type:REGEX      equal numbers of the layers whose kind matches parameters      the largest stage
+has as few parameters as possible profile         the slowest stage is as fast as possible, by measured
+seconds per layer manual:B1,B2    first layer of each later stage
 """
 
 import re
@@ -41,7 +40,9 @@ def partition_layers(
         chosen = matching if len(matching) >= num_stages else list(range(num_layers))
         cuts = _even_cuts(chosen, num_stages, num_layers)
     if len(cuts) != num_stages + 1 or any(a >= b for a, b in pairwise(cuts)):
-        raise BadInputError("layout.partition", rule, f"must cut {num_layers} layers into {num_stages} stages")
+        raise BadInputError(
+            "layout.partition", rule, f"must cut {num_layers} layers into {num_stages} stages"
+        )
     return [range(a, b) for a, b in pairwise(cuts)]
 
 
@@ -71,7 +72,10 @@ def _balanced_cuts(costs: Sequence[float], num_stages: int) -> list[int]:
     for stage in range(2, num_stages + 1):
         best = [
             min(
-                ((max(best[cut][0], prefix[end] - prefix[cut]), (*best[cut][1], cut)) for cut in range(stage - 1, end)),
+                (
+                    (max(best[cut][0], prefix[end] - prefix[cut]), (*best[cut][1], cut))
+                    for cut in range(stage - 1, end)
+                ),
                 default=(float("inf"), ()),
             )
             for end in range(n + 1)

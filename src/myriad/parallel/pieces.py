@@ -1,8 +1,8 @@
 """The model pieces of one rank: layers built, parameters laid into chunks, initial values loaded.
 
-A rank owns the layers of its stages (one per virtual stage). Each stage's parameters are one chunk; parameters that the
-first and the last stage share (tied embeddings) are a chunk of their own, laid out alike on both, so that the two
-copies are updated by the same bits.
+A rank owns the layers of its stages (one per virtual stage). Each stage's parameters are one chunk;
+parameters that the first and the last stage share (tied embeddings) are a chunk of their own, laid out alike
+on both, so that the two copies are updated by the same bits.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,8 @@ class Pieces:
     """Every chunk once, in the order of the table of parameters."""
     tied: Chunk | None
     tied_peer: tuple[int, ...]
-    """Ranks (this one among them) that hold the tied chunk for another stage; alone when there is nobody to sum with."""
+    """Ranks (this one among them) that hold the tied chunk for another stage; alone when there is nobody to
+    sum with."""
     counts_tied: bool
     """This rank is the one that counts the tied parameters in the global norm and saves them."""
 
@@ -59,7 +60,12 @@ def build_pieces(
         for stage in mine:
             layers |= {index: definition.build(index, boundary) for index in layers_of_stage[stage]}
     sharing = Sharing(
-        groups.along("dp"), grid.index("dp"), layout.dp, groups.along("tp"), layout.zero, layout.reduce == "each"
+        groups.along("dp"),
+        grid.index("dp"),
+        layout.dp,
+        groups.along("tp"),
+        layout.zero,
+        layout.reduce == "each",
     )
     entries = {index: _entries(definition, index, layer) for index, layer in layers.items()}
     tied_entries = _merge_tied(definition, entries)
@@ -73,7 +79,9 @@ def build_pieces(
 
     for stage in mine:
         own = [entry for index in layers_of_stage[stage] for entry in entries[index]]
-        stages[stage] = Stage(stage, {i: layers[i] for i in layers_of_stage[stage]}, [add(own)] if own else [])
+        stages[stage] = Stage(
+            stage, {i: layers[i] for i in layers_of_stage[stage]}, [add(own)] if own else []
+        )
     tied = add(tied_entries) if tied_entries else None
     holders = _tied_stages(definition, layers_of_stage)
     for stage in holders & set(mine):
@@ -100,7 +108,8 @@ def _entries(definition: Definition, index: int, layer: nn.Module) -> list[Entry
 
 
 def _merge_tied(definition: Definition, entries: dict[int, list[Entry]]) -> list[Entry]:
-    """Takes tied parameters out of ``entries``; one entry for each, with every home that it has on this rank."""
+    """Takes tied parameters out of ``entries``; one entry for each, with every home that it has on this
+    rank."""
     targets = set(definition.tied.values())
     merged: dict[str, Entry] = {}
     for index, found in entries.items():
@@ -109,14 +118,18 @@ def _merge_tied(definition: Definition, entries: dict[int, list[Entry]]) -> list
             if name in targets:
                 homes = (merged[name].homes if name in merged else ()) + entry.homes
                 merged[name] = replace(entry, name=name, homes=homes)
-        entries[index] = [entry for entry in found if definition.tied.get(entry.name, entry.name) not in targets]
+        entries[index] = [
+            entry for entry in found if definition.tied.get(entry.name, entry.name) not in targets
+        ]
     return list(merged.values())
 
 
 def _tied_stages(definition: Definition, layers_of_stage: Sequence[range]) -> set[int]:
     names = {*definition.tied.keys(), *definition.tied.values()}
     layers = {
-        index for index, layer in enumerate(definition.names) if any(name.startswith(f"{layer}.") for name in names)
+        index
+        for index, layer in enumerate(definition.names)
+        if any(name.startswith(f"{layer}.") for name in names)
     }
     return {stage for stage, own in enumerate(layers_of_stage) if layers & set(own)}
 
@@ -149,11 +162,17 @@ def _move_buffers(layers: dict[int, nn.Module], device: torch.device) -> None:
     for layer in layers.values():
         for name, buffer in list(layer.named_buffers()):
             if buffer.is_meta:
-                raise TypeError(f"buffer {name} of {type(layer).__name__}: layers keep state in parameters only")
+                raise TypeError(
+                    f"buffer {name} of {type(layer).__name__}: layers keep state in parameters only"
+                )
 
 
 def shapes_between_stages(
-    definition: Definition, layers_of_stage: Sequence[range], boundary: Boundary, inputs: torch.Tensor, dtype: torch.dtype
+    definition: Definition,
+    layers_of_stage: Sequence[range],
+    boundary: Boundary,
+    inputs: torch.Tensor,
+    dtype: torch.dtype,
 ) -> list[tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of what each stage but the last sends on, found on the meta device: nothing runs.
 

@@ -1,7 +1,7 @@
 """One rank's reader of a program: does each action, in order, on real tensors.
 
-Nothing here decides an order: schedules and passes did, and the checker proved it. What an action needs is in one of
-four places, each keyed as the program names things:
+Nothing here decides an order: schedules and passes did, and the checker proved it. What an action needs is in
+one of four places, each keyed as the program names things:
 
     inbox      activations and gradients that arrived (or were made by the neighbouring stage on this rank)
     posted     receives under way
@@ -97,8 +97,8 @@ class Runtime:
         step: Callable[[torch.Tensor], None] | None,
         loss_scale: float = 1.0,
     ) -> torch.Tensor:
-        """Does every action. ``load`` is called at LOAD; ``step`` at STEP, with this rank's sum of losses; without it
-        nothing is differentiated. Gives that sum: float32, 0 where the last stage is elsewhere."""
+        """Does every action. ``load`` is called at LOAD; ``step`` at STEP, with this rank's sum of losses;
+        without it nothing is differentiated. Gives that sum: float32, 0 where the last stage is elsewhere."""
         now = _Iteration(training=step is not None, loss_scale=loss_scale)
         now.loss_sum = torch.zeros((), device=self._device)
         last_reduce = max((i for i, action in enumerate(actions) if action.kind is Kind.REDUCE), default=-1)

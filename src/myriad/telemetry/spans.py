@@ -1,7 +1,7 @@
 """What a rank did when, in the program's own words.
 
-A span is appended with plain stores: no lock, no system call but the clock. The ring keeps the newest; what it dropped
-is counted. Time is seconds since the epoch.
+A span is appended with plain stores: no lock, no system call but the clock. The ring keeps the newest; what
+it dropped is counted. Time is seconds since the epoch.
 """
 
 import time

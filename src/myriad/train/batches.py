@@ -1,4 +1,5 @@
-"""Batches of token windows for this rank: from the node's loader for training, read directly for validation."""
+"""Batches of token windows for this rank: from the node's loader for training, read directly for
+validation."""
 
 import math
 
@@ -22,7 +23,8 @@ def rank_rows(job: Job, dp_index: int) -> range:
 
 
 def to_batch(tokens: NDArray[np.int32], first_sample: int, device: torch.device) -> Batch:
-    """``[rows, sequence + 1]`` token windows as inputs and targets; copied, so that the source may be reused."""
+    """``[rows, sequence + 1]`` token windows as inputs and targets; copied, so that the source may be
+    reused."""
     windows = torch.from_numpy(tokens.astype(np.int64)).to(device)
     samples = torch.arange(first_sample, first_sample + len(windows), device=device)
     return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), samples)
@@ -60,7 +62,8 @@ class Validation:
         return read_batch(self._corpora, self._sampler, index, self._job.train.global_batch, rows)
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """A mean loss in nats per token as bits per byte of text; ``None`` where the tokenizer is not known."""
+        """A mean loss in nats per token as bits per byte of text; ``None`` where the tokenizer is not
+        known."""
         tokenizer = self._corpora.tokenizer
         if tokenizer is None:
             return None

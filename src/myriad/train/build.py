@@ -1,7 +1,7 @@
 """From a job and the environment to everything a rank needs.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT     as torchrun sets them;
-    under Slurm SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID and the first node's name stand in for them
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT     as torchrun sets them;
+under Slurm SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID and the first node's name stand in for them
 """
 
 import json
@@ -10,12 +10,14 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from myriad.comm.groups import Groups
+from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
-from myriad.job import Job
 from myriad.model.definition import Definition
 from myriad.parallel.partition import partition_layers
 from myriad.parallel.runtime import Batch
@@ -39,7 +41,9 @@ def _adopt_slurm() -> None:
     if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
         return
     slurm = os.environ
-    per_node = slurm.get("SLURM_STEP_TASKS_PER_NODE", slurm.get("SLURM_NTASKS", "1")).split("(")[0].split(",")[0]
+    per_node = (
+        slurm.get("SLURM_STEP_TASKS_PER_NODE", slurm.get("SLURM_NTASKS", "1")).split("(")[0].split(",")[0]
+    )
     nodes = slurm.get("SLURM_STEP_NODELIST", slurm.get("SLURM_JOB_NODELIST", "localhost"))
     os.environ |= {
         "RANK": slurm["SLURM_PROCID"],
@@ -54,39 +58,48 @@ def _adopt_slurm() -> None:
 def _first_host(nodes: str) -> str:
     if "[" not in nodes:
         return nodes.split(",")[0]
-    listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+    )
     return listed.stdout.split()[0]
 
 
 def find_place(world: int) -> Place:
-    """This process's place in a world of ``world`` ranks. Raises `BadInputError` when the launcher made another number."""
+    """This process's place in a world of ``world`` ranks. Raises `BadInputError` when the launcher made
+    another number."""
     _adopt_slurm()
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != world:
         allowed = f"the layout needs {world} ranks (dp x pp x cp x tp x ep)"
         raise BadInputError("WORLD_SIZE", started, allowed)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(started)))
-    return Place(int(os.environ.get("RANK", "0")), started, int(os.environ.get("LOCAL_RANK", "0")), local_world)
+    return Place(
+        int(os.environ.get("RANK", "0")), started, int(os.environ.get("LOCAL_RANK", "0")), local_world
+    )
 
 
-def pick_device(job: Job, place: Place) -> torch.device:
-    """The device of this rank, with its threads set."""
-    kind = job.train.device
+def pick_device(kind: Literal["auto", "cpu", "cuda"], threads: int, place: Place) -> torch.device:
+    """The device of this rank, with its threads set (0: the node's cores divided among its ranks)."""
     if kind == "cuda" and not torch.cuda.is_available():
         raise BadInputError("train.device", kind, "no CUDA device here; cpu or auto")
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
         return torch.device("cuda", torch.cuda.current_device())
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(job.train.threads or max(1, cores // place.local_world))
+    torch.set_num_threads(threads or max(1, cores // place.local_world))
     return torch.device("cpu")
 
 
 def stage_layers(
-    definition: Definition, job: Job, groups: Groups, sample: Batch, dtype: torch.dtype, kept: Path
+    definition: Definition,
+    layout: Layout,
+    groups: Groups,
+    sample: Batch,
+    dtype: torch.dtype,
+    kept: Path | None = None,
 ) -> Sequence[range]:
-    """Layers of each stage. A profile is measured once in a run and kept in ``kept``, so that a resumed run cuts alike."""
-    layout = job.layout
+    """Layers of each stage. A profile is measured once and kept in ``kept``, so that a resumed run cuts
+    alike."""
     costs: Sequence[float] | None = None
     if layout.partition == "parameters":
         costs = parameters_per_layer(definition)
@@ -96,14 +109,19 @@ def stage_layers(
 
 
 def _profile(
-    definition: Definition, groups: Groups, sample: Batch, dtype: torch.dtype, kept: Path
+    definition: Definition, groups: Groups, sample: Batch, dtype: torch.dtype, kept: Path | None
 ) -> Sequence[float]:
-    if kept.is_file():
-        costs = json.loads(kept.read_text())
-    else:
-        costs = seconds_per_layer(definition, sample, dtype, sample.inputs.device)
-        if groups.grid.rank == 0:
+    """Rank 0 reads or measures, and tells the others."""
+    costs: list[list[float] | None] = [None]
+    if groups.grid.rank == 0 and kept is not None and kept.is_file():
+        costs = [json.loads(kept.read_text())]
+    elif groups.grid.rank == 0:
+        costs = [seconds_per_layer(definition, sample, dtype)]
+        if kept is not None:
             partial = kept.with_suffix(".partial")
-            partial.write_text(json.dumps(costs))
+            partial.write_text(json.dumps(costs[0]))
             partial.rename(kept)
-    return costs
+    if groups.world is not None:
+        dist.broadcast_object_list(costs, src=0)
+    assert costs[0] is not None
+    return costs[0]

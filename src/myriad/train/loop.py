@@ -1,12 +1,13 @@
 """The training loop of one rank.
 
-    for each step:  program of one iteration (load, forward, backward, reduce, step)  ->  a line of metrics
-                    now and then: validate, save
-    a signal on any rank stops all of them after the same step, with a checkpoint
+for each step:  program of one iteration (load, forward, backward, reduce, step)  ->  a line of metrics
+                now and then: validate, save
+a signal on any rank stops all of them after the same step, with a checkpoint
 """
 
 import signal
 import time
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from myriad.checkpoint.store import CheckpointFolder, load, save
 from myriad.comm.groups import close_world, open_world
 from myriad.data.loader import LoaderClient
-from myriad.job import Job
 from myriad.model.gpt import GPT
 from myriad.optim.precision import resolve_precision
 from myriad.optim.schedule import learning_rate
@@ -54,7 +54,7 @@ class Trainer:
         job = self.job
         self.place: Place = find_place(job.layout.world)
         self.stop = _StopSignal()
-        self.device = pick_device(job, self.place)
+        self.device = pick_device(job.train.device, job.train.threads, self.place)
         self.dtype = resolve_precision(job.train.precision, self.device)
         self.groups = open_world(job.layout, self.device)
         self.recorder = Recorder()
@@ -73,7 +73,7 @@ class Trainer:
         tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
         sample = Batch(tokens, tokens, tokens[:, 0])
         kept = self.run_folder.path / "profile.json"
-        layers = stage_layers(definition, job, self.groups, sample, self.dtype, kept)
+        layers = stage_layers(definition, layout, self.groups, sample, self.dtype, kept)
         return Engine(
             definition,
             self.groups,
@@ -177,10 +177,12 @@ class Trainer:
         if self.validation.num_batches == 0:
             return
         indices = range(self.validation.num_batches)
-        total = sum(self.engine.evaluate(lambda i=i: self.validation.batch(i)) for i in indices)
+        total = sum(self.engine.evaluate(partial(self.validation.batch, index)) for index in indices)
         loss = total / self.validation.num_targets
         if self.is_first:
-            self._event("validation", step=self.step, loss=loss, bits_per_byte=self.validation.bits_per_byte(loss))
+            self._event(
+                "validation", step=self.step, loss=loss, bits_per_byte=self.validation.bits_per_byte(loss)
+            )
 
     def _save(self) -> None:
         started = time.perf_counter()

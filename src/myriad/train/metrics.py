@@ -23,7 +23,13 @@ class StepMeter:
     device: torch.device
 
     def line(
-        self, step: int, result: StepResult, learning_rate: float, seconds: float, data_wait: float, recorder: Recorder
+        self,
+        step: int,
+        result: StepResult,
+        learning_rate: float,
+        seconds: float,
+        data_wait: float,
+        recorder: Recorder,
     ) -> dict[str, float]:
         """``step`` counts steps done."""
         totals = recorder.take_totals()

@@ -1,7 +1,7 @@
 """The peak that MFU is measured against, with its source.
 
-Known accelerators by their data sheet (dense, no sparsity); anything else by multiplying matrices for a moment, on every
-rank at once, as training will.
+Known accelerators by their data sheet (dense, no sparsity); anything else by multiplying matrices for a
+moment, on every rank at once, as training will.
 """
 
 import time

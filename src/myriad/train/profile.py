@@ -1,14 +1,13 @@
 """Measured seconds of each layer, for ``partition = "profile"``.
 
-Rank 0 builds one layer at a time in full, runs it forward and backward on one micro-batch and tells the others, so that
-all cut alike. Layers of one kind with parameters of the same shapes cost the same and are measured once.
+One layer at a time is built in full and run forward and backward on one micro-batch. Layers of one kind with
+parameters of the same shapes cost the same and are measured once.
 """
 
 import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from myriad.model.boundary import Boundary
@@ -31,17 +30,8 @@ def parameters_per_layer(definition: Definition) -> list[float]:
     return found
 
 
-def seconds_per_layer(definition: Definition, sample: Batch, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Forward and backward of each layer on one micro-batch; every rank gets rank 0's measurement."""
-    measured: list[Any] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        measured = [_measure(definition, sample, dtype, device)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(measured, src=0)
-    return measured[0]
-
-
-def _measure(definition: Definition, sample: Batch, dtype: torch.dtype, device: torch.device) -> list[float]:
+def seconds_per_layer(definition: Definition, sample: Batch, dtype: torch.dtype) -> list[float]:
+    """Measured forward and backward of each layer on one micro-batch, on the sample's device."""
     known: dict[Any, float] = {}
     found = []
     x = sample.inputs
@@ -49,7 +39,7 @@ def _measure(definition: Definition, sample: Batch, dtype: torch.dtype, device: 
     for index, kind in enumerate(definition.kinds):
         layer = definition.build(index, Boundary())
         for name, values in definition.initial(index).items():
-            layer.get_parameter(name).data = values.to(device, dtype)
+            layer.get_parameter(name).data = values.to(sample.inputs.device, dtype)
         key = (kind, tuple(parameter.shape for parameter in layer.parameters()), x.shape)
         seconds, x = _time_layer(layer, x, context)
         found.append(known.setdefault(key, seconds))

@@ -64,7 +64,9 @@ def open_run(run: Run) -> Sampler:
                     parameter.copy_(values[f"{prefix}.{name}"])
     tokenizer = open_corpora(job.data, job.model.sequence).tokenizer
     if tokenizer is None:
-        raise RunFailedError(f"{job.data.corpus}: no tokenizer.json beside the corpus, so no text can be made")
+        raise RunFailedError(
+            f"{job.data.corpus}: no tokenizer.json beside the corpus, so no text can be made"
+        )
     return Sampler(layers.eval(), tokenizer, job.model.sequence)
 
 

@@ -1,7 +1,9 @@
-"""A flat slice of a tensor as rectangles of the whole tensor: how a shard is written so that any layout can read it.
+"""A flat slice of a tensor as rectangles of the whole tensor: how a shard is written so that any layout can
+read it.
 
-Data parallelism cuts flat memory, tensor parallelism cuts dimensions. Elements ``start:stop`` of a matrix are a partial
-row, whole rows and a partial row; each is a rectangle, and stays one after the tensor-parallel cut is undone:
+Data parallelism cuts flat memory, tensor parallelism cuts dimensions. Elements ``start:stop`` of a matrix are
+a partial row, whole rows and a partial row; each is a rectangle, and stays one after the tensor-parallel cut
+is undone:
 
     flat 3:10 of [4, 4]      . . . x        rectangles (0, 3) 1x1,  (1, 0) 1x4,  (2, 0) 1x2
                              x x x x
@@ -21,7 +23,8 @@ __all__ = ["Rectangle", "flat_rectangles", "whole_rectangles"]
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Part of a named tensor: ``values`` (a view of live memory) stand at ``offsets`` of the whole of ``full_shape``."""
+    """Part of a named tensor: ``values`` (a view of live memory) stand at ``offsets`` of the whole of
+    ``full_shape``."""
 
     name: str
     full_shape: tuple[int, ...]
@@ -29,8 +32,11 @@ class Rectangle:
     values: torch.Tensor
 
 
-def flat_rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """``(offsets, sizes, first flat element)`` of contiguous rectangles that make up elements ``start:stop``."""
+def flat_rectangles(
+    shape: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """``(offsets, sizes, first flat element)`` of contiguous rectangles that make up elements
+    ``start:stop``."""
     if start >= stop:
         return
     if len(shape) == 0:
@@ -66,7 +72,8 @@ def whole_rectangles(
     rank: int,
     size: int,
 ) -> Iterator[Rectangle]:
-    """Rectangles of the whole tensor that are elements ``start : start + len(flat)`` of tensor-parallel rank ``rank``'s part."""
+    """Rectangles of the whole tensor that are elements ``start : start + len(flat)`` of tensor-parallel rank
+    ``rank``'s part."""
     full_shape = list(local_shape)
     if cut is not None:
         full_shape[cut.dim] *= size

@@ -1,0 +1,155 @@
+"""Your own model: any list of torch modules, in any layout.
+
+    model = LayerList(
+        [Layer("embed", make_embed), *(Layer(f"mix.{i}", make_mix) for i in range(8)), Layer("out",
+        make_out)], loss=lambda output, targets: cross_entropy(output, targets, reduction="sum"),
+        tensor_parallel={"mix.*.up": "column", "mix.*.down": "row"},
+    )
+
+Each maker builds one layer, whole; its own initialisation is used, under a seed that depends on the layer
+alone, so that every layout starts from the same values. A layer takes the output of the one before. Between a
+column-parallel and the next row-parallel linear, only element-wise work may stand (or work on whole heads):
+that is where the ranks' parts are apart. Linears, wherever they are, become ones whose weight gradient the
+runtime can place (zero-bubble schedules).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from myriad.errors import BadInputError
+from myriad.kernels.linear import linear
+from myriad.kernels.random import key_of
+from myriad.model.boundary import Boundary
+from myriad.model.definition import Context, Shard
+
+__all__ = ["Layer", "LayerList", "Loss"]
+
+Loss = Callable[[torch.Tensor, Any], torch.Tensor]
+"""(output of the last layer, targets) to the *sum* of losses over all targets."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: a name, a maker, and a kind for ``partition = "type:REGEX"`` (off: the module's class
+    name)."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    kind: str | None = None
+
+
+class LayerList:
+    """A `Definition` made of ordinary modules."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        loss: Loss,
+        *,
+        tensor_parallel: Mapping[str, Literal["column", "row"]] | None = None,
+        tied: Mapping[str, str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        """``tensor_parallel``: fnmatch pattern of a linear's full name to how ranks cut it. ``tied``: full
+        parameter name to the full name of the one that it is."""
+        self._layers, self._loss, self._seed = tuple(layers), loss, seed
+        self._rules, self._tied = dict(tensor_parallel or {}), dict(tied or {})
+        if len({layer.name for layer in layers}) < len(layers):
+            raise BadInputError("layers", [layer.name for layer in layers], "names must differ")
+
+    sequence_parallel = False
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Layer names, in order."""
+        return [layer.name for layer in self._layers]
+
+    @cached_property
+    def kinds(self) -> Sequence[str]:
+        """The kinds given, or the modules' class names."""
+        with torch.device("meta"):
+            return [layer.kind or type(layer.make()).__name__ for layer in self._layers]
+
+    @cached_property
+    def shards(self) -> Mapping[str, Shard]:
+        """Column: rows of the weight and the bias; row: columns of the weight."""
+        found: dict[str, Shard] = {}
+        for pattern, rule in self._rules.items():
+            found[f"{pattern}.weight"] = Shard(0 if rule == "column" else 1)
+            if rule == "column":
+                found[f"{pattern}.bias"] = Shard(0)
+        return found
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """As given."""
+        return self._tied
+
+    def build(self, index: int, boundary: Boundary) -> nn.Module:
+        """The layer with its linears replaced; the last one ends in the loss."""
+        layer = self._layers[index].make()
+        self._replace_linears(layer, self._layers[index].name, boundary)
+        last = index == len(self._layers) - 1
+        return _Adapted(layer, self._loss if last else None)
+
+    def initial(self, index: int) -> dict[str, torch.Tensor]:
+        """What the module's own initialisation gives under this layer's seed."""
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(key_of(self._seed, self._layers[index].name) % 2**63)
+            layer = self._layers[index].make()
+        return {f"layer.{name}": parameter.detach().float() for name, parameter in layer.named_parameters()}
+
+    def _replace_linears(self, module: nn.Module, path: str, boundary: Boundary) -> None:
+        for name, child in module.named_children():
+            full = f"{path}.{name}"
+            if type(child) is nn.Linear:
+                setattr(module, name, _ParallelLinear(child, self._rule(full), boundary, full))
+            else:
+                self._replace_linears(child, full, boundary)
+
+    def _rule(self, name: str) -> Literal["column", "row"] | None:
+        return next((rule for pattern, rule in self._rules.items() if fnmatchcase(name, pattern)), None)
+
+
+class _Adapted(nn.Module):
+    """An ordinary module as the runtime calls it."""
+
+    def __init__(self, layer: nn.Module, loss: Loss | None) -> None:
+        super().__init__()
+        self.layer, self._loss = layer, loss
+
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        output: torch.Tensor = self.layer(x)
+        return output if self._loss is None else self._loss(output, context.targets)
+
+
+class _ParallelLinear(nn.Module):
+    """A linear cut by columns (its outputs), by rows (its inputs) or not at all."""
+
+    def __init__(
+        self, whole: nn.Linear, rule: Literal["column", "row"] | None, boundary: Boundary, name: str
+    ) -> None:
+        super().__init__()
+        outputs, inputs = whole.weight.shape
+        cut = {"column": outputs, "row": inputs}.get(rule or "", 0)
+        if cut % boundary.size:
+            raise BadInputError(f"tensor_parallel.{name}", cut, f"must be divisible by tp = {boundary.size}")
+        outputs //= boundary.size if rule == "column" else 1
+        inputs //= boundary.size if rule == "row" else 1
+        self.weight = nn.Parameter(whole.weight.new_empty(outputs, inputs))
+        self.bias = nn.Parameter(whole.weight.new_empty(outputs)) if whole.bias is not None else None
+        self._rule, self._boundary = rule, boundary
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._rule == "column":
+            return linear(self._boundary.copy(x), self.weight, self.bias)
+        if self._rule == "row":
+            y = self._boundary.join(linear(x, self.weight))
+            return y if self.bias is None else y + self.bias
+        return linear(x, self.weight, self.bias)

@@ -1,0 +1,80 @@
+"""Train any `Definition` in any layout from your own script: no run folder, no corpus.
+
+Started by itself it is one rank; under torchrun, Slurm or anything that sets RANK and WORLD_SIZE it is one of
+many.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Literal
+
+import torch
+
+from myriad.comm.groups import close_world, open_world
+from myriad.comm.layout import Layout
+from myriad.errors import BadInputError
+from myriad.model.definition import Definition
+from myriad.optim.config import OptimizerConfig, Precision
+from myriad.optim.precision import resolve_precision
+from myriad.optim.schedule import learning_rate
+from myriad.parallel.engine import Engine, StepResult
+from myriad.parallel.runtime import Batch
+from myriad.telemetry.spans import Recorder
+from myriad.train.build import find_place, pick_device, stage_layers
+
+__all__ = ["fit"]
+
+
+def fit(
+    definition: Definition,
+    batch: Callable[[int, range], Batch],
+    layout: Layout,
+    optimizer: OptimizerConfig,
+    *,
+    steps: int,
+    global_batch: int,
+    seed: int = 1,
+    precision: Precision = "float32",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> Iterator[tuple[int, StepResult]]:
+    """Trains and gives (steps done, result) after each step; rank 0 alone gives anything.
+
+    ``batch(step, rows)`` makes those rows of the global batch of one step, the same on whichever rank it is
+    called; the layers' loss is a sum over the elements of its targets. Raises `BadInputError` when the sizes
+    do not fit.
+    """
+    unit = layout.dp * layout.micro_batch
+    if global_batch % unit:
+        raise BadInputError("global_batch", global_batch, f"must be a multiple of dp x micro_batch = {unit}")
+    place = find_place(layout.world)
+    on = pick_device(device, 0, place)
+    dtype = resolve_precision(precision, on)
+    groups = open_world(layout, on)
+    share = global_batch // layout.dp
+    rows = range(groups.grid.index("dp") * share, (groups.grid.index("dp") + 1) * share)
+    sample = batch(0, range(layout.micro_batch))
+    layers = stage_layers(definition, layout, groups, sample, dtype)
+    engine = Engine(
+        definition,
+        groups,
+        layers,
+        sample,
+        share // layout.micro_batch,
+        optimizer,
+        seed=seed,
+        dtype=dtype,
+        device=on,
+        recorder=Recorder(),
+    )
+    num_targets = sample.targets[0].numel() * global_batch
+    for step in range(steps):
+        rate = learning_rate(optimizer, step, steps)
+        result = engine.train_step(partial(_load, batch, step, rows, on), rate, num_targets)
+        if place.rank == 0:
+            yield step + 1, result
+    close_world()
+
+
+def _load(batch: Callable[[int, range], Batch], step: int, rows: range, device: torch.device) -> Batch:
+    made = batch(step, rows)
+    return Batch(made.inputs.to(device), made.targets.to(device), made.samples.to(device))
