@@ -133,9 +133,10 @@ def cut_pieces(sources: Sequence[SourceFile], key: str, piece_bytes: int) -> lis
 
 
 def _cut(source: SourceFile, key: str, piece_bytes: int) -> Iterator[tuple[Span, int]]:
+    whole_bytes = max(piece_bytes, LONGEST_TEXT_BYTES) if source.kind == "text" else piece_bytes
     if source.kind == "parquet":
         yield from _cut_parquet(source, key, piece_bytes)
-    elif source.url.endswith(_COMPRESSED) or source.size_bytes <= max(piece_bytes, LONGEST_TEXT_BYTES):
+    elif source.url.endswith(_COMPRESSED) or source.size_bytes <= whole_bytes:
         yield Span(source.url, source.kind, 0, None), source.size_bytes
     else:
         for start in range(0, source.size_bytes, piece_bytes):

@@ -31,9 +31,8 @@ def read_all(inputs: list[str], piece_bytes: int = 1 << 20, key: str = "text") -
     texts=st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=20), piece_bytes=st.integers(5, 300)
 )
 def test_every_record_is_read_once_however_a_file_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], piece_bytes: int
+    tmp_path: Path, texts: list[str], piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(sources, "LONGEST_TEXT_BYTES", 1)
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     assert read_all([str(path)], piece_bytes) == texts
