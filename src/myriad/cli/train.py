@@ -59,6 +59,7 @@ def train(
 
     from myriad.cli.summary import is_done
     from myriad.resilience.engines.local import check_cores
+    from myriad.train.inputs import open_inputs, refuse_other_tokenizer
 
     resolved, folder = _resolve(job, run, OverrideCommand.of(context))
     console = None if as_json else Console()
@@ -69,8 +70,11 @@ def train(
             console.print(f"this run is done: all its {resolved.train.steps} steps")
         _report(folder, console, oversubscribe)
         return
+    corpora = open_inputs(resolved, lambda stage: console.print(f"{stage} ...") if console else None)
+    refuse_other_tokenizer(folder, resolved, corpora)
     with folder.lock():
         folder.create_or_resume(resolved)
+        folder.append_event("corpus", fingerprint=corpora.fingerprint, tokens=corpora.num_tokens)
         ended = _launch(folder, resolved, console)
     if _report(folder, console, oversubscribe):
         return

@@ -8,12 +8,11 @@ import torch
 from numpy.typing import NDArray
 
 from myriad.comm.grid import RankGrid
-from myriad.data.corpus import Corpora, open_corpora, read_batch
-from myriad.errors import BadInputError
+from myriad.data.corpus import open_corpora, read_batch
 from myriad.job import Job
 from myriad.parallel.runtime import Batch
 
-__all__ = ["Validation", "check_vocabulary", "rank_rows", "to_batch"]
+__all__ = ["Validation", "rank_rows", "to_batch"]
 
 
 def rank_rows(job: Job, dp_index: int) -> range:
@@ -28,14 +27,6 @@ def to_batch(tokens: NDArray[np.int32], first_sample: int, device: torch.device)
     windows = torch.from_numpy(tokens.astype(np.int64)).to(device)
     samples = torch.arange(first_sample, first_sample + len(windows), device=device)
     return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), samples)
-
-
-def check_vocabulary(job: Job, corpora: Corpora) -> None:
-    """Refuses a corpus whose tokens the model cannot embed."""
-    known = corpora.vocabulary
-    if known is not None and known > job.model.vocabulary:
-        allowed = f"at least the corpus's {known} tokens"
-        raise BadInputError("model.vocabulary", job.model.vocabulary, allowed)
 
 
 class Validation:

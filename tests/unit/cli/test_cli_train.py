@@ -119,3 +119,43 @@ def test_more_ranks_than_cores_run_when_asked_for(myriad, monkeypatch):
     assert myriad("train", "tiny", "--layout.pp", "2")[0] == 2
     code, out, _ = myriad("train", "tiny", "--layout.pp", "2", "--oversubscribe")
     assert code == 0 and "2 ranks on cpu" in out and "runs/tiny --oversubscribe --train.steps" in out
+
+
+def corpus_file(path: Path, vocabulary: int) -> None:
+    """A folder with Megatron files and a tokenizer, of random tokens."""
+    from myriad.data.indexed import IndexedWriter, token_type
+    from myriad.data.tokenizer import Tokenizer
+
+    path.mkdir()
+    Tokenizer.train([" ".join(str(number**3) for number in range(900))], vocabulary).save(path)
+    with IndexedWriter(path / "text", token_type(vocabulary)) as writer:
+        writer.add([number % 256 for number in range(4096)])
+
+
+@pytest.mark.parametrize(
+    ("corpus", "told"), [("nowhere", "no such corpus"), ("empty", "empty"), ("empty/none", "no such corpus")]
+)
+def test_a_missing_or_empty_corpus_is_told_before_anything_starts(myriad, corpus, told):
+    Path("empty").mkdir()
+    code, _, err = myriad("train", "tiny", "--data.corpus", corpus)
+    assert code == 2 and corpus in err and err.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+def test_a_run_does_not_go_on_with_another_tokenizer(myriad):
+    corpus_file(Path("corpus"), 300)
+    keys = ["--data.corpus", "corpus/text", "--run", "one"]
+    assert myriad("train", "tiny", *keys)[0] == 0
+    for path in Path("corpus").iterdir():
+        path.unlink()
+    Path("corpus").rmdir()
+    corpus_file(Path("corpus"), 280)
+    code, _, err = myriad("train", "tiny", *keys, "--train.steps", "30")
+    assert code == 2 and "tokenizer" in err and err.count("\n") == 1
+
+
+def test_a_corpus_with_more_tokens_than_the_model_has_is_refused(myriad):
+    corpus_file(Path("corpus"), 300)
+    keys = ["--data.corpus", "corpus/text", "--model.vocabulary", "290"]
+    code, _, err = myriad("train", "tiny", *keys)
+    assert code == 2 and "at least the corpus's" in err and err.count("\n") == 1

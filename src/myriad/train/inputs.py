@@ -1,0 +1,36 @@
+"""What a job reads, made ready and checked before any rank starts. No torch here.
+
+A rank that finds its corpus missing takes the others with it, after their start-up; here it is one line, and
+nothing was started.
+"""
+
+from collections.abc import Callable
+
+from myriad.data.cache import prepare_embedded
+from myriad.data.corpus import EMBEDDED, Corpora, open_corpora
+from myriad.errors import BadInputError
+from myriad.job import Job
+from myriad.run import Run
+
+__all__ = ["open_inputs", "refuse_other_tokenizer"]
+
+
+def open_inputs(job: Job, tell: Callable[[str], None]) -> Corpora:
+    """The training split. ``tell`` hears, in words, what takes long. Raises `BadInputError`."""
+    paths = [share.path for share in job.data.mixture] or [job.data.corpus]
+    if EMBEDDED in paths:
+        prepare_embedded(None, job.data.vocabulary, tell)
+    corpora = open_corpora(job.data, job.model.sequence)
+    known = corpora.vocabulary
+    if known is not None and known > job.model.vocabulary:
+        allowed = f"at least the corpus's {known} tokens"
+        raise BadInputError("model.vocabulary", job.model.vocabulary, allowed)
+    return corpora
+
+
+def refuse_other_tokenizer(run: Run, job: Job, corpora: Corpora) -> None:
+    """A run goes on with the tokens that it learned, not with others that now lie at the same place."""
+    began = next((event for event in run.read_events() if event.get("event") == "corpus"), None)
+    if began is not None and began.get("fingerprint") != corpora.fingerprint:
+        allowed = f"its tokenizer is not the one that {run.path} began with; choose another --run"
+        raise BadInputError("data.corpus", job.data.corpus, allowed)
