@@ -4,7 +4,7 @@ from collections import deque
 from statistics import median
 
 from myriad.run import JsonlTail, Record, Run
-from myriad.units import format_count, format_seconds
+from myriad.units import format_count
 
 __all__ = ["Progress"]
 
@@ -58,10 +58,16 @@ class Progress:
         if (mfu := self._median("mfu")) is not None:
             shown.append(f"MFU {mfu:.0%}")
         if (left := self.seconds_left) is not None and self.step < self.steps:
-            shown.append(f"{format_seconds(left)} left")
+            shown.append(f"{_clock(left)} left")
         return shown
 
     def _median(self, key: str) -> float | None:
         """Over recent steps; a first step that compiles or allocates does not count."""
         values = [record[key] for record in self._recent if record.get(key) is not None]
         return median(values) if values else None
+
+
+def _clock(seconds: float) -> str:
+    """``1:05`` or ``2:10:00``: what fits into a line."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

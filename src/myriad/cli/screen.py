@@ -9,9 +9,8 @@ import time
 from typing import Protocol
 
 from rich.console import Console, Group
+from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +24,7 @@ from myriad.units import format_count, format_seconds
 __all__ = ["Screen", "loss_series", "open_screen", "save_plot", "show_summary"]
 
 _PLAIN_LINE_SECONDS = 5.0
+_MAX_BAR = 24
 _SAVING = "saving the state; Ctrl-C again stops without"
 
 
@@ -86,31 +86,39 @@ class PlainScreen:
 
 
 class LiveScreen:
-    """A bar that stays at the bottom, events above it."""
+    """One line that stays at the bottom, events above it.
+
+    Drawn by the launcher's ticks and not by a thread of its own, so that the launcher stays single-threaded.
+    """
 
     def __init__(self, console: Console, progress: Progress) -> None:
         self._console, self._progress = console, progress
-        columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
-        self._bar = Bar(*columns, console=console, auto_refresh=False)
-        self._task: TaskID = self._bar.add_task("starting", total=progress.steps)
-        self._bar.start()
+        self._live = Live(self._line(), console=console, auto_refresh=False)
+        self._live.start()
 
     def tick(self) -> None:
-        """Redraws; drawn from here and not from a thread, so that the launcher stays single-threaded."""
+        """Prints new events, redraws the line."""
         for event in self._progress.poll():
             if line := _event_line(event):
-                self._bar.console.print(line)
-        if figures := self._progress.figures():
-            self._bar.update(self._task, completed=self._progress.step, description=" · ".join(figures))
-        self._bar.refresh()
+                self._console.print(line)
+        self._live.update(self._line(), refresh=True)
 
     def stopping(self) -> None:
         """The answer to Ctrl-C."""
-        self._bar.console.print(Text(_SAVING, style="yellow"))
+        self._console.print(Text(_SAVING, style="yellow"))
 
     def close(self) -> None:
-        """Leaves the bar as it stands and frees the terminal."""
-        self._bar.stop()
+        """Leaves the line as it stands and frees the terminal."""
+        self._live.stop()
+
+    def _line(self) -> Text:
+        progress = self._progress
+        tail = "  ".join([f"{progress.step}/{progress.steps}", *(progress.figures() or ["starting"])])
+        width = max(0, min(_MAX_BAR, self._console.width - len(tail) - 2))
+        filled = width * progress.step // progress.steps
+        line = Text("━" * filled, style="green", no_wrap=True, overflow="ellipsis")
+        line.append("━" * (width - filled), style="bright_black")
+        return line.append((" " if width else "") + tail, style="default")
 
 
 def _event_line(event: Record) -> Text | None:
