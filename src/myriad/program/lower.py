@@ -22,7 +22,7 @@ from typing import Literal
 
 from myriad.program.actions import COMPUTE, Action, Kind, Lowering, Program, Transfer
 from myriad.program.timeline import ProgramError, timeline
-from myriad.program.transfers import PLACEMENTS, Gaps
+from myriad.program.transfers import Gaps, placements
 
 __all__ = ["lower", "lower_forward"]
 
@@ -40,7 +40,7 @@ def lower(
     lowering = Lowering(zero, reduce, tied, training)
     unblocked = timeline(computes).makespan
     best, least = None, math.inf
-    for placement in PLACEMENTS:
+    for placement in placements(computes):
         try:
             candidate = _lowered(computes, lowering, placement(computes))
             makespan = timeline(candidate).makespan

@@ -113,6 +113,9 @@ class _Channel:
         self.receives: list[tuple[int, float]] = []
 
 
+_COMMUNICATES = frozenset({Kind.EXCHANGE, Kind.SEND, Kind.RECEIVE, Kind.WAIT, Kind.SYNC_TIED})
+
+
 class _Execution:
     """State of one run on paper. Payloads and results are known by one integer each, see ``_code``."""
 
@@ -126,6 +129,7 @@ class _Execution:
         self.arrived: dict[int, float] = {}
         self.synced: list[float] = []
         self.movable: deque[int] = deque(range(program.num_ranks))
+        self.waiting = _COMMUNICATES if program.lowering is not None else frozenset(Kind)
 
     def run(self) -> Timeline:
         while self.movable:
@@ -137,12 +141,13 @@ class _Execution:
         actions = self.program.ranks[rank]
         while (index := self.next_action[rank]) < len(actions):
             action, start = actions[index], self.clock[rank]
-            ready = self._ready(rank, index, action)
+            ready = self._ready(rank, index, action) if action.kind in self.waiting else 0.0
             if ready is None:
                 return
             # An exchange or a wait is one span with its waiting; a compute that waits leaves a gap.
-            begin = max(start, ready) if action.kind in COMPUTE else start
-            end = max(start, ready) + self.cost(action)
+            ready = ready if ready > start else start
+            begin = ready if action.kind in COMPUTE else start
+            end = ready + self.cost(action)
             self.spans[rank].append(Span(begin, end - begin, action))
             self.clock[rank], self.posted[rank] = end, False
             self.next_action[rank] = index + 1
@@ -162,9 +167,7 @@ class _Execution:
             return self._all_arrived(action)
         if kind is Kind.SYNC_TIED:
             return self._tied(rank)
-        if self.program.lowering is None:
-            return self._input_ready(rank, action)
-        return 0.0
+        return self._input_ready(rank, action)
 
     def _code(self, payload: Payload, stage: int, micro_batch: int) -> int:
         return (stage * self.program.num_micro_batches + micro_batch) * 2 + (payload is Payload.GRADIENT)

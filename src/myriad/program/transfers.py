@@ -23,7 +23,7 @@ from itertools import pairwise
 from myriad.program.actions import COMPUTE, Action, Kind, Lowering, Program, Transfer
 from myriad.program.timeline import Timeline, needed_transfer, timeline
 
-__all__ = ["PLACEMENTS", "Gaps", "natural_gaps", "ordered_gaps", "paired_gaps"]
+__all__ = ["Gaps", "natural_gaps", "ordered_gaps", "paired_gaps", "placements"]
 
 Gaps = list[list[list[Transfer]]]
 """``gaps[rank][i]``: transfers of the exchange before the rank's i-th compute."""
@@ -162,5 +162,8 @@ def _unblocked(program: Program, links: list[_Link]) -> Timeline:
     return timeline(marked, lambda action: costs.get(action.kind, 0.0))
 
 
-PLACEMENTS: tuple[Callable[[Program], Gaps], ...] = (natural_gaps, paired_gaps, ordered_gaps)
-"""Plainest first; the last one always works."""
+def placements(program: Program) -> tuple[Callable[[Program], Gaps], ...]:
+    """Plainest first; the last one always works. With one stage a rank, pairs would only wait for each other."""
+    if program.virtual_stages == 1:
+        return natural_gaps, ordered_gaps
+    return natural_gaps, paired_gaps, ordered_gaps
