@@ -3,6 +3,7 @@
 The ranks here are small scripts that keep the contract of ``python -m myriad.train.worker``.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -229,3 +230,22 @@ def test_more_ranks_than_cores_are_refused_unless_asked_for():
         check_cores(num_cores() + 1)
     check_cores(num_cores() + 1, oversubscribe=True)
     check_cores(num_cores())
+
+
+def myriad(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "myriad.cli.main", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+
+
+def test_a_run_trains_goes_on_in_another_layout_and_speaks(tmp_path):
+    keys = ["--train.threads", "1", "--oversubscribe", "--json", "--optimizer.decay", "constant"]
+    first = myriad(tmp_path, "train", "tiny", "--train.steps", "6", *keys)
+    assert first.returncode == 0, first.stderr
+    second = myriad(tmp_path, "train", "runs/tiny", "--train.steps", "10", "--layout.pp", "2", *keys)
+    assert second.returncode == 0, second.stderr
+    summary = json.loads(second.stdout)
+    assert (summary["state"], summary["steps"], summary["world"]) == ("finished", 10, 2)
+    assert summary["loss"] < json.loads(first.stdout)["loss"]
+    spoken = myriad(tmp_path, "sample", "tiny", "--prompt", "import ", "--tokens", "8")
+    assert spoken.returncode == 0, spoken.stderr
+    assert spoken.stdout.startswith("import ") and len(spoken.stdout) > len("import \n")
