@@ -163,7 +163,7 @@ def _unblocked(program: Program, links: list[_Link]) -> Timeline:
 
 
 def placements(program: Program) -> tuple[Callable[[Program], Gaps], ...]:
-    """Plainest first; the last one always works. With one stage a rank, pairs would only wait for each other."""
+    """Plainest first; the last one always works. With one stage a rank, pairs only wait for each other."""
     if program.virtual_stages == 1:
         return natural_gaps, ordered_gaps
     return natural_gaps, paired_gaps, ordered_gaps
