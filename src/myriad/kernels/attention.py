@@ -1,6 +1,7 @@
 """Causal attention, with or without a sliding window, through the library's fastest path on each device.
 
-Full attention is one call of scaled_dot_product_attention. With a window of W the sequence is cut in blocks
+On a CPU in float32 and short spans that is `myriad.kernels.attention_blocks`; elsewhere full attention is one
+call of scaled_dot_product_attention. With a window of W the sequence is cut in blocks
 of W queries: each sees only its own and the previous block, so that the work grows with S * 2W, not with S^2:
 
     keys      | block 0 | block 1 | block 2 | ...
@@ -14,7 +15,10 @@ from functools import lru_cache
 import torch
 from torch.nn import functional as F
 
-__all__ = ["attention", "attention_reference"]
+from myriad.kernels.attention_blocks import Heads, attention_in_blocks, runs_in_blocks
+from myriad.kernels.rotary import turned
+
+__all__ = ["attention", "attention_reference", "split_heads"]
 
 
 def _expand(x: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -38,8 +42,9 @@ def _band(queries: int, keys: int, window: int, blocks: int, device: torch.devic
     return bands
 
 
-def _in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """``[B, N, S, D]``, window a divisor of S: each block of queries against its own and the previous block."""
+def _in_windows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    """``[B, N, S, D]``, window a divisor of S: each block of queries against its own and the previous
+    block."""
     batch, _, sequence, _ = q.shape
     blocks = sequence // window
 
@@ -54,16 +59,39 @@ def _in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -
     return out.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """Queries ``[B, S, N, D]`` on keys and values ``[B, S, K, D]`` up to and with their own position, at most
-    the last ``window`` of them; ``[B, S, N, D]``."""
+def attention(
+    fused: torch.Tensor, heads: Heads, window: int | None = None, turns: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Queries, keys and values ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``: each position attends to itself
+    and those before it, at most the last ``window``. ``turns`` (`rotary_turns`) are applied to queries and
+    keys."""
+    if runs_in_blocks(fused, window):
+        return attention_in_blocks(fused, heads, window, turns)
+    q, k, v = split_heads(fused, heads, turns)
+    return _library_attention(q, k, v, window).flatten(2)
+
+
+def split_heads(
+    fused: torch.Tensor, heads: Heads, turns: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries ``[B, S, N, D]``, keys and values ``[B, S, K, D]``, turned."""
+    num_turning = heads.num_heads + heads.num_kv_heads
+    turning, v = fused.unflatten(-1, (-1, heads.width)).split_with_sizes([num_turning, heads.num_kv_heads], 2)
+    if turns is not None:
+        turning = turned(turning, turns)
+    q, k = turning.split_with_sizes([heads.num_heads, heads.num_kv_heads], 2)
+    return q, k, v
+
+
+def _library_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    """``[B, S, N, D]``, ``[B, S, K, D]`` to ``[B, S, N, D]``."""
     sequence = q.shape[1]
     q = q.transpose(1, 2)
     k, v = (_expand(x.transpose(1, 2), q.shape[1]) for x in (k, v))
     if window is None or window >= sequence:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     elif sequence % window == 0 and 2 * window < sequence:
-        out = _in_blocks(q, k, v, window)
+        out = _in_windows(q, k, v, window)
     else:
         band = _band(sequence, sequence, window, 1, q.device)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=band)

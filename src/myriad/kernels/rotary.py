@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["rotary", "rotary_reference"]
+__all__ = ["rotary_reference", "rotary_turns", "turned"]
 
 
 @lru_cache(maxsize=16)
@@ -17,15 +17,28 @@ def _table(length: int, width: int, base: float, device: torch.device) -> torch.
     """Unit complex numbers ``[S, D/2]``."""
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
     angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * base**-exponents
-    return torch.polar(torch.ones_like(angles), angles).to(device, torch.complex64)
+    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(device)
+
+
+def rotary_turns(
+    base: float, width: int, sequence: int, device: torch.device, first_position: int = 0
+) -> torch.Tensor:
+    """Turns of the pairs of ``sequence`` positions from ``first_position`` on: complex, ``[S, D/2]``."""
+    end = first_position + sequence
+    length = sequence if first_position == 0 else 1 << (end - 1).bit_length()
+    return _table(length, width, base, device)[first_position:end]
+
+
+def as_pairs(x: torch.Tensor) -> torch.Tensor:
+    """``[..., D]`` float32 as complex ``[..., D/2]``, the same memory."""
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
 def _turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+    return torch.view_as_real(as_pairs(x.float()) * turns[:, None]).flatten(-2).to(x.dtype)
 
 
-class _Rotary(torch.autograd.Function):
+class _Turned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         ctx.turns = turns
@@ -36,24 +49,18 @@ class _Rotary(torch.autograd.Function):
         return _turn(grads[0], ctx.turns.conj()), None
 
 
-def rotary(x: torch.Tensor, base: float, first_position: int = 0) -> torch.Tensor:
-    """``x`` ``[B, S, N, D]`` with the values of position ``first_position + s`` turned."""
-    sequence, width = x.shape[1], x.shape[3]
-    if x.is_meta:
-        return torch.empty_like(x)
-    end = first_position + sequence
-    length = sequence if first_position == 0 else 1 << (end - 1).bit_length()
-    turns = _table(length, width, base, x.device)[first_position:end, None]
-    y: torch.Tensor = _Rotary.apply(x, turns)
+def turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """``x`` ``[B, S, N, D]``, each pair turned."""
+    y: torch.Tensor = _Turned.apply(x, turns)
     return y
 
 
 def rotary_reference(x: torch.Tensor, base: float, first_position: int = 0) -> torch.Tensor:
-    """The rotation of each pair, written out."""
+    """The rotation of each pair of ``[B, S, N, D]``, written out."""
     sequence, width = x.shape[1], x.shape[3]
     positions = torch.arange(first_position, first_position + sequence, dtype=torch.float64)
     angles = positions[:, None] * base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     cosine, sine = angles.cos()[:, None], angles.sin()[:, None]
     even, odd = x[..., 0::2].double(), x[..., 1::2].double()
-    turned = torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], -1)
-    return turned.flatten(-2).to(x.dtype)
+    pairs = torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], -1)
+    return pairs.flatten(-2).to(x.dtype)

@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from myriad.kernels.activation import ACTIVATIONS
-from myriad.kernels.attention import attention
+from myriad.kernels.attention import attention, split_heads
+from myriad.kernels.attention_blocks import Heads
 from myriad.kernels.cross_entropy import linear_cross_entropy
 from myriad.kernels.embedding import embedding
 from myriad.kernels.linear import Linear, linear
 from myriad.kernels.norm import LayerNorm, RMSNorm
 from myriad.kernels.random import dropout, key_of
-from myriad.kernels.rotary import rotary
+from myriad.kernels.rotary import rotary_turns
 from myriad.model.boundary import Boundary
 from myriad.model.cache import KeyValueCache
 from myriad.model.config import ModelConfig
@@ -109,33 +110,26 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, boundary: Boundary) -> None:
         super().__init__()
-        self.num_heads = config.heads // boundary.size
-        self.num_kv_heads = config.num_kv_heads // boundary.size
-        self.head_width, self.window = config.head_width, config.layer_window(layer)
+        num_heads, num_kv_heads = config.heads // boundary.size, config.num_kv_heads // boundary.size
+        self.shape = Heads(num_heads, num_kv_heads, config.head_width)
+        self.window = config.layer_window(layer)
         self.rotary_base = config.rotary_base if config.position == "rotary" else None
-        self.qkv = Projection(config, self.num_heads, self.num_kv_heads)
-        self.output = Linear(self.num_heads * self.head_width, config.hidden, bias=config.bias)
+        self.qkv = Projection(config, num_heads, num_kv_heads)
+        self.output = Linear(num_heads * config.head_width, config.hidden, bias=config.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.heads(x, 0)
-        return self._merge(attention(q, k, v, self.window))
+        out = attention(self.qkv(x), self.shape, self.window, self._turns(x, 0))
+        return linear(out, self.output.weight)
 
     def step(self, x: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
         """Positions after those in the cache, which is extended."""
-        q, k, v = self.heads(x, cache.next_position)
-        return self._merge(cache.attend(q, k, v))
+        q, k, v = split_heads(self.qkv(x), self.shape, self._turns(x, cache.next_position))
+        return linear(cache.attend(q, k, v).flatten(2), self.output.weight)
 
-    def heads(self, x: torch.Tensor, first_position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries ``[B, S, N, D]``, keys and values ``[B, S, K, D]``, turned by their positions."""
-        parts = self.qkv(x).unflatten(-1, (-1, self.head_width))
-        turning, v = parts.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], 2)
-        if self.rotary_base is not None:
-            turning = rotary(turning, self.rotary_base, first_position)
-        q, k = turning.split([self.num_heads, self.num_kv_heads], 2)
-        return q, k, v
-
-    def _merge(self, out: torch.Tensor) -> torch.Tensor:
-        return linear(out.flatten(2), self.output.weight)
+    def _turns(self, x: torch.Tensor, first_position: int) -> torch.Tensor | None:
+        if self.rotary_base is None:
+            return None
+        return rotary_turns(self.rotary_base, self.shape.width, x.shape[1], x.device, first_position)
 
 
 class MLP(nn.Module):

@@ -8,13 +8,14 @@ from torch.nn import functional as F
 
 from myriad.kernels.activation import ACTIVATIONS
 from myriad.kernels.attention import attention, attention_reference
+from myriad.kernels.attention_blocks import Heads, runs_in_blocks
 from myriad.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from myriad.kernels.embedding import embedding, embedding_reference
 from myriad.kernels.gradient import GradientSink, apply_deferred, set_sink
 from myriad.kernels.linear import linear
 from myriad.kernels.norm import LayerNorm, RMSNorm, rms_norm_reference
 from myriad.kernels.random import dropout, hashed_normal, hashed_uniform, key_of
-from myriad.kernels.rotary import rotary, rotary_reference
+from myriad.kernels.rotary import rotary_reference, rotary_turns, turned
 from myriad.model.boundary import Boundary
 
 
@@ -30,32 +31,55 @@ def assert_same(function, reference, *tensors, rtol=1e-4, atol=1e-5):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
-@settings(max_examples=60, deadline=None)
+def reference(fused, heads, window, base):
+    parts = fused.unflatten(-1, (-1, heads.width)).split([heads[0], heads[1], heads[1]], 2)
+    q, k, v = parts
+    if base:
+        q, k = rotary_reference(q, base), rotary_reference(k, base)
+    return attention_reference(q, k, v, window).flatten(2)
+
+
+@settings(max_examples=80, deadline=None)
 @given(
     st.integers(1, 3),
-    st.sampled_from([1, 2, 7, 16, 24, 30]),
+    st.sampled_from([1, 2, 7, 16, 24, 30, 64, 128, 192, 200]),
     st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1)]),
     st.sampled_from([2, 8]),
-    st.sampled_from([None, 1, 2, 4, 5, 8, 12, 40]),
+    st.sampled_from([None, 1, 2, 4, 5, 8, 12, 40, 64, 65, 100]),
+    st.sampled_from([None, 100.0]),
+    st.booleans(),
 )
-def test_attention(batch, sequence, heads, width, window):
+def test_attention(batch, sequence, num_heads, width, window, base, in_blocks):
     torch.manual_seed(0)
-    q = torch.randn(batch, sequence, heads[0], width)
-    k, v = torch.randn(2, batch, sequence, heads[1], width)
-    assert_same(
-        lambda q, k, v: attention(q, k, v, window),
-        lambda q, k, v: attention_reference(q, k, v, window),
-        q,
-        k,
-        v,
-    )
+    heads = Heads(*num_heads, width)
+    fused = torch.randn(batch, sequence, (heads[0] + 2 * heads[1]) * width)
+    turns = rotary_turns(base, width, sequence, fused.device) if base else None
+    with pytest.MonkeyPatch.context() as patch:
+        if not in_blocks:
+            patch.setattr("myriad.kernels.attention.runs_in_blocks", lambda fused, window: False)
+        assert_same(
+            lambda fused: attention(fused, heads, window, turns),
+            lambda fused: reference(fused, heads, window, base),
+            fused,
+        )
 
 
-def test_attention_sees_exactly_its_window():
-    q, k, v = torch.randn(3, 1, 32, 2, 4)
-    v = torch.eye(32)[None, :, None, :].expand(1, 32, 2, 32)  # the output is the attention matrix
-    seen = attention(q, k, v, 4)[0, :, 0] > 0
-    assert torch.equal(seen, torch.ones(32, 32).tril().triu(-3).bool())
+def test_blocks_are_for_short_spans_of_float32_on_cpu():
+    assert runs_in_blocks(torch.empty(1, 256, 3), None)
+    assert runs_in_blocks(torch.empty(1, 8192, 3), 256)
+    assert not runs_in_blocks(torch.empty(1, 8192, 3), None)
+    assert not runs_in_blocks(torch.empty(1, 200, 3), None)
+    assert not runs_in_blocks(torch.empty(1, 256, 3, dtype=torch.bfloat16), None)
+    assert not runs_in_blocks(torch.empty(1, 256, 3, device="meta"), None)
+
+
+@pytest.mark.parametrize("sequence", [32, 128])
+def test_attention_sees_exactly_its_window(sequence):
+    q, k = torch.randn(2, 1, sequence, 1, sequence)
+    v = torch.eye(sequence)[None, :, None, :]  # the output is the attention matrix
+    fused = torch.cat([q, k, v], 2).flatten(2)
+    seen = attention(fused, Heads(1, 1, sequence), 4)[0] > 0
+    assert torch.equal(seen, torch.ones(sequence, sequence).tril().triu(-3).bool())
 
 
 def test_linear_with_a_bias_and_any_leading_shape():
@@ -205,17 +229,21 @@ def test_embedding_of_a_part_of_the_vocabulary(first_row):
     torch.testing.assert_close(sink.total, expected)
 
 
+def rotated(x, base, first_position=0):
+    return turned(x, rotary_turns(base, x.shape[3], x.shape[1], x.device, first_position))
+
+
 def test_rotary():
     x = torch.randn(2, 9, 3, 8)
-    assert_same(lambda x: rotary(x, 100.0), lambda x: rotary_reference(x, 100.0), x)
-    torch.testing.assert_close(rotary(x, 100.0, 5), rotary_reference(x, 100.0, 5), rtol=1e-4, atol=1e-5)
+    assert_same(lambda x: rotated(x, 100.0), lambda x: rotary_reference(x, 100.0), x)
+    torch.testing.assert_close(rotated(x, 100.0, 5), rotary_reference(x, 100.0, 5), rtol=1e-4, atol=1e-5)
 
 
 def test_rotary_scores_depend_on_the_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 8)
 
     def score(at_q, at_k):
-        return (rotary(q, 100.0, at_q) * rotary(k, 100.0, at_k)).sum().item()
+        return (rotated(q, 100.0, at_q) * rotated(k, 100.0, at_k)).sum().item()
 
     assert score(3, 1) == pytest.approx(score(60, 58), abs=1e-4)
 
