@@ -7,20 +7,19 @@ No torch here: a job can be read, checked and explained on a machine that cannot
 """
 
 import difflib
-import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from myriad.comm.layout import Layout
+from myriad.comm.layout import Layout, check_layout
 from myriad.config import Config
 from myriad.data.config import DataConfig
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerConfig, Precision
+from myriad.parallel.partition import partition_layers
 from myriad.recipes import read_recipe, recipe_names
 from myriad.toml_text import dump_toml, parse_override, set_dotted
 
@@ -92,10 +91,8 @@ def _need(condition: bool, key: str, value: object, allowed: str) -> None:
         raise BadInputError(key, value, allowed)
 
 
-def _check_axes_not_built(job: Job) -> None:
-    cp, ep = job.layout.cp, job.layout.ep
-    _need(cp == 1, "layout.cp", cp, "only 1: context parallelism is not built yet")
-    _need(ep == 1, "layout.ep", ep, "only 1: expert parallelism is not built yet")
+def _check_layout(job: Job) -> None:
+    check_layout(job.layout)
 
 
 def _check_heads(job: Job) -> None:
@@ -125,28 +122,11 @@ def _check_stages(job: Job) -> None:
     allowed = f"at most {pieces} stages for {job.model.layers} blocks, embedding and head"
     stages = layout.num_stages
     _need(stages <= pieces, "layout.pp x layout.virtual_stages", stages, allowed)
-    only_one = layout.schedule in ("1f1b", "zero-bubble")
-    allowed = f"only 1 with schedule {layout.schedule}; interleaved and gpipe take more"
-    _need(not only_one or layout.virtual_stages == 1, "layout.virtual_stages", layout.virtual_stages, allowed)
 
 
 def _check_partition(job: Job) -> None:
-    key, partition = "layout.partition", job.layout.partition
-    kind, _, rest = partition.partition(":")
-    allowed = "uniform, parameters, profile, type:REGEX or manual:B1,B2,... (first layer of each later stage)"
-    if kind == "type" and rest:
-        try:
-            re.compile(rest)
-        except re.error as error:
-            raise BadInputError(key, partition, f"not a regular expression: {error}") from None
-    elif kind == "manual" and re.fullmatch(r"[0-9]+(,[0-9]+)*", rest):
-        cuts, pieces = [int(cut) for cut in rest.split(",")], job.model.layers + 2
-        rising = all(a < b for a, b in pairwise([0, *cuts, pieces]))
-        num_cuts = job.layout.num_stages - 1
-        allowed = f"must be {num_cuts} rising cuts between 1 and {pieces - 1} for {num_cuts + 1} stages"
-        _need(rising and len(cuts) == num_cuts, key, partition, allowed)
-    else:
-        _need(partition in ("uniform", "parameters", "profile"), key, partition, allowed)
+    kinds = ("Embedding", *("Block" for _ in range(job.model.layers)), "Head")
+    partition_layers(job.layout.partition, job.layout.num_stages, kinds, [1.0] * len(kinds))
 
 
 def _check_batch(job: Job) -> None:
@@ -180,7 +160,7 @@ def _check_warmup(job: Job) -> None:
 
 
 _RULES: tuple[Callable[[Job], None], ...] = (
-    _check_axes_not_built,
+    _check_layout,
     _check_heads,
     _check_tensor_parallel,
     _check_stages,

@@ -124,6 +124,17 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["layout.pp=2", "layout.partition=manual:1,2"], "layout.partition", "1 rising cuts between 1 and 5"),
         (["layout.pp=3", "layout.partition=manual:3,3"], "layout.partition", "2 rising cuts"),
         (["layout.pp=2", "layout.partition=manual:6"], "layout.partition", "between 1 and 5"),
+        (
+            ["layout.pp=2", "layout.partition=type:Norm"],
+            "layout.partition",
+            "kinds are Embedding, Block, Head",
+        ),
+        (["layout.reduce=each"], "layout.reduce", "needs layout.zero = 2 or 3"),
+        (
+            ["layout.reduce=each", "layout.zero=1", "layout.dp=2"],
+            "layout.reduce",
+            "needs layout.zero = 2 or 3",
+        ),
         (["layout.dp=3"], "train.global_batch", "multiple of layout.dp x layout.micro_batch = 3"),
         (["layout.pp=3", "layout.virtual_stages=2"], "train.global_batch", "multiple of 3"),
         (["model.window=65"], "model.window", "at most model.sequence = 64"),
@@ -161,6 +172,7 @@ def test_bad_input_is_one_line_with_key_value_and_what_is_allowed(
     [
         ["layout.dp=2", "layout.tp=2", "layout.pp=2", "layout.virtual_stages=2", "layout.zero=3"],
         ["layout.zero=3"],
+        ["layout.zero=2", "layout.reduce=each"],
         ["layout.pp=6", "layout.schedule=zero-bubble"],
         ["layout.pp=3", "layout.partition=manual:2,4"],
         ["layout.pp=2", "layout.partition=type:Block"],

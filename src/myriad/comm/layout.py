@@ -10,8 +10,9 @@ from typing import Literal
 from pydantic import Field
 
 from myriad.config import Config
+from myriad.errors import BadInputError
 
-__all__ = ["AXES", "Layout"]
+__all__ = ["AXES", "Layout", "check_layout"]
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
 """Axes of the rank grid, slowest first."""
@@ -35,8 +36,8 @@ class Layout(Config):
     zero: int = Field(0, ge=0, le=3)
     """What data-parallel ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
     reduce: Literal["last", "each"] = "last"
-    """When gradients are reduced: after a chunk's last backward, or after each (least memory with zero = 2 or
-    3)."""
+    """When gradients are reduced: after a chunk's last backward, or after each (least memory; needs zero = 2
+    or 3)."""
     micro_batch: int = Field(1, ge=1)
     """Sequences in one micro-batch."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] | None = None
@@ -62,3 +63,17 @@ class Layout(Config):
     def schedule_name(self) -> str:
         """The schedule, with the default filled in."""
         return self.schedule or ("interleaved" if self.virtual_stages > 1 else "1f1b")
+
+
+def check_layout(layout: Layout) -> None:
+    """Every rule that spans a layout's own fields. Raises `BadInputError`."""
+    if layout.cp > 1:
+        raise BadInputError("layout.cp", layout.cp, "only 1: context parallelism is not built yet")
+    if layout.ep > 1:
+        raise BadInputError("layout.ep", layout.ep, "only 1: expert parallelism is not built yet")
+    if layout.virtual_stages > 1 and layout.schedule in ("1f1b", "zero-bubble"):
+        allowed = f"only 1 with schedule {layout.schedule}; interleaved and gpipe take more"
+        raise BadInputError("layout.virtual_stages", layout.virtual_stages, allowed)
+    if layout.reduce == "each" and layout.zero < 2:
+        allowed = "needs layout.zero = 2 or 3, where a reduced gradient is kept apart from the sum; or last"
+        raise BadInputError("layout.reduce", layout.reduce, allowed)

@@ -1,9 +1,10 @@
-"""Which layers make which stage: a list of layers cut at boundaries.
+"""Which layers make which stage: a list of layers cut at boundaries. No torch here.
 
-uniform         equal numbers of the most common kind of layer (the blocks); the others ride with their
-neighbours type:REGEX      equal numbers of the layers whose kind matches parameters      the largest stage
-has as few parameters as possible profile         the slowest stage is as fast as possible, by measured
-seconds per layer manual:B1,B2    first layer of each later stage
+uniform        equal numbers of the most common kind of layer (the blocks); the others ride along
+type:REGEX     equal numbers of the layers whose kind matches
+parameters     the largest stage has as few parameters as possible
+profile        the slowest stage is as fast as possible, by measured seconds per layer
+manual:B1,B2   first layer of each later stage
 """
 
 import re
@@ -14,6 +15,9 @@ from itertools import pairwise
 from myriad.errors import BadInputError
 
 __all__ = ["partition_layers"]
+
+_KEY = "layout.partition"
+_RULES = "uniform, parameters, profile, type:REGEX or manual:B1,B2,... (first layer of each later stage)"
 
 
 def partition_layers(
@@ -27,31 +31,42 @@ def partition_layers(
     if num_stages > num_layers:
         raise BadInputError("layout.pp x layout.virtual_stages", num_stages, f"at most {num_layers} layers")
     name, _, rest = rule.partition(":")
-    if name == "manual":
-        cuts = [0, *(int(cut) for cut in rest.split(",")), num_layers]
-    elif name in ("parameters", "profile"):
+    if name == "manual" and re.fullmatch(r"[0-9]+(,[0-9]+)*", rest):
+        cuts = _manual_cuts(rule, [int(cut) for cut in rest.split(",")], num_stages, num_layers)
+    elif name == "type" and rest:
+        cuts = _even_cuts(_matching(rule, rest, num_stages, kinds), num_stages, num_layers)
+    elif rule in ("parameters", "profile"):
         assert costs is not None
         cuts = _balanced_cuts(costs, num_stages)
-    elif name == "type":
-        cuts = _even_cuts(_matching(rule, rest, num_stages, kinds), num_stages, num_layers)
-    else:
+    elif rule == "uniform":
         common = Counter(kinds).most_common(1)[0][0]
         matching = [layer for layer, kind in enumerate(kinds) if kind == common]
         chosen = matching if len(matching) >= num_stages else list(range(num_layers))
         cuts = _even_cuts(chosen, num_stages, num_layers)
-    if len(cuts) != num_stages + 1 or any(a >= b for a, b in pairwise(cuts)):
-        raise BadInputError(
-            "layout.partition", rule, f"must cut {num_layers} layers into {num_stages} stages"
-        )
+    else:
+        raise BadInputError(_KEY, rule, _RULES)
     return [range(a, b) for a, b in pairwise(cuts)]
 
 
+def _manual_cuts(rule: str, inner: list[int], num_stages: int, num_layers: int) -> list[int]:
+    cuts = [0, *inner, num_layers]
+    if len(inner) != num_stages - 1 or any(a >= b for a, b in pairwise(cuts)):
+        allowed = (
+            f"must be {num_stages - 1} rising cuts between 1 and {num_layers - 1} for {num_stages} stages"
+        )
+        raise BadInputError(_KEY, rule, allowed)
+    return cuts
+
+
 def _matching(rule: str, pattern: str, num_stages: int, kinds: Sequence[str]) -> list[int]:
-    matching = [layer for layer, kind in enumerate(kinds) if re.search(pattern, kind)]
+    try:
+        matching = [layer for layer, kind in enumerate(kinds) if re.search(pattern, kind)]
+    except re.error as error:
+        raise BadInputError(_KEY, rule, f"not a regular expression: {error}") from None
     if len(matching) < num_stages:
         known = ", ".join(dict.fromkeys(kinds))
         allowed = f"at least {num_stages} layers must match; kinds are {known}"
-        raise BadInputError("layout.partition", rule, allowed)
+        raise BadInputError(_KEY, rule, allowed)
     return matching
 
 
