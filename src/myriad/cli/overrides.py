@@ -8,7 +8,7 @@ the next argument.
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from typer.core import TyperCommand
@@ -21,10 +21,10 @@ __all__ = ["OverrideCommand", "parse_overrides", "split_overrides"]
 _META = "myriad.overrides"
 
 
-def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Overrides as ``key=value``, and the tokens that are none."""
+def split_overrides(arguments: Sequence[str], own: Collection[str] = ()) -> tuple[list[str], list[str]]:
+    """Overrides as ``key=value``, and the tokens that are none; ``own``: options of the verb that go first."""
     switches = _switches()
-    top_level = _top_level()
+    top_level = _top_level() - {option.removeprefix("--") for option in own}
     overrides: list[str] = []
     rest: list[str] = []
     tokens = list(arguments)
@@ -95,8 +95,8 @@ class OverrideCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Takes the overrides out, refuses unknown options with the nearest known one, parses the rest."""
-        ctx.meta[_META], rest = split_overrides(args)
         own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
+        ctx.meta[_META], rest = split_overrides(args, own)
         for token in rest:
             if token.startswith("--") and token != "--" and token.partition("=")[0] not in own:
                 raise _unknown(token, own)
