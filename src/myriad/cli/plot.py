@@ -5,10 +5,10 @@ the picture of a loss is two axes and a line.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
-__all__ = ["Series", "loss_svg", "smooth", "terminal_plot"]
+__all__ = ["Series", "lines_svg", "loss_svg", "smooth", "terminal_plot"]
 
 Series = Sequence[tuple[float, float]]
 """Points ``(step, loss)``, in order of step."""
@@ -76,28 +76,56 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
 def loss_svg(training: Series, validation: Series, title: str) -> str:
     """A line chart, 720 x 400, readable on light and dark pages."""
     chart = _Chart(training, validation)
-    parts = [
+    return _document(
+        title,
+        [
+            *chart.axes(),
+            chart.line(training, "#9db7d5", 1.0, 0.6),
+            chart.line(smooth(training), "#1f5fa8", 2.0, 1.0),
+            *chart.points(validation, "#d1495b"),
+            *_legend(bool(validation)),
+        ],
+    )
+
+
+def _document(title: str, parts: Sequence[str]) -> str:
+    head = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" font-family="system-ui, sans-serif" '
         'font-size="12">',
         '<rect width="720" height="400" rx="6" fill="#ffffff"/>',
         f'<text x="60" y="26" font-size="15" fill="#1a1a1a">{escape(title)}</text>',
-        *chart.axes(),
-        chart.line(training, "#9db7d5", 1.0, 0.6),
-        chart.line(smooth(training), "#1f5fa8", 2.0, 1.0),
-        *chart.points(validation, "#d1495b"),
-        *_legend(bool(validation)),
-        "</svg>",
     ]
-    return "\n".join(parts) + "\n"
+    return "\n".join([*head, *parts, "</svg>"]) + "\n"
+
+
+_COLOURS = ("#1f5fa8", "#d1495b", "#3a8f5c", "#b07c1e", "#7a4fa3", "#555555")
+
+
+def lines_svg(lines: Mapping[str, Series], title: str, across: str) -> str:
+    """Several smoothed losses in one chart of the same style; ``across`` names the horizontal axis."""
+    chart = _Chart(*lines.values(), across=across)
+    curves = zip(lines.values(), _COLOURS, strict=False)
+    return _document(
+        title,
+        [
+            *chart.axes(),
+            *(chart.line(smooth(points), colour, 2.0, 1.0) for points, colour in curves),
+            *_entries(list(zip(_COLOURS, lines, strict=False))),
+        ],
+    )
 
 
 def _legend(with_validation: bool) -> list[str]:
     entries = [("#9db7d5", "training"), ("#1f5fa8", "training, smoothed")]
     if with_validation:
         entries.append(("#d1495b", "validation"))
+    return _entries(entries)
+
+
+def _entries(entries: Sequence[tuple[str, str]]) -> list[str]:
     return [
         f'<rect x="540" y="{50 + 18 * row}" width="14" height="4" fill="{colour}"/>'
-        f'<text x="562" y="{56 + 18 * row}" fill="#444">{name}</text>'
+        f'<text x="562" y="{56 + 18 * row}" fill="#444">{escape(name)}</text>'
         for row, (colour, name) in enumerate(entries)
     ]
 
@@ -107,7 +135,8 @@ class _Chart:
 
     left, right, top, bottom = 60.0, 700.0, 44.0, 352.0
 
-    def __init__(self, *series: Series) -> None:
+    def __init__(self, *series: Series, across: str = "step") -> None:
+        self._across = across
         points = [point for line in series for point in line if math.isfinite(point[1])] or [(0.0, 0.0)]
         self._steps = _span([step for step, _ in points])
         low, high = _span([loss for _, loss in points])
@@ -147,7 +176,7 @@ class _Chart:
         for step in _ticks(*self._steps):
             x = self._x(step)
             out.append(f'<text x="{x:.1f}" y="370" text-anchor="middle" fill="#444">{step:g}</text>')
-        out.append('<text x="380" y="390" text-anchor="middle" fill="#444">step</text>')
+        out.append(f'<text x="380" y="390" text-anchor="middle" fill="#444">{escape(self._across)}</text>')
         out.append(
             '<text x="14" y="198" text-anchor="middle" fill="#444" transform="rotate(-90 14 198)">'
             "loss (nats a token)</text>"

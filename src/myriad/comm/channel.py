@@ -27,17 +27,25 @@ class Posted:
 
 
 class Channel:
-    """Transfers between this rank and its pipeline peers, in one direction of travel."""
+    """Transfers of one payload between this rank and its pipeline peers.
 
-    def __init__(self, groups: Groups, purpose: str) -> None:
-        self._ranks = groups.grid.peers("pp")
-        self._group = groups.along("pp", purpose=purpose)
+    With several model pieces a rank, one payload travels both ways between the same two ranks (the last
+    pipeline rank's pieces feed the first's): then each way has a group too.
+    """
+
+    def __init__(self, groups: Groups, purpose: str, *, both_ways: bool) -> None:
+        self._ranks, self._rank = groups.grid.peers("pp"), groups.grid.index("pp")
+        upwards = groups.along("pp", purpose=f"{purpose} up")
+        downwards = groups.along("pp", purpose=f"{purpose} down") if both_ways else upwards
+        self._groups = {True: upwards, False: downwards}
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Posted:
         """Posts a send to pipeline rank ``peer``."""
         tensor = tensor.contiguous()
-        return Posted(dist.isend(tensor, self._ranks[peer], group=self._group, tag=tag), tensor)
+        group = self._groups[peer > self._rank]
+        return Posted(dist.isend(tensor, self._ranks[peer], group=group, tag=tag), tensor)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Posted:
         """Posts a receive into ``tensor`` from pipeline rank ``peer``."""
-        return Posted(dist.irecv(tensor, self._ranks[peer], group=self._group, tag=tag), tensor)
+        group = self._groups[peer < self._rank]
+        return Posted(dist.irecv(tensor, self._ranks[peer], group=group, tag=tag), tensor)

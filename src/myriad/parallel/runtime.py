@@ -73,7 +73,8 @@ class Runtime:
         self._micro_batch, self._seed, self._recorder = micro_batch, seed, recorder
         self._channels: dict[Payload, Channel] = {}
         if groups.grid.layout.pp > 1:
-            self._channels = {payload: Channel(groups, payload) for payload in Payload}
+            both_ways = groups.grid.layout.virtual_stages > 1
+            self._channels = {payload: Channel(groups, payload, both_ways=both_ways) for payload in Payload}
         self._device = pieces.chunks[0].values.device
         self._do: Mapping[Kind, Callable[[Action, _Iteration], None]] = {
             Kind.GATHER: self._gather,
