@@ -113,9 +113,8 @@ def main() -> None:
     open_corpora(DataConfig(), settings.sequence)  # made once, outside the measurement
     rows = {"one for each node": measure(settings, False), "one for each rank": measure(settings, True)}
     names = list(next(iter(rows.values())))
-    print(
-        f"{settings.ranks} ranks, {settings.rows} x {settings.sequence} tokens, {settings.step_seconds} s each"
-    )
+    tokens = f"{settings.rows} x {settings.sequence} tokens"
+    print(f"{settings.ranks} ranks, {tokens} and {settings.step_seconds} s a step")
     print("| loader | " + " | ".join(names) + " |\n|" + "---|" * (len(names) + 1))
     for name, values in rows.items():
         print(f"| {name} | " + " | ".join(f"{values[column]:.3g}" for column in names) + " |")
