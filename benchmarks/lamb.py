@@ -9,7 +9,6 @@ x the batch).
 """
 
 import argparse
-import contextlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,28 +62,41 @@ def train(optimizer: str, batch: int, learning_rate: float, tokens: int, folder:
 def best(optimizer: str, batch: int, rates: tuple[float, ...], tokens: int, folder: Path) -> Result:
     found = [train(optimizer, batch, rate, tokens, folder) for rate in rates]
     for result in found:
-        print(
-            f"| {result.optimizer} | {result.batch} | {result.learning_rate:g} | {result.steps} |
-            {result.loss:.4f} |", flush=True,
+        cells = (
+            result.optimizer,
+            result.batch,
+            f"{result.learning_rate:g}",
+            result.steps,
+            f"{result.loss:.4f}",
         )
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
     return min(found, key=lambda result: result.loss)
 
 
+def draw(results: tuple[Result, ...], path: Path) -> None:
+    lines = {f"{r.optimizer}, batch {r.batch}: {r.loss:.3f}": r.curve for r in results}
+    path.write_text(lines_svg(lines, "LAMB at 4 x the batch, same text, same tokens", "tokens"))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter) parser.add_argument("--tokens", type=int,
-    default=600_000, help="tokens of each training") parser.add_argument("--svg", type=Path, help="where to
-    draw the three losses") options = parser.parse_args() print("| optimizer | batch | learning rate | steps |
-    validation loss |\n|---|---|---|---|---|") with tempfile.TemporaryDirectory() as name,
-    contextlib.chdir(name):
-        settings = (("adamw", BATCH, ADAMW_RATES), ("adamw", 4 * BATCH, ADAMW_RATES), ("lamb", 4 * BATCH,
-        LAMB_RATES)) small, large, lamb = (best(*setting, options.tokens, Path(name)) for setting in settings)
-    print(f"\nbest AdamW, batch {BATCH}: {small.loss:.4f}; best AdamW, batch {4 * BATCH}: {large.loss:.4f}; ",
-    end="") print(f"best LAMB, batch {4 * BATCH}: {lamb.loss:.4f} ({lamb.loss - small.loss:+.4f} to AdamW at
-    batch {BATCH})") if options.svg:
-        lines = {f"{r.optimizer}, batch {r.batch} (final {r.loss:.3f})": r.curve for r in (small, large,
-        lamb)} options.svg.write_text(lines_svg(lines, "LAMB at 4 x the batch, same text, same tokens",
-        "tokens"))
+    parser = argparse.ArgumentParser(description="LAMB at 4 x the batch against AdamW, same tokens.")
+    parser.add_argument("--tokens", type=int, default=600_000, help="tokens of each training")
+    parser.add_argument("--svg", type=Path, help="where to draw the three losses")
+    options = parser.parse_args()
+    print("| optimizer | batch | learning rate | steps | validation loss |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        small, large, lamb = (
+            best(*setting, options.tokens, Path(folder))
+            for setting in (
+                ("adamw", BATCH, ADAMW_RATES),
+                ("adamw", 4 * BATCH, ADAMW_RATES),
+                ("lamb", 4 * BATCH, LAMB_RATES),
+            )
+        )
+    print(f"\nbest AdamW, batch {BATCH}: {small.loss:.4f}; best AdamW, batch {4 * BATCH}: {large.loss:.4f}")
+    print(f"best LAMB, batch {4 * BATCH}: {lamb.loss:.4f}, {lamb.loss - small.loss:+.4f} to AdamW's")
+    if options.svg:
+        draw((small, large, lamb), options.svg)
 
 
 if __name__ == "__main__":
