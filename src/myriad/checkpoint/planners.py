@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from myriad.errors import RunFailedError
 from myriad.model.rectangle import Rectangle
 
-__all__ = ["PROGRESS", "RectangleLoadPlanner", "RectangleSavePlanner"]
+__all__ = ["PROGRESS", "RectangleLoadPlanner", "RectangleSavePlanner", "check_same_model"]
 
 PROGRESS = "progress"
 """Name under which everything that is not a tensor is kept."""
@@ -46,6 +46,17 @@ PROGRESS = "progress"
 
 def _chunk(rectangle: Rectangle) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(rectangle.offsets), rectangle.values.shape)
+
+
+def check_same_model(metadata: Metadata, rectangles: Sequence[Rectangle]) -> None:
+    """Refuses, before anything is read, a checkpoint in which a tensor is missing or has another shape."""
+    for part in rectangles:
+        kept = metadata.state_dict_metadata.get(part.name)
+        there = tuple(kept.size) if isinstance(kept, TensorStorageMetadata) else "nothing"
+        if there != part.full_shape:
+            raise RunFailedError(
+                f"checkpoint of another model: {part.name} is {part.full_shape} here, {there} there"
+            )
 
 
 class RectangleSavePlanner(SavePlanner):
@@ -116,12 +127,8 @@ class RectangleLoadPlanner(LoadPlanner):
         nowhere = torch.Size((0,))
         items = [ReadItem(LoadItemType.BYTE_IO, progress, nowhere, progress, nowhere, nowhere)]
         for part in self._parts.values():
-            kept = stored.get(part.name)
-            if not isinstance(kept, TensorStorageMetadata) or tuple(kept.size) != part.full_shape:
-                had = tuple(kept.size) if isinstance(kept, TensorStorageMetadata) else "nothing"
-                raise RunFailedError(
-                    f"checkpoint of another model: {part.name} is {part.full_shape} here, {had} there"
-                )
+            kept = stored[part.name]
+            assert isinstance(kept, TensorStorageMetadata), "see check_same_model"
             items += create_read_items_for_chunk_list(part.name, kept, [_chunk(part)])
         return LoadPlan(items)
 

@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from myriad.checkpoint.planners import RectangleLoadPlanner, RectangleSavePlanner
+from myriad.checkpoint.planners import RectangleLoadPlanner, RectangleSavePlanner, check_same_model
 from myriad.errors import RunFailedError
 from myriad.model.rectangle import Rectangle
 
@@ -61,9 +62,13 @@ class CheckpointFolder:
             raise RunFailedError(f"no checkpoint verifies: {'; '.join(problems)}")
         return None
 
-    def prune(self, keep: int) -> None:
-        """Removes all but the newest ``keep``."""
-        for step in self.steps()[:-keep]:
+    def prune(self, keep: int, newest: int) -> None:
+        """Removes all but ``keep`` checkpoints up to step ``newest``, which was just saved.
+
+        One of a later step is of an earlier attempt and did not verify: it counts for nothing, and is
+        replaced when the run comes to that step.
+        """
+        for step in [step for step in self.steps() if step <= newest][:-keep]:
             shutil.rmtree(self.of_step(step), ignore_errors=True)
 
 
@@ -81,7 +86,7 @@ def save(
         dist.barrier()
     writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
     planner = RectangleSavePlanner(rectangles, progress)
-    with _quiet():
+    with _one_line(f"{final.name} cannot be written"):
         state_dict_saver.save({}, storage_writer=writer, planner=planner, no_dist=alone)
     if is_first:
         _commit(partial, final, progress)
@@ -91,11 +96,16 @@ def save(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """DCP warns whenever one process saves or loads alone, which is meant here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _one_line(what: str) -> Iterator[None]:
+    """DCP without its warning, given whenever one process saves or loads alone, and without the tracebacks of
+    every rank in an error."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise RunFailedError(f"{what}: {cause} (rank {rank})") from error
 
 
 def _commit(partial: Path, final: Path, progress: dict[str, Any]) -> None:
@@ -103,8 +113,9 @@ def _commit(partial: Path, final: Path, progress: dict[str, Any]) -> None:
         entry.name: {"bytes": entry.stat().st_size, "xxh3_128": _hash(entry)}
         for entry in sorted(partial.iterdir())
     }
+    manifest = {"version": 1, "progress": progress, "files": files}
     with open(partial / _MANIFEST, "w") as stream:
-        json.dump({"version": 1, "progress": progress, "files": files}, stream, indent=1)
+        json.dump(manifest | {"xxh3_128": _manifest_hash(manifest)}, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
     _sync_folder(partial)
@@ -129,12 +140,24 @@ def _hash(path: Path) -> str:
     return digest.hexdigest()
 
 
+def _manifest_hash(manifest: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Raises ``ValueError`` or ``OSError`` for one that is not as it was written."""
+    manifest = json.loads((checkpoint / _MANIFEST).read_text())
+    if not isinstance(manifest, dict) or manifest.pop("xxh3_128", None) != _manifest_hash(manifest):
+        raise ValueError("its bytes changed after it was written")
+    return manifest
+
+
 def verify(checkpoint: Path) -> list[str]:
     """What is wrong with a checkpoint, a line for each file; empty when every byte is as it was written."""
     try:
-        manifest = json.loads((checkpoint / _MANIFEST).read_text())
+        manifest = _read_manifest(checkpoint)
     except (OSError, ValueError) as error:
-        return [f"{checkpoint.name}: no readable manifest ({error})"]
+        return [f"{checkpoint.name}/{_MANIFEST}: not readable ({error})"]
     problems = []
     for name, expected in manifest["files"].items():
         path = checkpoint / name
@@ -150,10 +173,12 @@ def verify(checkpoint: Path) -> list[str]:
 
 
 def load(checkpoint: Path, rectangles: Sequence[Rectangle]) -> dict[str, Any]:
-    """Fills the rectangles, each rank by itself, in whatever layout; gives the progress that was saved."""
-    planner = RectangleLoadPlanner(rectangles)
-    with _quiet():
-        state_dict_loader.load({}, storage_reader=FileSystemReader(checkpoint), planner=planner, no_dist=True)
+    """Fills the rectangles, each rank by itself, in whatever layout; gives the progress that was saved. Raises
+    `RunFailedError` for a checkpoint of another model, or one that cannot be read."""
+    reader, planner = FileSystemReader(checkpoint), RectangleLoadPlanner(rectangles)
+    check_same_model(reader.read_metadata(), rectangles)
+    with _one_line(f"{checkpoint.name} cannot be read"):
+        state_dict_loader.load({}, storage_reader=reader, planner=planner, no_dist=True)
     return planner.progress
 
 

@@ -189,7 +189,7 @@ class Trainer:
         progress: dict[str, Any] = {"step": self.step, "optimizer_steps": self.engine.optimizer.steps_done}
         path = save(self.checkpoints, self.step, list(self.engine.rectangles()), progress)
         if self.is_first:
-            self.checkpoints.prune(self.job.checkpoint.keep)
+            self.checkpoints.prune(self.job.checkpoint.keep, self.step)
         seconds = time.perf_counter() - started
         self._event("checkpoint", step=self.step, path=path.name, seconds=seconds)
 
