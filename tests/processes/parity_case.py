@@ -1,4 +1,9 @@
-"""Trains a tiny GPT on fixed tokens in some layout and gives losses and final whole parameters."""
+"""Trains a tiny GPT on fixed tokens in some layout and gives losses and final whole parameters.
+
+Adam divides by the root of the second moment, so with an epsilon of 1e-8 an element whose gradient is nothing but
+rounding noise moves by the whole learning rate, in a direction that no two layouts share (measured: one small matrix
+differs by 1.7e-5 then, all parameters together by 5e-7; by 5e-7 and 3e-8 with the 1e-6 used here).
+"""
 
 import os
 from dataclasses import dataclass, field
@@ -19,6 +24,7 @@ from myriad.parallel.partition import partition_layers
 from myriad.parallel.runtime import Batch
 from myriad.telemetry.spans import Recorder
 
+OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 5, "epsilon": 1e-6}
 TINY = {"layers": 4, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 90, "vocabulary_multiple": 16}
 
 
@@ -49,7 +55,7 @@ def make_engine(case: Case, recorder: Recorder | None = None) -> Engine:
         partition_layers(layout.partition, layout.num_stages, definition.kinds, costs),
         Batch(tokens, tokens, tokens[:, 0]),
         case.global_batch // (layout.dp * layout.micro_batch),
-        OptimizerConfig(**({"learning_rate": 1e-3, "warmup_steps": 5} | case.optimizer)),
+        OptimizerConfig(**(OPTIMIZER | case.optimizer)),
         seed=3,
         dtype=case.dtype,
         device=torch.device("cpu"),
@@ -74,7 +80,7 @@ def batch_of_rank(case: Case, engine: Engine, step: int) -> Batch:
 
 
 def train_steps(case: Case, engine: Engine, first: int, last: int) -> list[tuple[float, float]]:
-    config = OptimizerConfig(**({"learning_rate": 1e-3, "warmup_steps": 5} | case.optimizer))
+    config = OptimizerConfig(**(OPTIMIZER | case.optimizer))
     found = []
     targets = case.global_batch * (TINY | case.model)["sequence"]
     for step in range(first, last):

@@ -49,7 +49,10 @@ def parity(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Train a job in two or more layouts, in float32, and compare every loss and every parameter.
+    """Train a job in two or more layouts and compare every loss and every parameter.
+
+    In float32, and with an optimizer.epsilon of at least 1e-6: below it Adam moves elements whose gradient is
+    only rounding noise by the whole learning rate, each layout its own way.
 
     Prints the largest relative difference, or the first step and the first tensor in which they part.
 
@@ -84,9 +87,10 @@ def _job(name: str, layout: str, overrides: list[str], steps: int, keep_every: i
     keys = [part.strip() for part in layout.split(",") if part.strip()]
     fixed = ["train.precision=float32", "train.threads=1", f"train.steps={steps}", "train.sample_prompt=off"]
     kept = [f"checkpoint.every={keep_every}", f"checkpoint.keep={steps}", "train.validate_every=0"]
-    warmup = load_job(name, overrides).optimizer.warmup_steps
-    shorter = [f"optimizer.warmup_steps={min(warmup, steps)}", "data.validation_batches=0"]
-    return load_job(name, [*overrides, *fixed, *kept, *shorter, *(f"layout.{key}" for key in keys)])
+    given = load_job(name, overrides).optimizer
+    steady = [f"optimizer.epsilon={max(given.epsilon, 1e-6)}", "data.validation_batches=0"]
+    shorter = [f"optimizer.warmup_steps={min(given.warmup_steps, steps)}"]
+    return load_job(name, [*overrides, *fixed, *kept, *steady, *shorter, *(f"layout.{key}" for key in keys)])
 
 
 def _check_cores(jobs: list["Job"], oversubscribe: bool) -> None:
