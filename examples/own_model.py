@@ -56,15 +56,18 @@ def batch(step: int, rows: range) -> Batch:
     return Batch(numbers, numbers.argsort(1).argsort(1), torch.arange(rows.start, rows.stop))
 
 
-def main() -> None:
-    layout = Layout.model_validate(
-        dict(argument.split("=") for argument in sys.argv[1:]) | {"micro_batch": 8}
-    )
+def make_model() -> LayerList:
     layers = [Layer("embed", Embed), *(Layer(f"mix.{i}", Mixer) for i in range(4))]
     layers.append(Layer("rank", lambda: nn.Linear(WIDTH, ITEMS)))
-    model = LayerList(layers, loss, tensor_parallel={"mix.*.up": "column", "mix.*.down": "row"})
+    return LayerList(layers, loss, tensor_parallel={"mix.*.up": "column", "mix.*.down": "row"})
+
+
+def main() -> None:
+    keys = dict(argument.split("=") for argument in sys.argv[1:])
+    steps = int(keys.pop("steps", 200))
+    layout = Layout.model_validate({"micro_batch": 8} | keys)
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=10, weight_decay=0.01)
-    for step, result in fit(model, batch, layout, optimizer, steps=200, global_batch=64):
+    for step, result in fit(make_model(), batch, layout, optimizer, steps=steps, global_batch=64):
         if step % 20 == 0 or step == 1:
             print(f"step {step:3d}  loss {result.loss:.6f}  gradient norm {result.grad_norm:.4f}", flush=True)
 

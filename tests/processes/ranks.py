@@ -16,7 +16,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _enter(function: Callable[..., Any], rank: int, world: int, port: int, arguments: tuple, results: Any) -> None:
+def _enter(
+    function: Callable[..., Any], rank: int, world: int, port: int, arguments: tuple, results: Any
+) -> None:
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -25,6 +27,7 @@ def _enter(function: Callable[..., Any], rank: int, world: int, port: int, argum
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
     }
     torch.set_num_threads(1)
     try:

@@ -173,8 +173,9 @@ def verify(checkpoint: Path) -> list[str]:
 
 
 def load(checkpoint: Path, rectangles: Sequence[Rectangle]) -> dict[str, Any]:
-    """Fills the rectangles, each rank by itself, in whatever layout; gives the progress that was saved. Raises
-    `RunFailedError` for a checkpoint of another model, or one that cannot be read."""
+    """Fills the rectangles, each rank by itself, in whatever layout; gives the progress that was saved.
+
+    Raises `RunFailedError` for a checkpoint of another model, or one that cannot be read."""
     reader, planner = FileSystemReader(checkpoint), RectangleLoadPlanner(rectangles)
     check_same_model(reader.read_metadata(), rectangles)
     with _one_line(f"{checkpoint.name} cannot be read"):

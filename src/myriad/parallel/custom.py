@@ -1,8 +1,8 @@
 """Your own model: any list of torch modules, in any layout.
 
     model = LayerList(
-        [Layer("embed", make_embed), *(Layer(f"mix.{i}", make_mix) for i in range(8)), Layer("out",
-        make_out)], loss=lambda output, targets: cross_entropy(output, targets, reduction="sum"),
+        [Layer("in", make_in), *(Layer(f"mix.{i}", make_mix) for i in range(8)), Layer("out", make_out)],
+        loss=lambda output, targets: cross_entropy(output, targets, reduction="sum"),
         tensor_parallel={"mix.*.up": "column", "mix.*.down": "row"},
     )
 
@@ -15,8 +15,10 @@ runtime can place (zero-bubble schedules).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
+from glob import escape
 from typing import Any, Literal
 
 import torch
@@ -62,6 +64,11 @@ class LayerList:
         self._rules, self._tied = dict(tensor_parallel or {}), dict(tied or {})
         if len({layer.name for layer in layers}) < len(layers):
             raise BadInputError("layers", [layer.name for layer in layers], "names must differ")
+        with torch.device("meta"):
+            self._shapes = [layer.make() for layer in layers]
+        self._check_rules()
+        for layer, module in zip(layers, self._shapes, strict=True):
+            self._check_state(layer.name, module)
 
     sequence_parallel = False
 
@@ -73,17 +80,19 @@ class LayerList:
     @cached_property
     def kinds(self) -> Sequence[str]:
         """The kinds given, or the modules' class names."""
-        with torch.device("meta"):
-            return [layer.kind or type(layer.make()).__name__ for layer in self._layers]
+        pairs = zip(self._layers, self._shapes, strict=True)
+        return [layer.kind or type(module).__name__ for layer, module in pairs]
 
     @cached_property
     def shards(self) -> Mapping[str, Shard]:
-        """Column: rows of the weight and the bias; row: columns of the weight."""
+        """Column: rows of the weight and the bias; row: columns of the weight. Whole names, no patterns."""
         found: dict[str, Shard] = {}
-        for pattern, rule in self._rules.items():
-            found[f"{pattern}.weight"] = Shard(0 if rule == "column" else 1)
+        for name in self._linears():
+            rule = self._rule(name)
+            if rule is not None:
+                found[escape(f"{name}.weight")] = Shard(0 if rule == "column" else 1)
             if rule == "column":
-                found[f"{pattern}.bias"] = Shard(0)
+                found[escape(f"{name}.bias")] = Shard(0)
         return found
 
     @property
@@ -93,40 +102,74 @@ class LayerList:
 
     def build(self, index: int, boundary: Boundary) -> nn.Module:
         """The layer with its linears replaced; the last one ends in the loss."""
-        layer = self._layers[index].make()
-        self._replace_linears(layer, self._layers[index].name, boundary)
         last = index == len(self._layers) - 1
-        return _Adapted(layer, self._loss if last else None)
+        layer = self._replaced(self._layers[index].make(), self._layers[index].name, boundary)
+        return _adapt(layer, self._loss if last else None)
 
     def initial(self, index: int) -> dict[str, torch.Tensor]:
         """What the module's own initialisation gives under this layer's seed."""
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(key_of(self._seed, self._layers[index].name) % 2**63)
             layer = self._layers[index].make()
-        return {f"layer.{name}": parameter.detach().float() for name, parameter in layer.named_parameters()}
+        return {name: parameter.detach().float() for name, parameter in layer.named_parameters()}
 
-    def _replace_linears(self, module: nn.Module, path: str, boundary: Boundary) -> None:
+    def _replaced(self, module: nn.Module, path: str, boundary: Boundary) -> nn.Module:
+        if type(module) is nn.Linear:
+            return _ParallelLinear(module, self._rule(path), boundary, path)
         for name, child in module.named_children():
-            full = f"{path}.{name}"
-            if type(child) is nn.Linear:
-                setattr(module, name, _ParallelLinear(child, self._rule(full), boundary, full))
-            else:
-                self._replace_linears(child, full, boundary)
+            setattr(module, name, self._replaced(child, f"{path}.{name}", boundary))
+        return module
 
     def _rule(self, name: str) -> Literal["column", "row"] | None:
         return next((rule for pattern, rule in self._rules.items() if fnmatchcase(name, pattern)), None)
 
+    def _linears(self) -> list[str]:
+        """Full names of all linears."""
+        return [
+            f"{layer.name}.{path}".rstrip(".")
+            for layer, whole in zip(self._layers, self._shapes, strict=True)
+            for path, module in whole.named_modules()
+            if type(module) is nn.Linear
+        ]
 
-class _Adapted(nn.Module):
-    """An ordinary module as the runtime calls it."""
+    def _check_rules(self) -> None:
+        linears, parameters = self._linears(), set()
+        for pattern, rule in self._rules.items():
+            if rule not in ("column", "row"):
+                raise BadInputError(f"tensor_parallel.{pattern}", rule, "column or row")
+            if not any(fnmatchcase(name, pattern) for name in linears):
+                allowed = f"must match a linear; they are {', '.join(linears) or 'none'}"
+                raise BadInputError("tensor_parallel", pattern, allowed)
+        for layer, module in zip(self._layers, self._shapes, strict=True):
+            named = module.named_parameters(remove_duplicate=False)
+            parameters |= {f"{layer.name}.{path}" for path, _ in named}
+        for name in (*self._tied, *self._tied.values()):
+            if name not in parameters:
+                near = ", ".join(get_close_matches(name, parameters, 3)) or ", ".join(sorted(parameters))
+                raise BadInputError("tied", name, f"no parameter has this name; near it: {near}")
 
-    def __init__(self, layer: nn.Module, loss: Loss | None) -> None:
-        super().__init__()
-        self.layer, self._loss = layer, loss
+    def _check_state(self, name: str, module: nn.Module) -> None:
+        """A layer's state is its parameters, each under one name: what ranks keep in step."""
+        for path, _ in module.named_buffers():
+            raise BadInputError(
+                f"layers.{name}", path, "a buffer; layers keep their state in parameters only"
+            )
+        once = {path for path, _ in module.named_parameters()}
+        for path, _ in module.named_parameters(remove_duplicate=False):
+            if path not in once and f"{name}.{path}" not in self._tied:
+                raise BadInputError(f"layers.{name}", path, "shares another's values: name both in `tied`")
 
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        output: torch.Tensor = self.layer(x)
-        return output if self._loss is None else self._loss(output, context.targets)
+
+def _adapt(module: nn.Module, loss: Loss | None) -> nn.Module:
+    """Lets the runtime call an ordinary module; a module around it would change its parameters' names."""
+    inner: Callable[[torch.Tensor], torch.Tensor] = module.forward
+
+    def forward(x: torch.Tensor, context: Context) -> torch.Tensor:
+        output = inner(x)
+        return output if loss is None else loss(output, context.targets)
+
+    module.forward = forward
+    return module
 
 
 class _ParallelLinear(nn.Module):

@@ -1,9 +1,11 @@
 """A model in a layout: what a trainer holds of this rank.
 
-engine = Engine(definition, job settings, groups, ...)
-result = engine.train_step(load, learning_rate)      one iteration: loss and gradient norm, the same on every
-rank loss = engine.evaluate(load)                         forward only engine.rectangles()
-this rank's state, as parts of whole tensors
+    engine = Engine(definition, job settings, groups, ...)
+    result = engine.train_step(load, learning_rate)    one iteration: loss and gradient norm over all ranks
+    loss = engine.evaluate(load)                       forward only
+    engine.rectangles()                                this rank's state, as parts of whole tensors
+
+Every rank calls the same method at the same time.
 """
 
 import math
@@ -156,7 +158,8 @@ class Engine:
         rank, name = min(
             firsts, key=lambda first: (not first[1].startswith("parameter"), first[0]), default=(0, "loss")
         )
-        raise RunFailedError(f"loss is {loss} at rank {rank}: first bad tensor is the {name}")
+        step = self.optimizer.steps_done + 1
+        raise RunFailedError(f"step {step}: loss is {loss}; first bad tensor is the {name}, on rank {rank}")
 
     def _reduce_table(self, table: torch.Tensor) -> torch.Tensor:
         """Adds up what the ranks hold of each parameter (LAMB's norms), each element once."""
@@ -186,8 +189,8 @@ class Engine:
                     continue
                 chunk, entry = self._entries[piece.parameter]
                 row_start = chunk.spans[piece.parameter - chunk.first_row][0]
-                region_start = chunk.start + region.values.storage_offset() - chunk.master.storage_offset()
-                start = region_start + piece.start - row_start
+                offset = int(region.values.storage_offset()) - int(chunk.master.storage_offset())
+                start = chunk.start + offset + piece.start - row_start
                 for prefix, tensors in states.items():
                     flat = tensors[index][piece.start : piece.stop]
                     yield from whole_rectangles(

@@ -1,12 +1,14 @@
 """From a job and the environment to everything a rank needs.
 
-RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT     as torchrun sets them;
-under Slurm SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID and the first node's name stand in for them
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT    as torchrun sets them
+    SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID and the first node's name         instead, under Slurm
+
+Where neither is set, the process is a world of one.
 """
 
 import json
 import os
-import subprocess
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,30 +40,34 @@ class Place:
 
 def _adopt_slurm() -> None:
     """Fills what torchrun would have set from Slurm's variables."""
-    if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
-        return
     slurm = os.environ
-    per_node = (
-        slurm.get("SLURM_STEP_TASKS_PER_NODE", slurm.get("SLURM_NTASKS", "1")).split("(")[0].split(",")[0]
-    )
+    if "RANK" in slurm or "SLURM_PROCID" not in slurm:
+        return
+    per_node = slurm.get("SLURM_STEP_TASKS_PER_NODE", slurm.get("SLURM_NTASKS", "1"))
     nodes = slurm.get("SLURM_STEP_NODELIST", slurm.get("SLURM_JOB_NODELIST", "localhost"))
     os.environ |= {
         "RANK": slurm["SLURM_PROCID"],
         "WORLD_SIZE": slurm.get("SLURM_STEP_NUM_TASKS", slurm.get("SLURM_NTASKS", "1")),
         "LOCAL_RANK": slurm.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": per_node,
+        "LOCAL_WORLD_SIZE": str(_tasks_of_node(per_node, int(slurm.get("SLURM_NODEID", "0")))),
     }
     os.environ.setdefault("MASTER_ADDR", _first_host(nodes))
     os.environ.setdefault("MASTER_PORT", str(20000 + int(slurm.get("SLURM_JOB_ID", "0")) % 20000))
 
 
+def _tasks_of_node(listed: str, node: int) -> int:
+    """``2(x3),1`` is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for tasks, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
+        counts += [int(tasks)] * int(repeats or 1)
+    return counts[node] if node < len(counts) else counts[-1]
+
+
 def _first_host(nodes: str) -> str:
-    if "[" not in nodes:
-        return nodes.split(",")[0]
-    listed = subprocess.run(
-        ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-    )
-    return listed.stdout.split()[0]
+    """``rack[2-3]n[04,07-09],login`` begins with rack2n04."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    assert first is not None, "Slurm always names a node"
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group())
 
 
 def find_place(world: int) -> Place:
@@ -79,14 +85,17 @@ def find_place(world: int) -> Place:
 
 
 def pick_device(kind: Literal["auto", "cpu", "cuda"], threads: int, place: Place) -> torch.device:
-    """The device of this rank, with its threads set (0: the node's cores divided among its ranks)."""
+    """The device of this rank, with its threads set (0: as OMP_NUM_THREADS says, else the node's cores divided
+    among its ranks)."""
     if kind == "cuda" and not torch.cuda.is_available():
         raise BadInputError("train.device", kind, "no CUDA device here; cpu or auto")
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
         return torch.device("cuda", torch.cuda.current_device())
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads or max(1, cores // place.local_world))
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    own = threads or (int(asked) if asked.isdigit() else 0) or cores // place.local_world
+    torch.set_num_threads(max(1, own))
     return torch.device("cpu")
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from myriad.comm.groups import close_world, open_world
-from myriad.comm.layout import Layout
+from myriad.comm.layout import Layout, check_layout
 from myriad.errors import BadInputError
 from myriad.model.definition import Definition
 from myriad.optim.config import OptimizerConfig, Precision
@@ -43,6 +43,7 @@ def fit(
     called; the layers' loss is a sum over the elements of its targets. Raises `BadInputError` when the sizes
     do not fit.
     """
+    check_layout(layout)
     unit = layout.dp * layout.micro_batch
     if global_batch % unit:
         raise BadInputError("global_batch", global_batch, f"must be a multiple of dp x micro_batch = {unit}")
@@ -50,31 +51,37 @@ def fit(
     on = pick_device(device, 0, place)
     dtype = resolve_precision(precision, on)
     groups = open_world(layout, on)
-    share = global_batch // layout.dp
-    rows = range(groups.grid.index("dp") * share, (groups.grid.index("dp") + 1) * share)
-    sample = batch(0, range(layout.micro_batch))
-    layers = stage_layers(definition, layout, groups, sample, dtype)
-    engine = Engine(
-        definition,
-        groups,
-        layers,
-        sample,
-        share // layout.micro_batch,
-        optimizer,
-        seed=seed,
-        dtype=dtype,
-        device=on,
-        recorder=Recorder(),
-    )
-    num_targets = sample.targets[0].numel() * global_batch
-    for step in range(steps):
-        rate = learning_rate(optimizer, step, steps)
-        result = engine.train_step(partial(_load, batch, step, rows, on), rate, num_targets)
-        if place.rank == 0:
-            yield step + 1, result
-    close_world()
+    try:
+        load = partial(_load, batch, dtype, on)
+        share = global_batch // layout.dp
+        rows = range(groups.grid.index("dp") * share, (groups.grid.index("dp") + 1) * share)
+        sample = load(0, range(layout.micro_batch))
+        engine = Engine(
+            definition,
+            groups,
+            stage_layers(definition, layout, groups, sample, dtype),
+            sample,
+            share // layout.micro_batch,
+            optimizer,
+            seed=seed,
+            dtype=dtype,
+            device=on,
+            recorder=Recorder(),
+        )
+        num_targets = sample.targets[0].numel() * global_batch
+        for step in range(steps):
+            rate = learning_rate(optimizer, step, steps)
+            result = engine.train_step(partial(load, step, rows), rate, num_targets)
+            if place.rank == 0:
+                yield step + 1, result
+    finally:
+        close_world()
 
 
-def _load(batch: Callable[[int, range], Batch], step: int, rows: range, device: torch.device) -> Batch:
+def _load(
+    batch: Callable[[int, range], Batch], dtype: torch.dtype, device: torch.device, step: int, rows: range
+) -> Batch:
+    """Inputs that are numbers come in the type that the model computes in; indices stay as they are."""
     made = batch(step, rows)
-    return Batch(made.inputs.to(device), made.targets.to(device), made.samples.to(device))
+    inputs = made.inputs.to(device, dtype if made.inputs.is_floating_point() else None)
+    return Batch(inputs, made.targets.to(device), made.samples.to(device))

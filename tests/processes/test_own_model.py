@@ -1,0 +1,160 @@
+"""A model that is not ours, in any layout. If these break, `examples/own_model.py` promises too much."""
+
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+from myriad.comm.layout import Layout
+from myriad.errors import BadInputError
+from myriad.optim.config import OptimizerConfig
+from myriad.parallel.custom import Layer, LayerList
+from myriad.parallel.runtime import Batch
+from myriad.train.fit import fit
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
+OPTIMIZER = OptimizerConfig(learning_rate=3e-3, warmup_steps=10, weight_decay=0.01)
+
+
+@functools.cache
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("own_model", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def losses(layout: Layout, model: LayerList | None = None, **keys: Any) -> list[float]:
+    """One rank's side; rank 0 gives the losses."""
+    keys = {"steps": 20, "global_batch": 64} | keys
+    found = fit(model or example().make_model(), example().batch, layout, OPTIMIZER, **keys)
+    return [result.loss for _, result in found]
+
+
+@functools.cache
+def one_process() -> list[float]:
+    return run_ranks(1, losses, Layout(micro_batch=8))[0]
+
+
+def test_the_example_is_short() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) < 80
+
+
+def test_the_example_under_torchrun_gives_the_losses_of_one_process() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
+    arguments = ["dp=2", "pp=2", "tp=2", "zero=2", "steps=20"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, str(EXAMPLE), *arguments], capture_output=True, text=True, timeout=240, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"step +(\d+)  loss ([0-9.]+)", done.stdout)
+    assert [int(step) for step, _ in said] == [1, 20]
+    for step, loss in said:
+        assert float(loss) == pytest.approx(one_process()[int(step) - 1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 4},
+        {"pp": 2, "schedule": "zero-bubble", "micro_batch": 8},
+        {"pp": 2, "virtual_stages": 2, "micro_batch": 16, "partition": "type:Mixer"},
+        {"pp": 3, "partition": "parameters", "micro_batch": 8},
+    ],
+    ids=str,
+)
+def test_every_layout_gives_the_losses_of_one_process(layout: dict[str, Any]) -> None:
+    chosen = Layout(**layout)
+    assert run_ranks(chosen.world, losses, chosen)[0] == pytest.approx(one_process(), rel=1e-5)
+
+
+def test_the_example_learns() -> None:
+    found = run_ranks(1, functools.partial(losses, steps=100), Layout(micro_batch=64))[0]
+    assert found[-1] < 0.7 * found[0]
+
+
+class Autoencoder(nn.Module):
+    """Half of one: its weight is the other half's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.code(x).tanh()
+
+
+def make_tied() -> LayerList:
+    layers = [Layer("first", Autoencoder), *(Layer(f"mid.{i}", lambda: nn.Linear(16, 16)) for i in range(3))]
+    return LayerList(
+        [*layers, Layer("last", Autoencoder)],
+        lambda output, targets: (output - targets / 16).square().sum(),
+        tied={"last.code.weight": "first.code.weight"},
+    )
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "dp": 2, "zero": 2}, {"virtual_stages": 3}], ids=str)
+def test_weights_tied_by_name_are_one_in_every_layout(layout: dict[str, Any]) -> None:
+    chosen = Layout(micro_batch=8, **layout)
+    expected = run_ranks(1, losses, Layout(micro_batch=8), make_tied())[0]
+    assert run_ranks(chosen.world, losses, chosen, make_tied())[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_inputs_that_are_numbers_come_in_the_computing_type() -> None:
+    found = run_ranks(1, functools.partial(losses, precision="bfloat16", steps=3), Layout(micro_batch=64))[0]
+    assert found == pytest.approx(one_process()[:3], rel=0.02)
+
+
+def explode(step: int, rows: range) -> Batch:
+    made = example().batch(step, rows)
+    return Batch(made.inputs * (float("nan") if step == 2 else 1), made.targets, made.samples)
+
+
+def fails() -> str:
+    try:
+        list(fit(example().make_model(), explode, Layout(dp=2), OPTIMIZER, steps=5, global_batch=64))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_loss_that_is_not_a_number_stops_every_rank_with_step_tensor_and_rank() -> None:
+    found = run_ranks(2, fails)
+    assert found[0] == found[1]
+    assert re.fullmatch(
+        r"RunFailedError: step 3: loss is nan; first bad tensor is the gradient of \S+, on rank 0", found[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows", "key"),
+    [
+        (Layout(reduce="each"), 64, "layout.reduce"),
+        (Layout(cp=2), 64, "layout.cp"),
+        (Layout(micro_batch=5), 64, "global_batch"),
+        (Layout(virtual_stages=7), 64, "layout.pp x layout.virtual_stages"),
+        (Layout(partition="evenly"), 64, "layout.partition"),
+        (Layout(dp=2), 64, "WORLD_SIZE"),
+    ],
+    ids=str,
+)
+def test_a_layout_that_cannot_be_is_refused(
+    layout: Layout, rows: int, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(BadInputError) as caught:
+        losses(layout, global_batch=rows, steps=1)
+    assert caught.value.key == key
