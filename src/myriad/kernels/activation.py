@@ -1,6 +1,10 @@
-"""Non-linearities of the MLP."""
+"""Non-linearities of the MLP. Each keeps only its input for the backward, and writes its gradient once.
+
+Legend: F width of the MLP.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -9,19 +13,50 @@ __all__ = ["ACTIVATIONS", "gelu", "relu2", "swiglu"]
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """Exact GELU."""
+    """Exact GELU (the tanh form takes twice the time on a CPU)."""
     return F.gelu(x)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, -1)
+        torch.mul(grads[0], F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
+        return grad_x
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` of ``[..., 2 F]`` with the gate in the first half."""
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+    y: torch.Tensor = _SwiGLU.apply(x)
+    return y
+
+
+class _ReLU2(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return F.relu(x).square_()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return F.relu(x).mul_(grads[0]).mul_(2)
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """``max(x, 0)^2`` (So et al. 2021)."""
-    return F.relu(x).square()
+    y: torch.Tensor = _ReLU2.apply(x)
+    return y
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -23,7 +23,7 @@ from myriad.kernels.gradient import accumulate_product, sink_of
 
 __all__ = ["VocabularyPeers", "linear_cross_entropy", "linear_cross_entropy_reference"]
 
-_CHUNK_BYTES_CPU = 2**20
+_CHUNK_BYTES_CPU = 2**23
 _CHUNK_BYTES_CUDA = 2**28
 
 
@@ -74,7 +74,7 @@ def _chunk(
 
 def _chunk_tokens(x: torch.Tensor, weight: torch.Tensor) -> int:
     limit = _CHUNK_BYTES_CUDA if x.is_cuda else _CHUNK_BYTES_CPU
-    return max(64, limit // (4 * weight.shape[0]))
+    return max(256, limit // (4 * weight.shape[0]))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
