@@ -23,6 +23,10 @@ class BadInputError(MyriadError):
         super().__init__(f"{key} = {value!r}: {allowed}")
         self.key, self.value, self.allowed = key, value, allowed
 
+    def __reduce__(self) -> tuple[type["BadInputError"], tuple[str, object, str]]:
+        """Survives the way from one process to another."""
+        return type(self), (self.key, self.value, self.allowed)
+
 
 class RunFailedError(MyriadError):
     """A run ended without finishing: what happened, where, and what to look at."""

@@ -134,10 +134,6 @@ def _check_batch(job: Job) -> None:
     unit = layout.dp * layout.micro_batch
     allowed = f"must be a multiple of layout.dp x layout.micro_batch = {unit}"
     _need(batch % unit == 0, "train.global_batch", batch, allowed)
-    if layout.schedule_name == "interleaved":
-        num, unit = job.num_micro_batches, unit * layout.pp
-        allowed = f"must be a multiple of {unit}: interleaved takes micro-batches in multiples of layout.pp"
-        _need(num % layout.pp == 0, "train.global_batch", batch, allowed)
 
 
 def _check_window(job: Job) -> None:

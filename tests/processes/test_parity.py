@@ -68,6 +68,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("serial", "adamw", {"pp": 2, "virtual_stages": 2, "micro_batch": 2}),
     ("serial", "adamw", {"pp": 2, "virtual_stages": 3, "schedule": "gpipe", "decouple": False}),
     ("serial", "adamw", {"dp": 4, "zero": 2}),
+    ("serial", "adamw", {"pp": 3, "virtual_stages": 2}),
     ("serial", "adamw", {"pp": 4, "partition": "parameters"}),
     ("serial", "lamb", {"tp": 2, "pp": 2, "micro_batch": 2}),
     ("serial", "lamb", {"tp": 2, "dp": 2, "zero": 2, "micro_batch": 4}),

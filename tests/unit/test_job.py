@@ -136,7 +136,6 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
             "needs layout.zero = 2 or 3",
         ),
         (["layout.dp=3"], "train.global_batch", "multiple of layout.dp x layout.micro_batch = 3"),
-        (["layout.pp=3", "layout.virtual_stages=2"], "train.global_batch", "multiple of 3"),
         (["model.window=65"], "model.window", "at most model.sequence = 64"),
         (["model.window_pattern=[]"], "model.window_pattern", "at least one"),
         (["data.vocabulary=513"], "data.vocabulary", "at most model.vocabulary = 512"),

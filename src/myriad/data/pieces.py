@@ -22,7 +22,7 @@ from myriad.data.indexed import IndexedWriter, token_type
 from myriad.data.manifest import Split
 from myriad.data.sources import Piece, read_documents
 from myriad.data.tokenizer import Tokenizer
-from myriad.errors import BadInputError, RunFailedError
+from myriad.errors import RunFailedError
 
 __all__ = ["SPLITS", "PieceResult", "PieceWork", "piece_prefix", "run_pieces", "split_of"]
 
@@ -46,14 +46,6 @@ class PieceResult(NamedTuple):
 
     number: int
     text_bytes: dict[Split, int]
-
-
-class _Refusal(NamedTuple):
-    """A `BadInputError` on its way out of a worker."""
-
-    key: str
-    value: object
-    allowed: str
 
 
 def split_of(document: str, validation: float) -> Split:
@@ -99,10 +91,7 @@ def _in_processes(work: PieceWork, pieces: Sequence[Piece], workers: int) -> Ite
     stop = context.Event()
     pool = ProcessPoolExecutor(workers, context, _Worker.begin, (work, stop))
     try:
-        for outcome in _outcomes(pool, pieces, workers * _AHEAD):
-            if isinstance(outcome, _Refusal):
-                raise BadInputError(*outcome)
-            yield outcome
+        yield from _outcomes(pool, pieces, workers * _AHEAD)
     except BrokenProcessPool:
         raise RunFailedError(
             "a worker was killed (out of memory?); the same command goes on from here"
@@ -114,10 +103,10 @@ def _in_processes(work: PieceWork, pieces: Sequence[Piece], workers: int) -> Ite
 
 def _outcomes(
     pool: ProcessPoolExecutor, pieces: Sequence[Piece], ahead: int
-) -> Iterator["PieceResult | _Refusal"]:
+) -> Iterator["PieceResult"]:
     """Results as they come, with a few pieces handed out ahead."""
     waiting = iter(pieces)
-    running: set[Future[PieceResult | _Refusal]] = set()
+    running: set[Future[PieceResult]] = set()
     while True:
         while len(running) < ahead and (piece := next(waiting, None)):
             running.add(pool.submit(_Worker.finish, piece))
@@ -146,12 +135,9 @@ class _Worker:
         cls.work, cls.tokenizer, cls.stop = work, Tokenizer.load(work.tokenizer), stop
 
     @classmethod
-    def finish(cls, piece: Piece) -> "PieceResult | _Refusal":
+    def finish(cls, piece: Piece) -> "PieceResult":
         """One piece."""
-        try:
-            return _tokenize(cls.work, cls.tokenizer, piece, cls.stop)
-        except BadInputError as error:
-            return _Refusal(error.key, error.value, error.allowed)
+        return _tokenize(cls.work, cls.tokenizer, piece, cls.stop)
 
 
 def _end_with_parent() -> None:
