@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from myriad.comm.grid import RankGrid
 from myriad.data.corpus import open_corpora, read_batch
+from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.parallel.runtime import Batch
 
@@ -21,9 +22,16 @@ def rank_rows(job: Job, dp_index: int) -> range:
     return range(dp_index * share, (dp_index + 1) * share)
 
 
-def to_batch(tokens: NDArray[np.int32], first_sample: int, device: torch.device) -> Batch:
+def to_batch(job: Job, tokens: NDArray[np.int32], first_sample: int, device: torch.device) -> Batch:
     """``[rows, sequence + 1]`` token windows as inputs and targets; copied, so that the source may be
-    reused."""
+    reused.
+
+    Raises `BadInputError` for a token that the model does not have: a vocabulary cut over ranks would take it
+    for another rank's.
+    """
+    if not 0 <= tokens.min() <= (largest := int(tokens.max())) < job.model.vocabulary:
+        allowed = f"the corpus holds token {largest}; more than that, or a corpus of another tokenizer"
+        raise BadInputError("model.vocabulary", job.model.vocabulary, allowed)
     windows = torch.from_numpy(tokens.astype(np.int64)).to(device)
     samples = torch.arange(first_sample, first_sample + len(windows), device=device)
     return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), samples)
@@ -46,7 +54,7 @@ class Validation:
 
     def batch(self, index: int) -> Batch:
         """This rank's rows of one batch."""
-        return to_batch(self._read(index, self._rows), 0, self._device)
+        return to_batch(self._job, self._read(index, self._rows), 0, self._device)
 
     def _read(self, index: int, rows: range) -> NDArray[np.int32]:
         assert self._sampler is not None

@@ -85,8 +85,9 @@ def find_place(world: int) -> Place:
 
 
 def pick_device(kind: Literal["auto", "cpu", "cuda"], threads: int, place: Place) -> torch.device:
-    """The device of this rank, with its threads set (0: as OMP_NUM_THREADS says, else the node's cores divided
-    among its ranks)."""
+    """The device of this rank, with its threads set.
+
+    0 threads: as OMP_NUM_THREADS says, else the node's cores divided among its ranks."""
     if kind == "cuda" and not torch.cuda.is_available():
         raise BadInputError("train.device", kind, "no CUDA device here; cpu or auto")
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):

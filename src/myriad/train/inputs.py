@@ -25,6 +25,9 @@ def open_inputs(job: Job, tell: Callable[[str], None]) -> Corpora:
     if known is not None and known > job.model.vocabulary:
         allowed = f"at least the corpus's {known} tokens"
         raise BadInputError("model.vocabulary", job.model.vocabulary, allowed)
+    if job.train.sample_prompt is not None and corpora.tokenizer is None:
+        allowed = f"off: {paths[0]} has no tokenizer.json beside it, so no text can be made"
+        raise BadInputError("train.sample_prompt", job.train.sample_prompt, allowed)
     return corpora
 
 

@@ -5,6 +5,7 @@ for each step:  program of one iteration (load, forward, backward, reduce, step)
 a signal on any rank stops all of them after the same step, with a checkpoint
 """
 
+import logging
 import signal
 import time
 from functools import partial
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from myriad.checkpoint.store import CheckpointFolder, load, save
 from myriad.comm.groups import close_world, open_world
 from myriad.data.loader import LoaderClient
+from myriad.errors import MyriadError
 from myriad.model.gpt import GPT
 from myriad.optim.precision import resolve_precision
 from myriad.optim.schedule import learning_rate
@@ -27,11 +29,14 @@ from myriad.telemetry.spans import Recorder
 from myriad.train.batches import Validation, rank_rows, to_batch
 from myriad.train.build import Place, find_place, pick_device, stage_layers
 from myriad.train.feed import open_feed
+from myriad.train.inputs import open_inputs
 from myriad.train.metrics import StepMeter
 from myriad.train.peak import Peak, find_peak
 from myriad.train.sample import continue_text
 
 __all__ = ["Trainer"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class _StopSignal:
@@ -54,6 +59,7 @@ class Trainer:
         job = self.job
         self.place: Place = find_place(job.layout.world)
         self.stop = _StopSignal()
+        open_inputs(job, _LOG.info)
         self.device = pick_device(job.train.device, job.train.threads, self.place)
         self.dtype = resolve_precision(job.train.precision, self.device)
         self.groups = open_world(job.layout, self.device)
@@ -114,7 +120,11 @@ class Trainer:
         self._announce()
         steps = self.job.train.steps
         while self.step < steps:
-            stopping = self._train_step()
+            try:
+                stopping = self._train_step()
+            except MyriadError as error:
+                self._event("fault", step=self.step + 1, problem=str(error))
+                raise
             self._after_step(is_last=self.step == steps, stopping=stopping)
             if stopping and self.step < steps:
                 self._event("interrupted", step=self.step)
@@ -164,7 +174,7 @@ class Trainer:
         job, grid = self.job, self.groups.grid
         rows = rank_rows(job, grid.index("dp"))
         own = self.feed.rows(self.step, rows.start, rows.stop)
-        return to_batch(own, self.step * job.train.global_batch + rows.start, self.device)
+        return to_batch(job, own, self.step * job.train.global_batch + rows.start, self.device)
 
     def _after_step(self, *, is_last: bool, stopping: bool) -> None:
         train, every = self.job.train, self.job.checkpoint.every

@@ -1,0 +1,296 @@
+"""A run from its folder to its end, on real ranks: what it leaves, and that nothing stops it for good."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+from tiny_corpora import make_corpus
+
+from myriad.checkpoint.store import CheckpointFolder, load_model
+from myriad.data.indexed import IndexedWriter
+from myriad.errors import RunFailedError
+from myriad.job import load_job
+from myriad.resilience.engines.local import run_local
+from myriad.run import Run
+from myriad.train import worker
+
+METRICS = {
+    "step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu",
+    "memory_bytes", "data_wait_seconds", "exposed_comm_seconds",
+}  # fmt: skip
+SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1"]
+TWO_RANKS = ["layout.dp=2", "layout.zero=3", "layout.micro_batch=2"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"), count=300)
+
+
+@pytest.fixture
+def start(tmp_path: Path, corpus: Path) -> Callable[..., Run]:
+    """Makes the run folder of a small job with these overrides."""
+
+    def make(name: str, *overrides: str) -> Run:
+        run = Run(tmp_path / name)
+        run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *SMALL, *overrides]))
+        return run
+
+    return make
+
+
+def train(run: Run, world: int = 1) -> list[int]:
+    """Runs the worker on forked ranks; their exit codes."""
+    return run_ranks(world, worker.main, [str(run.path)])
+
+
+def events(run: Run, *names: str) -> list[dict[str, Any]]:
+    return [event for event in run.read_events() if event["event"] in names]
+
+
+def final_tensors(run: Run) -> dict[str, np.ndarray]:
+    step = run.job().train.steps
+    folder = CheckpointFolder(run.checkpoints_path)
+    assert folder.newest() == (step, [])
+    return {name: tensor.numpy() for name, tensor in load_model(folder.of_step(step), "").items()}
+
+
+def assert_same_run(run: Run, undisturbed: Run) -> None:
+    """Losses, norms, rates and every tensor, bit for bit."""
+    for key in ("step", "loss", "grad_norm", "learning_rate", "tokens"):
+        expected = [line[key] for line in undisturbed.read_metrics()]
+        assert [line[key] for line in run.read_metrics()] == expected, key
+    expected_tensors = final_tensors(undisturbed)
+    for name, tensor in final_tensors(run).items():
+        np.testing.assert_array_equal(tensor, expected_tensors[name], err_msg=name)
+
+
+def test_a_run_leaves_the_files_that_others_read(start: Callable[..., Run]) -> None:
+    run = start(
+        "run", "train.steps=12", "train.validate_every=5", "checkpoint.every=5", "train.sample_prompt=a"
+    )
+    assert train(run) == [0]
+    lines = run.read_metrics()
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    for line in lines:
+        assert line.keys() == METRICS
+        assert line["tokens"] == line["step"] * 8 * 32
+        assert 0 < line["loss"] < 10 and line["grad_norm"] > 0 and line["learning_rate"] > 0
+        assert line["tokens_per_second"] == pytest.approx(8 * 32 / line["step_seconds"])
+        assert 0 < line["mfu"] < 1 and line["memory_bytes"] > 2**20
+        assert 0 <= line["data_wait_seconds"] <= line["step_seconds"]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    happened = [(event["event"], event.get("step")) for event in run.read_events()]
+    at = {5: ["validation", "checkpoint"], 10: ["validation", "checkpoint"], 12: ["validation", "checkpoint"]}
+    expected = [(name, step) for step, names in at.items() for name in names]
+    assert happened == [("start", None), *expected, ("sample", None), ("finish", 12)]
+    (began,) = events(run, "start")
+    assert (began["world"], began["device"], began["precision"]) == (1, "cpu", "float32")
+    assert began["parameters"] == run.job().model.num_parameters() and began["peak_flops"] > 0
+    for event in events(run, "validation"):
+        assert 0 < event["bits_per_byte"] < 10 and 0 < event["loss"] < 10
+    assert CheckpointFolder(run.checkpoints_path).steps() == [10, 12], "two are kept"
+
+
+class _At:
+    """Watches a run as the launcher's screen does, and does something once it has come to a step."""
+
+    def __init__(self, run: Run, step: int, act: Callable[[], None]) -> None:
+        self._run, self._step, self._act = run, step, act
+        self.done = False
+
+    def tick(self) -> None:
+        lines = self._run.read_metrics()
+        if not self.done and lines and lines[-1]["step"] >= self._step:
+            self.done = True
+            self._act()
+
+    def stopping(self) -> None:
+        """Nothing to show."""
+
+
+def kill_rank(rank: int) -> None:
+    """SIGKILL to that rank among this process's children."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text().split():
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in variables:
+                os.kill(int(pid), signal.SIGKILL)
+                return
+    raise AssertionError(f"no rank {rank}")
+
+
+def test_a_run_with_a_killed_rank_goes_on_to_the_bits_of_an_undisturbed_one(
+    start: Callable[..., Run],
+) -> None:
+    keys = [*TWO_RANKS, "train.steps=40", "checkpoint.every=5"]
+    run, undisturbed = start("killed", *keys), start("undisturbed", *keys)
+    with pytest.raises(RunFailedError, match="rank 1 was killed by SIGKILL"):
+        run_local(run, 2, observer=_At(run, 12, lambda: kill_rank(1)))
+    saved = CheckpointFolder(run.checkpoints_path).newest()
+    assert saved is not None and 10 <= saved[0] < 40, "it was killed on its way"
+    assert train(run, 2) == [0, 0]
+    assert events(run, "resume")[0]["step"] == saved[0]
+    assert train(undisturbed, 2) == [0, 0]
+    assert_same_run(run, undisturbed)
+
+
+def interrupted(run: Run, at_step: int) -> int:
+    """One rank's side: the last rank alone gets a Ctrl-C when the run has come to a step."""
+
+    def watch() -> None:
+        while not (lines := run.read_metrics()) or lines[-1]["step"] < at_step:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        threading.Thread(target=watch, daemon=True).start()
+    return worker.main([str(run.path)])
+
+
+def test_a_run_stopped_by_a_signal_to_one_rank_saves_and_goes_on_to_the_same_bits(
+    start: Callable[..., Run],
+) -> None:
+    keys = ["layout.pp=2", "layout.micro_batch=4", "model.dropout=0.1", "train.steps=40"]
+    run, undisturbed = start("stopped", *keys), start("undisturbed", *keys)
+    assert run_ranks(2, interrupted, run, 7) == [0, 0]
+    (stopped,) = events(run, "interrupted")
+    assert 7 <= stopped["step"] < 40
+    assert CheckpointFolder(run.checkpoints_path).newest() == (stopped["step"], [])
+    assert train(run, 2) == train(undisturbed, 2) == [0, 0]
+    assert [event["step"] for event in events(run, "resume")] == [stopped["step"]]
+    assert_same_run(run, undisturbed)
+
+
+def test_a_run_goes_on_in_another_layout(start: Callable[..., Run]) -> None:
+    keys = ["train.steps=20", "checkpoint.every=10"]
+    run, undisturbed = start("moved", *keys), start("undisturbed", *keys)
+    assert run_ranks(1, interrupted, run, 10) == [0]
+    job = run.job()
+    run.create_or_resume(job.model_copy(update={"layout": load_job("tiny", ["layout.tp=2", *keys]).layout}))
+    assert train(run, 2) == [0, 0] and train(undisturbed) == [0]
+    found, expected = ([line["loss"] for line in each.read_metrics()] for each in (run, undisturbed))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said(start: Callable[..., Run]) -> None:
+    run = start("run", "train.steps=20", "checkpoint.every=5")
+    assert train(run) == [0]
+    expected = final_tensors(run)
+    damaged = CheckpointFolder(run.checkpoints_path).of_step(20) / "__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    assert train(run) == [0]
+    (fault,) = events(run, "fault")
+    assert "step-20/__0_0.distcp" in fault["problem"] and events(run, "resume")[0]["step"] == 15
+    for name, tensor in final_tensors(run).items():
+        np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_in_one_line_and_harms_no_file(
+    start: Callable[..., Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = start(
+        "run", *TWO_RANKS, "optimizer.learning_rate=1e30", "optimizer.clip_norm=off", "checkpoint.every=1"
+    )
+    assert train(run, 2) == [1, 1]
+    done = len(run.read_metrics())
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("myriad: error:")]
+    pattern = (
+        rf"myriad: error: step {done + 1}: loss is \S+; first bad tensor is the \w+ of \S+, on rank [01]"
+    )
+    assert len(told) == 2 and all(re.fullmatch(pattern, line) for line in told), told
+    (fault,) = events(run, "fault")
+    assert fault["step"] == done + 1 and told[0].endswith(fault["problem"])
+    assert CheckpointFolder(run.checkpoints_path).newest() == (done, [])
+
+
+def tokens_without_tokenizer(path: Path, largest: int) -> Path:
+    with IndexedWriter(path, np.dtype(np.uint16)) as writer:
+        writer.add([number % (largest + 1) for number in range(8192)])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("prepare", "told"),
+    [
+        (lambda path: path / "nowhere", r"data\.corpus = '.*nowhere': no such corpus"),
+        (lambda path: tokens_without_tokenizer(path / "big", 511), None),
+        (
+            lambda path: tokens_without_tokenizer(path / "big", 600),
+            r"model\.vocabulary = 512: the corpus holds token [56]\d\d;",
+        ),
+    ],
+    ids=["missing", "fits", "too large"],
+)
+def test_ranks_that_another_launcher_starts_refuse_a_corpus_that_does_not_fit(
+    prepare: Callable[[Path], Path],
+    told: str | None,
+    start: Callable[..., Run],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """With a vocabulary cut over ranks a token that none of them has would pass as nothing at all."""
+    run = start("run", "layout.micro_batch=8", "train.steps=4", f"data.corpus={prepare(tmp_path)}")
+    code = train(run)
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("myriad: error:")]
+    if told is None:
+        assert code == [0] and errors == []
+    else:
+        assert code == [2] and len(errors) == 1 and re.search(told, errors[0])
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    start: Callable[..., Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = start("one", "train.steps=4")
+    assert train(one) == [0]
+    other = start("other", "train.steps=4", "model.ffn_hidden=64")
+    other.checkpoints_path.rmdir()
+    one.checkpoints_path.rename(other.checkpoints_path)
+    assert train(other) == [1]
+    assert "another model: model.blocks.0.mlp." in capfd.readouterr().err
+
+
+def test_torchrun_starts_ranks_too(start: Callable[..., Run]) -> None:
+    run, ours = (start(name, *TWO_RANKS, "train.steps=4") for name in ("torchrun", "ours"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, "-m", "myriad.train.worker", str(run.path)],
+        capture_output=True, text=True, timeout=200, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert train(ours, 2) == [0, 0]
+    assert_same_run(run, ours)
+
+
+def test_the_worker_says_how_it_is_called(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert worker.main([]) == 2 and "usage" in capfd.readouterr().err
+    assert worker.main([str(tmp_path)]) == 2
+    assert "no run here" in capfd.readouterr().err
+
+
+def test_a_run_from_the_command_line_and_a_sample_from_it(tmp_path: Path, corpus: Path) -> None:
+    """Everything that the other tests fork, once as a person types it."""
+
+    def myriad(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "myriad.cli.main", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+
+    keys = [argument for key in SMALL for argument in f"--{key}".split("=")]
+    done = myriad("train", "tiny", "--data.corpus", str(corpus), *keys, "--train.steps", "10")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "10 of 10" in done.stdout and "checkpoint saved" in done.stdout
+    assert Run(tmp_path / "runs" / "tiny").read_metrics()[-1]["step"] == 10
+    sampled = myriad("sample", "runs/tiny", "--prompt", "alpha", "--tokens", "20")
+    assert sampled.returncode == 0 and sampled.stdout.startswith("alpha"), sampled.stderr
