@@ -1,0 +1,145 @@
+"""One process of Myriad against a plain PyTorch loop: the same GPT, batch and precision, on the same cores.
+
+    python benchmarks/single_process.py                      the default, 12M parameters
+    python benchmarks/single_process.py --threads 1 --rounds 10
+
+Contenders take turns, so that whatever else the machine does hits all of them. A contender's figure is its
+median step (the fastest is printed too); the ratio is to the best setting of the plain loop. The peak of MFU
+is a matrix product of 1024 x 1024 in the same precision and threads, also measured in every round.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from myriad.comm.layout import Layout
+from myriad.model.config import ModelConfig
+from myriad.model.gpt import GPT
+from myriad.optim.config import OptimizerConfig
+from myriad.optim.precision import resolve_precision
+from myriad.parallel.runtime import Batch
+from myriad.train.fit import fit
+from myriad.train.peak import find_peak
+from peers.nanogpt_loop import GPTConfig, build_step
+
+SIZES = {"layers": 6, "hidden": 384, "heads": 6, "vocabulary": 4096, "sequence": 256}
+"""Of the model, by default."""
+
+
+@dataclass
+class Contender:
+    """A name, one training step, and the seconds that its steps took."""
+
+    name: str
+    step: Callable[[], float]
+    seconds: list[float] = field(default_factory=list)
+    loss: float = 0.0
+
+    def run(self, num_steps: int) -> None:
+        """Some timed steps."""
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            self.loss = self.step()
+            self.seconds.append(time.perf_counter() - start)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("layers", 6),
+        ("hidden", 384),
+        ("heads", 6),
+        ("vocabulary", 4096),
+        ("sequence", 256),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
+    parser.add_argument("--precision", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=2, help="steps of each contender in a round")
+    parser.add_argument("--no-compile", action="store_true", help="leave out the compiled peer")
+    return parser.parse_args()
+
+
+def myriad_steps(config: ModelConfig, batch: Batch, precision: str, num_steps: int) -> Iterator[float]:
+    """Myriad's own loop: runtime, clipping, AdamW."""
+    size = batch.inputs.shape[0]
+    steps = fit(
+        GPT(config, seed=1),
+        lambda step, rows: Batch(*(part[rows.start : rows.stop] for part in vars(batch).values())),
+        Layout(micro_batch=size),
+        OptimizerConfig(learning_rate=1e-3, decay="constant"),
+        steps=num_steps,
+        global_batch=size,
+        precision=precision,
+        device="cpu",
+    )
+    for _, result in steps:
+        yield result.loss
+
+
+def build_contenders(settings: argparse.Namespace, config: ModelConfig, precision: str) -> list[Contender]:
+    """Myriad first, then the plain loop in each setting."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocabulary, (settings.batch, config.sequence + 1), generator=generator)
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(settings.batch))
+    peer = GPTConfig(config.sequence, config.padded_vocabulary(), config.layers, config.heads, config.hidden)
+    steps = myriad_steps(config, batch, precision, settings.steps * (settings.rounds + 1))
+    contenders = [Contender("myriad", partial(next, steps))]
+    for compiled in (False,) if settings.no_compile else (False, True):
+        step = build_step(peer, precision=precision, compiled=compiled)
+        name = "plain loop, compiled" if compiled else "plain loop"
+        contenders.append(Contender(name, partial(step, batch.inputs, batch.targets)))
+    return contenders
+
+
+def report(contenders: list[Contender], config: ModelConfig, tokens: int, peak: float) -> None:
+    """The table."""
+    ours, *peers = (statistics.median(contender.seconds) for contender in contenders)
+    print(f"{'':24}{'median':>12}{'fastest':>12}{'GFLOP/s':>10}{'MFU':>8}{'ratio':>8}   loss")
+    for contender in contenders:
+        median, fastest = statistics.median(contender.seconds), min(contender.seconds)
+        flops = config.flops_per_token() * tokens / median
+        print(
+            f"{contender.name:24}{tokens / median:>8.0f} t/s{tokens / fastest:>8.0f} t/s{flops / 1e9:>10.1f}"
+            f"{flops / peak:>8.1%}{median / ours:>8.2f}   {contender.loss:.3f}"
+        )
+    print(f"myriad is {min(peers) / ours:.2f} x the best plain loop (medians)")
+
+
+def main() -> None:
+    """Measures and prints."""
+    settings = parse()
+    torch.set_num_threads(settings.threads)
+    os.environ["OMP_NUM_THREADS"] = str(settings.threads)  # what a rank of Myriad goes by
+    config = ModelConfig(
+        **{name: getattr(settings, name) for name in SIZES}, position="learned", norm="layer"
+    )
+    dtype = resolve_precision(settings.precision, torch.device("cpu"))
+    precision = str(dtype).removeprefix("torch.")
+    print(f"{config.num_parameters() / 1e6:.1f}M parameters, {precision}, {settings.threads} threads")
+    contenders = build_contenders(settings, config, precision)
+    peak = 0.0
+    for contender in contenders:
+        contender.run(settings.steps)  # compiles, warms up
+        contender.seconds.clear()
+    for _ in range(settings.rounds):
+        peak = max(peak, find_peak(torch.device("cpu"), dtype).flops_per_second)
+        for contender in contenders:
+            contender.run(settings.steps)
+    print(f"peak: {peak / 1e9:.0f} GFLOP/s, {precision} matrix product")
+    report(contenders, config, settings.batch * config.sequence, peak)
+
+
+if __name__ == "__main__":
+    main()
