@@ -40,6 +40,7 @@ def train(optimizer: str, batch: int, learning_rate: float, tokens: int, folder:
         "model.hidden": 128,
         "model.heads": 4,
         "model.sequence": SEQUENCE,
+        "layout.dp": 2,
         "layout.micro_batch": BATCH // 2,
         "train.steps": steps,
         "train.global_batch": batch,
