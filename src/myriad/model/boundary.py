@@ -3,8 +3,7 @@
 Every place of the transformer at which tensor + sequence parallelism communicates goes through a `Boundary`.
 On one device each method is the identity; `myriad.parallel.tensor` provides the one that talks to a group.
 
-    residual stream, [B, S/tp, H]  --enter-->  [B, S, H]  column-parallel ... row-parallel  --leave-->  [B,
-    S/tp, H]
+    [B, S/tp, H]  --enter-->  [B, S, H]  column-parallel ... row-parallel  --leave-->  [B, S/tp, H]
 
 ``enter`` is all-gather forward, reduce-scatter backward; ``leave`` is reduce-scatter forward, all-gather
 backward. In the parallel block one ``enter`` feeds attention and MLP and one ``leave`` takes both (MegaScale,

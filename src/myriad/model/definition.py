@@ -5,11 +5,10 @@ The first layer takes the batch's tokens (or whatever the inputs are), each next
 output, the last one returns the *sum* of the losses of all targets (a float32 scalar). Nothing here knows a
 process group: a layer is built with a `Boundary`, which on one device does nothing.
 
-    definition.build(i, boundary)   layer i with this rank's shapes, on torch's current default device (meta:
-    free) definition.initial(i)           layer i's whole parameters, by name, the same for every layout
+    definition.build(i, boundary)   layer i with this rank's shapes, on torch's default device (meta: free)
+    definition.initial(i)           layer i's whole parameters, by name, the same for every layout
     definition.shards               pattern of a parameter's full name -> how tensor-parallel ranks cut it
-    definition.tied                 parameter name -> the name of the parameter it is (the same values, summed
-    gradients)
+    definition.tied                 name -> the name of the parameter it is (same values, summed gradients)
 """
 
 from collections.abc import Mapping, Sequence

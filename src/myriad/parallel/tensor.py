@@ -1,8 +1,9 @@
 """Tensor + sequence parallelism: the `Boundary` that talks to a group.
 
-    enter   all-gather forward, reduce-scatter backward      leave   reduce-scatter forward, all-gather
-    backward copy    identity forward, all-reduce backward            join    all-reduce forward, identity
-    backward
+    enter    all-gather forward, reduce-scatter backward
+    leave    reduce-scatter forward, all-gather backward
+    copy     identity forward, all-reduce backward
+    join     all-reduce forward, identity backward
 
 ``enter`` and ``leave`` are for models whose residual stream is cut along the sequence (Korthikanti et al.,
 arXiv 2205.05198, section 4.2), ``copy`` and ``join`` for those that keep it whole (Shoeybi et al., arXiv
