@@ -123,7 +123,8 @@ class Trainer:
             try:
                 stopping = self._train_step()
             except MyriadError as error:
-                self._event("fault", step=self.step + 1, problem=str(error))
+                step = self.step + 1
+                self._event("fault", step=step, problem=str(error).removeprefix(f"step {step}: "))
                 raise
             self._after_step(is_last=self.step == steps, stopping=stopping)
             if stopping and self.step < steps:
