@@ -43,7 +43,8 @@ class _Span(NamedTuple):
 
     blocks: range
     keys: slice
-    mask: torch.Tensor  # [R C, keys], 0 or -inf
+    masks: tuple[tuple[slice, torch.Tensor], ...]
+    """Keys of which some queries see only a part: columns of the scores, and 0 or -inf ``[R C, keys]``."""
 
 
 @lru_cache(maxsize=64)
@@ -53,10 +54,14 @@ def _spans(sequence: int, window: int, repeats: int) -> tuple[_Span, ...]:
     spans = []
     for block in range(sequence // size):
         blocks = range(max(0, block * size - window + 1) // size, block + 1)
-        keys = slice(blocks.start * size, blocks.stop * size)
-        distance = torch.arange(block * size, keys.stop)[:, None] - torch.arange(keys.start, keys.stop)
-        mask = torch.zeros(distance.shape).masked_fill_((distance < 0) | (distance >= window), -torch.inf)
-        spans.append(_Span(blocks, keys, mask.repeat(repeats, 1)))
+        masks = []
+        for column, other in enumerate(blocks):
+            distance = torch.arange(size)[:, None] - torch.arange(size) + (block - other) * size
+            hidden = (distance < 0) | (distance >= window)
+            if hidden.any():
+                mask = torch.zeros(size, size).masked_fill_(hidden, -torch.inf).repeat(repeats, 1)
+                masks.append((slice(column * size, (column + 1) * size), mask))
+        spans.append(_Span(blocks, slice(blocks.start * size, blocks.stop * size), tuple(masks)))
     return tuple(spans)
 
 
@@ -78,8 +83,7 @@ class _Views(NamedTuple):
 
 def _query_view(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """``[B, S, K R, D]`` as ``[K, B, S/C, R, C, D]``."""
-    size = min(BLOCK, x.shape[1])
-    return x.unflatten(2, (num_kv_heads, -1)).unflatten(1, (-1, size)).permute(3, 0, 1, 4, 2, 5)
+    return _in_blocks(x.unflatten(2, (num_kv_heads, -1)), 1).permute(3, 0, 1, 4, 2, 5)
 
 
 def _views(fused: torch.Tensor, heads: Heads) -> _Views:
@@ -88,41 +92,29 @@ def _views(fused: torch.Tensor, heads: Heads) -> _Views:
     return _Views(_query_view(q, heads.num_kv_heads), k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3))
 
 
-def _put(target: torch.Tensor, source: torch.Tensor, factor: torch.Tensor | float) -> None:
-    """``target = source * factor``; a complex factor fits ``[..., D/2]`` and turns pairs."""
-    if isinstance(factor, torch.Tensor):
-        torch.mul(as_pairs(source), factor, out=as_pairs(target))
-    elif factor == 1:
+def _put(target: torch.Tensor, source: torch.Tensor, turns: torch.Tensor | None) -> None:
+    """Copies, turning pairs on the way; ``turns`` is complex and fits ``[..., D/2]``."""
+    if turns is None:
         target.copy_(source)
     else:
-        torch.mul(source, factor, out=target)
+        torch.mul(as_pairs(source), turns, out=as_pairs(target))
 
 
-def _in_order(view: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
-    """``[K, B, ..., D]`` times factor as contiguous ``[G, ..., D]``."""
+def _in_order(view: torch.Tensor, turns: torch.Tensor | None = None) -> torch.Tensor:
+    """A contiguous copy ``[G, ..., D]`` of ``[K, B, ..., D]``."""
     copy = view.new_empty(view.shape)
-    _put(copy, view, factor)
+    _put(copy, view, turns)
     return copy.flatten(0, 1)
 
 
-class _Factors(NamedTuple):
-    """What queries and keys are multiplied by: the scale of scores (queries only) and the turns of
-    positions."""
+def _in_blocks(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Dimension ``dim`` of positions as two, ``S/C`` and ``C``."""
+    return x.unflatten(dim, (-1, min(BLOCK, x.shape[dim])))
 
-    q: torch.Tensor | float  # [S/C, 1, C, D/2]
-    k: torch.Tensor | float  # [S, D/2]
 
-    @classmethod
-    def of(cls, turns: torch.Tensor | None, width: int) -> "_Factors":
-        scale = width**-0.5
-        if turns is None:
-            return cls(scale, 1.0)
-        blocks = turns.unflatten(0, (-1, min(BLOCK, len(turns)))).unsqueeze(1)
-        return cls(blocks * scale, turns)
-
-    def back(self) -> "_Factors":
-        """For the gradient: the same scale, turned the other way."""
-        return _Factors(*(x.conj() if isinstance(x, torch.Tensor) else x for x in self))
+def _product(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """``scale * a @ b``, batched."""
+    return a.new_empty(len(a), a.shape[1], b.shape[2]).baddbmm_(a, b, beta=0, alpha=scale)
 
 
 class _Attention(torch.autograd.Function):
@@ -130,63 +122,71 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, fused: torch.Tensor, heads: Heads, window: int, turns: torch.Tensor | None
     ) -> torch.Tensor:
-        views, factors = _views(fused, heads), _Factors.of(turns, heads.width)
-        q = _in_order(views.q, factors.q).flatten(2, 3)  # [G, S/C, R C, D]
-        k, v = _in_order(views.k, factors.k), _in_order(views.v, 1.0)  # [G, S, D]
+        views, scale = _views(fused, heads), heads.width**-0.5
+        q_turns = None if turns is None else _in_blocks(turns, 0).unsqueeze(1)
+        q = _in_order(views.q, q_turns).flatten(2, 3)  # [G, S/C, R C, D]
+        k, v = _in_order(views.k, turns), _in_order(views.v)  # [G, S, D]
         out = fused.new_empty(*fused.shape[:2], heads.num_heads, heads.width)
         blocks = _query_view(out, heads.num_kv_heads)
         spans = _spans(fused.shape[1], window, heads.num_heads // heads.num_kv_heads)
         shares = []
-        for i, (_, keys, mask) in enumerate(spans):
-            scores = torch.baddbmm(mask, q[:, i], k[:, keys].transpose(1, 2))
+        for i, (_, keys, masks) in enumerate(spans):
+            scores = _product(q[:, i], k[:, keys].transpose(1, 2), scale)
+            for columns, mask in masks:
+                scores[:, :, columns] += mask
             shares.append(scores.softmax(-1))
             mixed = torch.bmm(shares[i], v[:, keys])
             blocks[:, :, i] = mixed.view(blocks[:, :, i].shape)
         ctx.save_for_backward(q, k, v, *shares)
-        ctx.heads, ctx.spans, ctx.factors = heads, spans, factors
+        ctx.heads, ctx.spans, ctx.turns = heads, spans, turns
         return out.flatten(2)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         heads: Heads = ctx.heads
-        factors = ctx.factors.back()
+        turns = None if ctx.turns is None else _in_blocks(ctx.turns, 0).conj()  # [S/C, C, D/2]
         grad_out = grads[0].unflatten(-1, (-1, heads.width))
-        g = _in_order(_query_view(grad_out, heads.num_kv_heads), 1.0).flatten(2, 3)
-        grad_q, grad_k, grad_v = _backward_in_order(g, ctx.spans, *ctx.saved_tensors)
+        g = _in_order(_query_view(grad_out, heads.num_kv_heads)).flatten(2, 3)
         num_heads = heads.num_heads + 2 * heads.num_kv_heads
         grad_fused = grads[0].new_empty(*grads[0].shape[:2], num_heads * heads.width)
         views = _views(grad_fused, heads)
-        _put(views.q, grad_q.view(views.q.shape), factors.q)
-        _put(views.k, grad_k.transpose(0, 1).reshape(views.k.shape), factors.k)
-        _put(views.v, grad_v.transpose(0, 1).reshape(views.v.shape), 1.0)
+        grad_k, grad_v = _backward_in_order(g, ctx.spans, views.q, turns, *ctx.saved_tensors)
+        _put(_in_blocks(views.k, 2), _by_heads(grad_k, heads), turns)
+        _put(_in_blocks(views.v, 2), _by_heads(grad_v, heads), None)
         return grad_fused, None, None, None
+
+
+def _by_heads(blocks: torch.Tensor, heads: Heads) -> torch.Tensor:
+    """``[S/C, G, C, D]`` as ``[K, B, S/C, C, D]``."""
+    return blocks.unflatten(1, (heads.num_kv_heads, -1)).permute(1, 2, 0, 3, 4)
 
 
 def _backward_in_order(
     g: torch.Tensor,
     spans: tuple[_Span, ...],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *shares: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries ``[G, S/C, R C, D]``, and of keys and values by blocks, ``[S/C, G, C, D]``: each
-    block is contiguous, so that products are added in place."""
+    grad_q: torch.Tensor,
+    turns: torch.Tensor | None,
+    *saved: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of keys and values by blocks, ``[S/C, G, C, D]``: each block is contiguous, so that products
+    are added in place. That of queries is written to ``grad_q`` ``[K, B, S/C, R, C, D]``, turned."""
+    q, k, v, *shares = saved
     num_groups, num_blocks, _, width = q.shape
-    size = k.shape[1] // num_blocks
-    grad_q = torch.empty_like(q)
+    size, scale = k.shape[1] // num_blocks, width**-0.5
     grad_k = k.new_empty(num_blocks, num_groups, size, width)
     grad_v = torch.empty_like(grad_k)
     for i, (blocks, keys, _) in enumerate(spans):
         grad_shares = torch.bmm(g[:, i], v[:, keys].transpose(1, 2))
         grad_scores = torch._softmax_backward_data(grad_shares, shares[i], -1, k.dtype)
-        grad_q[:, i] = torch.bmm(grad_scores, k[:, keys])
+        of_queries = _product(grad_scores, k[:, keys], scale)
+        _put(grad_q[:, :, i], of_queries.view(grad_q[:, :, i].shape), None if turns is None else turns[i])
         for column, block in enumerate(blocks):
-            of_block = slice(column * size, (column + 1) * size)
+            columns = slice(column * size, (column + 1) * size)
             beta = int(block != i)  # its own queries are the first that meet a block of keys
-            grad_v[block].baddbmm_(shares[i][:, :, of_block].transpose(1, 2), g[:, i], beta=beta)
-            grad_k[block].baddbmm_(grad_scores[:, :, of_block].transpose(1, 2), q[:, i], beta=beta)
-    return grad_q, grad_k, grad_v
+            grad_v[block].baddbmm_(shares[i][:, :, columns].transpose(1, 2), g[:, i], beta=beta)
+            of_keys = grad_scores[:, :, columns].transpose(1, 2)
+            grad_k[block].baddbmm_(of_keys, q[:, i], beta=beta, alpha=scale)
+    return grad_k, grad_v
 
 
 def attention_in_blocks(
