@@ -18,9 +18,9 @@ from myriad.job import load_job
 from myriad.resilience.engines.local import run_local
 from myriad.run import Run
 
-SEQUENCE, BATCH = 128, 8
-ADAMW_RATES = (2e-3, 4e-3, 8e-3)
-LAMB_RATES = (1e-2, 2e-2, 4e-2)
+SEQUENCE, BATCH = 128, 4
+ADAMW_RATES = (1.5e-3, 3e-3)
+LAMB_RATES = (3e-2, 6e-2)
 
 
 @dataclass(frozen=True)

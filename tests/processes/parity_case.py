@@ -1,8 +1,9 @@
 """Trains a tiny GPT on fixed tokens in some layout and gives losses and final whole parameters.
 
-Adam divides by the root of the second moment, so with an epsilon of 1e-8 an element whose gradient is nothing but
-rounding noise moves by the whole learning rate, in a direction that no two layouts share (measured: one small matrix
-differs by 1.7e-5 then, all parameters together by 5e-7; by 5e-7 and 3e-8 with the 1e-6 used here).
+Adam divides by the root of the second moment, so with an epsilon of 1e-8 an element whose gradient is nothing
+but rounding noise moves by the whole learning rate, in a direction that no two layouts share (measured: one
+small matrix differs by 1.7e-5 then, all parameters together by 5e-7; by 5e-7 and 3e-8 with the 1e-6 used
+here).
 """
 
 import os

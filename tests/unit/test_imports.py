@@ -1,4 +1,5 @@
-"""If these fail, the rooms of the library grow into each other, or the check that keeps them apart is blind."""
+"""If these fail, the rooms of the library grow into each other, or the check that keeps them apart is
+blind."""
 
 import subprocess
 import sys

@@ -22,7 +22,8 @@ _META = "myriad.overrides"
 
 
 def split_overrides(arguments: Sequence[str], own: Collection[str] = ()) -> tuple[list[str], list[str]]:
-    """Overrides as ``key=value``, and the tokens that are none; ``own``: options of the verb that go first."""
+    """Overrides as ``key=value``, and the tokens that are none; ``own``: options of the verb that go
+    first."""
     switches = _switches()
     top_level = _top_level() - {option.removeprefix("--") for option in own}
     overrides: list[str] = []

@@ -100,8 +100,8 @@ def _resolve(job: str, run: str | None, overrides: list[str]) -> "tuple[Job, Run
 
 
 def _spread(job: str, overrides: list[str]) -> list[str]:
-    """The default job on two cores is quickest as two data-parallel ranks of one thread each (measured; and the
-    result is that of one): so it runs, unless a layout is asked for."""
+    """The default job on two cores is quickest as two data-parallel ranks of one thread each (measured; and
+    the result is that of one): so it runs, unless a layout is asked for."""
     from myriad.resilience.engines.local import num_cores
 
     if job != _DEFAULT_JOB or any(key.startswith(("layout.", "train.threads")) for key in overrides):

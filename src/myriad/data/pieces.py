@@ -101,9 +101,7 @@ def _in_processes(work: PieceWork, pieces: Sequence[Piece], workers: int) -> Ite
         pool.shutdown(cancel_futures=True)
 
 
-def _outcomes(
-    pool: ProcessPoolExecutor, pieces: Sequence[Piece], ahead: int
-) -> Iterator["PieceResult"]:
+def _outcomes(pool: ProcessPoolExecutor, pieces: Sequence[Piece], ahead: int) -> Iterator["PieceResult"]:
     """Results as they come, with a few pieces handed out ahead."""
     waiting = iter(pieces)
     running: set[Future[PieceResult]] = set()
