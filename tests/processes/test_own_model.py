@@ -47,6 +47,27 @@ def one_process() -> list[float]:
     return run_ranks(1, losses, Layout(micro_batch=8))[0]
 
 
+def with_a_bare_stage() -> LayerList:
+    """Three layers, the middle one without parameters."""
+    layers = [
+        Layer("in", lambda: nn.Linear(16, 32)),
+        Layer("bend", nn.GELU),
+        Layer("out", lambda: nn.Unflatten(1, (16, 2))),
+    ]
+    return LayerList(layers, lambda y, _: y.square().sum())
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_a_rank_may_hold_layers_without_parameters(name: str) -> None:
+    def train(pp: int) -> list[float]:
+        layout = Layout(pp=pp, micro_batch=8, partition="manual:1,2" if pp == 3 else "uniform")
+        optimizer = OPTIMIZER.model_copy(update={"name": name})
+        found = fit(with_a_bare_stage(), example().batch, layout, optimizer, steps=5, global_batch=64)
+        return [result.loss for _, result in found]
+
+    assert run_ranks(3, train, 3)[0] == pytest.approx(run_ranks(1, train, 1)[0], rel=1e-5)
+
+
 def test_the_example_is_short() -> None:
     assert len(EXAMPLE.read_text().splitlines()) < 80
 

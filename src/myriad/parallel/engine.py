@@ -81,7 +81,9 @@ class Engine:
             for training in (True, False)
         }
         stage_rank = self.programs[True].stage_rank
-        self._runtime = Runtime(self.pieces, groups, shapes, stage_rank, layout.micro_batch, seed, recorder)
+        self._runtime = Runtime(
+            self.pieces, groups, shapes, stage_rank, layout.micro_batch, device, seed, recorder
+        )
         self._entries = [(chunk, entry) for chunk in self.pieces.chunks for entry in chunk.entries]
         regions = [region for chunk in self.pieces.chunks for region in chunk.regions()]
         self._regions = regions or [_nothing(device)]

@@ -65,17 +65,17 @@ class Runtime:
         shapes: Sequence[tuple[torch.Size, torch.dtype]],
         stage_rank: Sequence[int],
         micro_batch: int,
+        device: torch.device,
         seed: int,
         recorder: Recorder,
     ) -> None:
         self._pieces, self._groups, self._shapes = pieces, groups, shapes
-        self._stage_rank, self._rank = stage_rank, groups.grid.index("pp")
-        self._micro_batch, self._seed, self._recorder = micro_batch, seed, recorder
+        self._stage_rank, self._micro_batch, self._device = stage_rank, micro_batch, device
+        self._seed, self._recorder = seed, recorder
         self._channels: dict[Payload, Channel] = {}
         if groups.grid.layout.pp > 1:
             both_ways = groups.grid.layout.virtual_stages > 1
             self._channels = {payload: Channel(groups, payload, both_ways=both_ways) for payload in Payload}
-        self._device = pieces.chunks[0].values.device
         self._do: Mapping[Kind, Callable[[Action, _Iteration], None]] = {
             Kind.GATHER: self._gather,
             Kind.RELEASE: self._release,
