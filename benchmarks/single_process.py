@@ -1,10 +1,10 @@
 """One process of Myriad against a plain PyTorch loop: the same GPT, batch and precision, on the same cores.
 
-    python benchmarks/single_process.py                      the default, 12M parameters
-    python benchmarks/single_process.py --threads 1 --rounds 10
+    python benchmarks/single_process.py                       12M parameters, a vocabulary of 4,096
+    python benchmarks/single_process.py --vocabulary 50304    30M, nanoGPT's own vocabulary
 
 Contenders take turns, so that whatever else the machine does hits all of them. A contender's figure is its
-median step (the fastest is printed too); the ratio is to the best setting of the plain loop. The peak of MFU
+median step (the fastest is printed too); the ratio is to the best setting of the peers. The peak of MFU
 is a matrix product of 1024 x 1024 in the same precision and threads, also measured in every round.
 """
 
@@ -26,7 +26,7 @@ from myriad.optim.precision import resolve_precision
 from myriad.parallel.runtime import Batch
 from myriad.train.fit import fit
 from myriad.train.peak import find_peak
-from peers.nanogpt_loop import GPTConfig, build_step
+from peers import nanogpt_loop
 
 SIZES = {"layers": 6, "hidden": 384, "heads": 6, "vocabulary": 4096, "sequence": 256}
 """Of the model, by default."""
@@ -93,14 +93,27 @@ def build_contenders(settings: argparse.Namespace, config: ModelConfig, precisio
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocabulary, (settings.batch, config.sequence + 1), generator=generator)
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(settings.batch))
-    peer = GPTConfig(config.sequence, config.padded_vocabulary(), config.layers, config.heads, config.hidden)
     steps = myriad_steps(config, batch, precision, settings.steps * (settings.rounds + 1))
     contenders = [Contender("myriad", partial(next, steps))]
-    for compiled in (False,) if settings.no_compile else (False, True):
-        step = build_step(peer, precision=precision, compiled=compiled)
-        name = "plain loop, compiled" if compiled else "plain loop"
-        contenders.append(Contender(name, partial(step, batch.inputs, batch.targets)))
+    for name, model in peer_models(config):
+        for compiled in (False,) if settings.no_compile else (False, True):
+            step = nanogpt_loop.build_step(model(), precision=precision, compiled=compiled)
+            label = f"{name}, compiled" if compiled else name
+            contenders.append(Contender(label, partial(step, batch.inputs, batch.targets)))
     return contenders
+
+
+def peer_models(config: ModelConfig) -> Iterator[tuple[str, Callable[[], torch.nn.Module]]]:
+    """The plain loop's own model, and litgpt's where that is installed."""
+    dimensions = config.sequence, config.padded_vocabulary(), config.layers, config.heads, config.hidden
+    peer = nanogpt_loop.GPTConfig(*dimensions)
+    yield "plain loop", partial(nanogpt_loop.GPT, peer)
+    try:
+        from peers.litgpt_loop import LitGPT
+    except ImportError:
+        print("litgpt is not installed: left out")
+        return
+    yield "litgpt", partial(LitGPT, peer)
 
 
 def report(contenders: list[Contender], config: ModelConfig, tokens: int, peak: float) -> None:
@@ -114,7 +127,7 @@ def report(contenders: list[Contender], config: ModelConfig, tokens: int, peak: 
             f"{contender.name:24}{tokens / median:>8.0f} t/s{tokens / fastest:>8.0f} t/s{flops / 1e9:>10.1f}"
             f"{flops / peak:>8.1%}{median / ours:>8.2f}   {contender.loss:.3f}"
         )
-    print(f"myriad is {min(peers) / ours:.2f} x the best plain loop (medians)")
+    print(f"myriad is {min(peers) / ours:.2f} x the best peer (medians)")
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ What nanoGPT offers is offered: torch.compile, bfloat16 by autocast, the fused A
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -77,19 +76,17 @@ class GPT(nn.Module):
 
 
 def build_step(
-    config: GPTConfig, *, precision: str, compiled: bool, device: str = "cpu"
+    model: nn.Module, *, precision: str, compiled: bool, device: str = "cpu"
 ) -> Callable[[torch.Tensor, torch.Tensor], float]:
-    """One training step on (tokens, targets), which gives the loss."""
-    model = GPT(config).to(device)
+    """One training step on (tokens, targets), which gives the loss, of a model that gives it to autograd."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
     forward = torch.compile(model) if compiled else model
-    cast = torch.autocast(device, torch.bfloat16) if precision == "bfloat16" else nullcontext()
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> float:
-        with cast:
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
             loss = forward(tokens, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

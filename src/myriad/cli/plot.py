@@ -18,12 +18,13 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def smooth(points: Series, share: float = 0.03) -> list[tuple[float, float]]:
-    """Mean over a centred window of ``share`` of all points, shorter at both ends."""
+    """Mean over a window of ``share`` of all points: centred, shorter where the loss falls fast (the start), and
+    reaching back only where it no longer does (the end)."""
     half = int(len(points) * share / 2)
     out = []
     for index, (step, _) in enumerate(points):
-        reach = min(half, index, len(points) - 1 - index)
-        window = points[index - reach : index + reach + 1]
+        before = min(half, index)
+        window = points[index - before : index + before + 1]
         out.append((step, sum(loss for _, loss in window) / len(window)))
     return out
 
