@@ -36,7 +36,7 @@ def _enter(
         results.put((rank, None, traceback.format_exc()))
 
 
-def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 270) -> list[Any]:
     """What ``function(*arguments)`` gives on each of ``world`` ranks. A failing rank's traceback becomes the
     error."""
     context = multiprocessing.get_context("fork")

@@ -46,7 +46,7 @@ def worker(path: Path, body: str) -> list[str]:
 
 
 def rank_pids(run: Run) -> list[int]:
-    return [int(path.read_text()) for path in run.path.glob("pid-*")]
+    return [int(text) for path in run.path.glob("pid-*") if (text := path.read_text())]
 
 
 def is_alive(pid: int) -> bool:
