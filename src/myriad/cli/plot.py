@@ -18,8 +18,8 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def smooth(points: Series, share: float = 0.03) -> list[tuple[float, float]]:
-    """Mean over a window of ``share`` of all points: centred, shorter where the loss falls fast (the start), and
-    reaching back only where it no longer does (the end)."""
+    """Mean over a window of ``share`` of all points: centred, shorter where the loss falls fast (the start),
+    and reaching back only where it no longer does (the end)."""
     half = int(len(points) * share / 2)
     out = []
     for index, (step, _) in enumerate(points):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["dropout", "hashed_normal", "hashed_uniform", "hashed_words", "key_of"]
+__all__ = ["dropout", "hashed_uniform", "hashed_words", "key_of", "seeded_normal"]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -55,7 +55,7 @@ def hashed_uniform(key: int, indices: Sequence[torch.Tensor]) -> torch.Tensor:
     return _shift_right(hashed_words(key, indices), 40).float() * 2.0**-24
 
 
-def hashed_normal(key: int, shape: Sequence[int], deviation: float) -> torch.Tensor:
+def seeded_normal(key: int, shape: Sequence[int], deviation: float) -> torch.Tensor:
     """Float32 normal values of a whole tensor on the CPU, the same on every rank."""
     generator = torch.Generator(device="cpu").manual_seed(key)
     values = torch.empty(tuple(shape), device="cpu")

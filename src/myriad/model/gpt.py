@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from myriad.kernels.random import hashed_normal, key_of
+from myriad.kernels.random import key_of, seeded_normal
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Shard
@@ -90,7 +90,7 @@ class GPT:
         deviation = self.config.initial_deviation
         if name.endswith(("attention.output.weight", "mlp.down.weight")):
             deviation /= (2 * self.config.layers) ** 0.5
-        return hashed_normal(key_of(self.seed, self.tied.get(name, name)), shape, deviation)
+        return seeded_normal(key_of(self.seed, self.tied.get(name, name)), shape, deviation)
 
 
 def build_full(config: ModelConfig, seed: int) -> nn.ModuleList:

@@ -14,7 +14,7 @@ from myriad.kernels.embedding import embedding, embedding_reference
 from myriad.kernels.gradient import GradientSink, apply_deferred, set_sink
 from myriad.kernels.linear import linear
 from myriad.kernels.norm import LayerNorm, RMSNorm, rms_norm_reference
-from myriad.kernels.random import dropout, hashed_normal, hashed_uniform, key_of
+from myriad.kernels.random import dropout, hashed_uniform, key_of, seeded_normal
 from myriad.kernels.rotary import rotary_reference, rotary_turns, turned
 from myriad.model.boundary import Boundary
 
@@ -300,6 +300,6 @@ def test_hashed_numbers_are_uniform_and_normal_and_repeatable():
     rows = uniform - uniform.mean()
     assert (rows[1:] * rows[:-1]).mean().abs() < 1e-3
     assert torch.equal(hashed_uniform(3, (indices[0][5:6], indices[1])), uniform[5:6])
-    values = hashed_normal(7, (200, 300), 0.5)
+    values = seeded_normal(7, (200, 300), 0.5)
     assert values.std().item() == pytest.approx(0.5, rel=0.02)
-    assert torch.equal(values, hashed_normal(7, (200, 300), 0.5))
+    assert torch.equal(values, seeded_normal(7, (200, 300), 0.5))
