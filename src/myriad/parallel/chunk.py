@@ -60,8 +60,6 @@ class Sharing:
     dp_size: int
     tp_group: Group | None
     zero: int
-    each: bool
-    """Gradients are reduced after every micro-batch, not only after the last."""
 
 
 class Chunk:

@@ -65,7 +65,6 @@ def build_pieces(
         layout.dp,
         groups.along("tp"),
         layout.zero,
-        layout.reduce == "each",
     )
     entries = {index: _entries(definition, index, layer) for index, layer in layers.items()}
     tied_entries = _merge_tied(definition, entries)
