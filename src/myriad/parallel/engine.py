@@ -67,11 +67,7 @@ class Engine:
         """``sample``: one micro-batch, or tensors of its shapes and types."""
         layout = groups.grid.layout
         self.groups, self.layout, self.recorder = groups, layout, recorder
-        self._num_micro_batches, self._clip_norm, self._device = (
-            num_micro_batches,
-            optimizer.clip_norm,
-            device,
-        )
+        self._clip_norm = optimizer.clip_norm
         group, rank = groups.along("tp"), groups.grid.index("tp")
         self.boundary: Boundary = GroupBoundary(group, rank, layout.tp, recorder)
         self.pieces = build_pieces(definition, layers_of_stage, groups, self.boundary, dtype, device)

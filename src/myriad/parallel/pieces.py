@@ -90,7 +90,7 @@ def build_pieces(
         stages, chunks, tied, _tied_peers(groups, holders), tied is not None and min(holders) in mine
     )
     _load_initial(definition, pieces, layers_of_stage, boundary)
-    _move_buffers(layers, device)
+    _refuse_buffers(layers)
     return pieces
 
 
@@ -157,13 +157,10 @@ def _load_initial(
         chunk.mark_stale()
 
 
-def _move_buffers(layers: dict[int, nn.Module], device: torch.device) -> None:
+def _refuse_buffers(layers: dict[int, nn.Module]) -> None:
     for layer in layers.values():
-        for name, buffer in list(layer.named_buffers()):
-            if buffer.is_meta:
-                raise TypeError(
-                    f"buffer {name} of {type(layer).__name__}: layers keep state in parameters only"
-                )
+        for name, _ in layer.named_buffers():
+            raise TypeError(f"buffer {name} of {type(layer).__name__}: layers keep state in parameters only")
 
 
 def shapes_between_stages(
