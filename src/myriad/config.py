@@ -4,11 +4,16 @@ Each component declares its config beside itself; ``job.py`` puts them together.
 torch.
 """
 
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-__all__ = ["OFF", "Config", "may_be_off"]
+from myriad.units import parse_bytes
+
+__all__ = ["OFF", "Config", "Size", "may_be_off"]
+
+Size = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
+"""Bytes, written as a number or as ``"64 MiB"``."""
 
 OFF = "off"
 """What a key that may be off is set to, in files and on the command line, where there is no null."""

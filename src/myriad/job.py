@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout, check_layout
 from myriad.config import Config
 from myriad.data.config import DataConfig
@@ -20,6 +21,7 @@ from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerConfig, Precision
 from myriad.parallel.partition import partition_layers
+from myriad.program.config import OverlapConfig
 from myriad.recipes import read_recipe, recipe_names
 from myriad.toml_text import dump_toml, parse_override, set_dotted
 
@@ -67,6 +69,10 @@ class Job(Config):
     """What it reads."""
     layout: Layout = Layout()
     """How it is spread over ranks."""
+    overlap: OverlapConfig = OverlapConfig()
+    """What communication hides behind."""
+    comm: CommConfig = CommConfig()
+    """How ranks meet, and what they send."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How parameters move."""
     train: TrainConfig = TrainConfig()
@@ -150,6 +156,44 @@ def _check_vocabulary(job: Job) -> None:
     _need(not embedded or trained <= vocabulary, "data.vocabulary", trained, allowed)
 
 
+def _check_credit(job: Job) -> None:
+    partition, credit = job.overlap.partition, job.overlap.credit
+    _need(credit >= partition, "overlap.credit", credit, f"at least overlap.partition = {partition} bytes")
+
+
+def _check_lossy(job: Job) -> None:
+    comm, layout = job.comm, job.layout
+    _need(
+        comm.compress_parameters is None or layout.zero in (1, 2),
+        "comm.compress_parameters",
+        comm.compress_parameters,
+        "needs layout.zero = 1 or 2: only there do parameters travel and stay",
+    )
+    _need(
+        comm.sync_every == 1 or layout.zero == 0,
+        "comm.sync_every",
+        comm.sync_every,
+        "needs layout.zero = 0: each replica trains alone and holds everything",
+    )
+
+
+def _check_nodes(job: Job) -> None:
+    comm, world = job.comm, job.layout.world
+    node = comm.node_size
+    _need(node is None or world % node == 0, "comm.node_size", node, f"must divide the {world} ranks")
+    switch = comm.switch_size
+    if switch is not None:
+        _need(node is not None, "comm.switch_size", switch, "needs comm.node_size")
+        nodes = world // (node or 1)
+        _need(nodes % switch == 0, "comm.switch_size", switch, f"must divide the {nodes} nodes")
+    _need(
+        comm.hierarchy != "switch" or switch is not None,
+        "comm.hierarchy",
+        comm.hierarchy,
+        "needs comm.switch_size",
+    )
+
+
 def _check_warmup(job: Job) -> None:
     warmup, steps = job.optimizer.warmup_steps, job.train.steps
     _need(warmup <= steps, "optimizer.warmup_steps", warmup, f"at most train.steps = {steps}")
@@ -165,6 +209,9 @@ _RULES: tuple[Callable[[Job], None], ...] = (
     _check_window,
     _check_vocabulary,
     _check_warmup,
+    _check_credit,
+    _check_lossy,
+    _check_nodes,
 )
 
 

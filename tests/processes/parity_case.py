@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from myriad.checkpoint.store import CheckpointFolder, load_model, save
+from myriad.comm.config import CommConfig
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
@@ -23,6 +24,7 @@ from myriad.optim.schedule import learning_rate
 from myriad.parallel.engine import Engine
 from myriad.parallel.partition import partition_layers
 from myriad.parallel.runtime import Batch
+from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder
 
 OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 5, "epsilon": 1e-6}
@@ -34,6 +36,8 @@ class Case:
     layout: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    overlap: dict[str, Any] = field(default_factory=dict)
+    comm: dict[str, Any] = field(default_factory=dict)
     steps: int = 20
     global_batch: int = 8
     dtype: torch.dtype = torch.float32
@@ -61,6 +65,8 @@ def make_engine(case: Case, recorder: Recorder | None = None) -> Engine:
         dtype=case.dtype,
         device=torch.device("cpu"),
         recorder=recorder or Recorder(),
+        overlap=OverlapConfig(**case.overlap),
+        comm=CommConfig(**case.comm),
     )
 
 

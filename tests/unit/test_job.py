@@ -81,7 +81,7 @@ def test_reading_a_job_needs_no_torch() -> None:
         ("train.sample_prompt=import os = 3", "train.sample_prompt", "import os = 3"),
         ("train.sample_prompt=2024-01-01", "train.sample_prompt", "2024-01-01"),
         ("name=123", "name", "123"),
-        ("layout.decouple=off", "layout.decouple", False),
+        ("overlap.pipeline=off", "overlap.pipeline", False),
         ("model.window_pattern=[true, false]", "model.window_pattern", (True, False)),
         ("optimizer.learning_rate=6e-4", "optimizer.learning_rate", 6e-4),
     ],

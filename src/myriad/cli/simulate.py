@@ -70,7 +70,9 @@ def _show(job_name: str, overrides: list[str], out: Path | None, as_json: bool) 
     from myriad.program.timeline import timeline
 
     job = load_job(job_name, overrides)
-    program = build_program(job.layout, job.num_micro_batches, tied=job.model.tied, training=True)
+    program = build_program(
+        job.layout, job.overlap, job.num_micro_batches, tied=job.model.tied, training=True
+    )
     report, times = check(program), timeline(program)
     if out is not None:
         _write(out, program, times, report)

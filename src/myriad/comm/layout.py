@@ -42,9 +42,6 @@ class Layout(Config):
     """Sequences in one micro-batch."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] | None = None
     """Pipeline schedule; off: interleaved when virtual_stages > 1, else 1f1b."""
-    decouple: bool = True
-    """Send and receive as separate asynchronous actions, receives posted early; off: coupled and waited
-    for."""
     partition: str = "uniform"
     """Layers to stages: uniform, parameters, profile, type:REGEX (spread matching layers evenly),
     manual:B1,B2,..."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from myriad.comm.collectives import all_reduce
+from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups
 from myriad.errors import RunFailedError
 from myriad.model.boundary import Boundary
@@ -30,9 +31,12 @@ from myriad.parallel.pieces import build_pieces, shapes_between_stages
 from myriad.parallel.programs import build_program
 from myriad.parallel.runtime import Batch, Runtime
 from myriad.parallel.tensor import GroupBoundary
+from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["Engine", "StepResult"]
+
+_OVERLAP, _COMM = OverlapConfig(), CommConfig()
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Engine:
         dtype: torch.dtype,
         device: torch.device,
         recorder: Recorder,
+        overlap: OverlapConfig = _OVERLAP,
+        comm: CommConfig = _COMM,
     ) -> None:
         """``sample``: one micro-batch, or tensors of its shapes and types."""
         layout = groups.grid.layout
@@ -73,7 +79,9 @@ class Engine:
         self.pieces = build_pieces(definition, layers_of_stage, groups, self.boundary, dtype, device)
         shapes = shapes_between_stages(definition, layers_of_stage, self.boundary, sample.inputs, dtype)
         self.programs = {
-            training: build_program(layout, num_micro_batches, tied=bool(definition.tied), training=training)
+            training: build_program(
+                layout, overlap, num_micro_batches, tied=bool(definition.tied), training=training
+            )
             for training in (True, False)
         }
         stage_rank = self.programs[True].stage_rank

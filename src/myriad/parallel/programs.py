@@ -3,6 +3,7 @@
 from myriad.comm.layout import Layout
 from myriad.program.actions import Program
 from myriad.program.checker import check
+from myriad.program.config import OverlapConfig
 from myriad.program.lower import lower
 from myriad.program.passes import decouple
 from myriad.program.schedules import schedule
@@ -10,11 +11,13 @@ from myriad.program.schedules import schedule
 __all__ = ["build_program"]
 
 
-def build_program(layout: Layout, num_micro_batches: int, *, tied: bool, training: bool) -> Program:
+def build_program(
+    layout: Layout, overlap: OverlapConfig, num_micro_batches: int, *, tied: bool, training: bool
+) -> Program:
     """A checked program for one iteration, or (not ``training``) for one validation."""
     program = schedule(layout.schedule_name, layout.pp, layout.virtual_stages, num_micro_batches)
     program = lower(program, zero=layout.zero, reduce=layout.reduce, tied=tied, training=training)
-    if layout.decouple:
+    if overlap.pipeline:
         program = decouple(program)
     check(program)
     return program

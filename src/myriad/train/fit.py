@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from myriad.comm.config import CommConfig
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout, check_layout
 from myriad.errors import BadInputError
@@ -19,10 +20,13 @@ from myriad.optim.precision import resolve_precision
 from myriad.optim.schedule import learning_rate
 from myriad.parallel.engine import Engine, StepResult
 from myriad.parallel.runtime import Batch
+from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder
 from myriad.train.build import find_place, pick_device, stage_layers
 
 __all__ = ["fit"]
+
+_OVERLAP, _COMM = OverlapConfig(), CommConfig()
 
 
 def fit(
@@ -36,6 +40,8 @@ def fit(
     seed: int = 1,
     precision: Precision = "float32",
     device: Literal["auto", "cpu", "cuda"] = "auto",
+    overlap: OverlapConfig = _OVERLAP,
+    comm: CommConfig = _COMM,
 ) -> Iterator[tuple[int, StepResult]]:
     """Trains and gives (steps done, result) after each step; rank 0 alone gives anything.
 
@@ -67,6 +73,8 @@ def fit(
             dtype=dtype,
             device=on,
             recorder=Recorder(),
+            overlap=overlap,
+            comm=comm,
         )
         num_targets = sample.targets[0].numel() * global_batch
         for step in range(steps):

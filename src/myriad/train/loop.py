@@ -91,6 +91,8 @@ class Trainer:
             dtype=self.dtype,
             device=self.device,
             recorder=self.recorder,
+            overlap=job.overlap,
+            comm=job.comm,
         )
 
     def _build_meter(self) -> StepMeter:

@@ -1,0 +1,36 @@
+"""Which passes rewrite a program, and how far they go. No torch here."""
+
+from pydantic import Field
+
+from myriad.config import Config, Size
+
+__all__ = ["OverlapConfig"]
+
+
+class OverlapConfig(Config):
+    """What communication hides behind; every switch leaves losses and parameters as they are."""
+
+    pipeline: bool = True
+    """Send and receive between stages as separate asynchronous actions, receives posted early; off:
+    coupled and waited for."""
+    receive_ahead: int = Field(2, ge=1, le=64)
+    """Computes of a rank between posting a receive and using it: more hides slower links and holds more
+    activations."""
+    data: bool = True
+    """Parameters gathered and gradients reduced chunk by chunk behind the compute; off: each where it is
+    needed, waited for."""
+    chunks: int | None = Field(None, ge=1)
+    """Chunks that data parallelism cuts each stage's parameters in; off: one a layer, at most 8."""
+    partition: Size = 4 * 2**20
+    """Bytes of one data-parallel message; "4 MiB"."""
+    credit: Size = 16 * 2**20
+    """Bytes of data-parallel messages that may be under way from one rank at once; at least
+    overlap.partition."""
+    tensor: bool = True
+    """Tensor-parallel gathers and scatters in chunks behind the matrix products around them; off: whole,
+    waited for."""
+    tensor_chunks: int = Field(2, ge=2, le=16)
+    """Chunks of each tensor-parallel gather and scatter."""
+    optimizer: bool = True
+    """Each chunk's parameters travel as soon as it is updated, while the next chunk is; off: all chunks
+    are updated first."""
