@@ -5,19 +5,25 @@ from myriad.program.actions import Program
 from myriad.program.checker import check
 from myriad.program.config import OverlapConfig
 from myriad.program.lower import lower
-from myriad.program.passes import decouple
+from myriad.program.passes import apply_passes
 from myriad.program.schedules import schedule
 
 __all__ = ["build_program"]
 
 
 def build_program(
-    layout: Layout, overlap: OverlapConfig, num_micro_batches: int, *, tied: bool, training: bool
+    layout: Layout,
+    overlap: OverlapConfig,
+    num_micro_batches: int,
+    *,
+    tied: bool,
+    training: bool,
+    num_chunks: int = 1,
 ) -> Program:
-    """A checked program for one iteration, or (not ``training``) for one validation."""
+    """A checked program for one iteration, or (not ``training``) for one validation. Each stage of the layout
+    is ``num_chunks`` stages of the program."""
     program = schedule(layout.schedule_name, layout.pp, layout.virtual_stages, num_micro_batches)
     program = lower(program, zero=layout.zero, reduce=layout.reduce, tied=tied, training=training)
-    if overlap.pipeline:
-        program = decouple(program)
+    program = apply_passes(program, overlap, num_chunks)
     check(program)
     return program

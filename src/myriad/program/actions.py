@@ -20,11 +20,13 @@ Semantics, the same for checker, runtime and simulator:
 - A transfer is named by its payload: the activation that ``stage`` made for stage + 1, or the gradient that
   ``stage`` made for stage - 1, of one micro-batch. Between two stages on the same rank nothing is sent.
 - GATHER / RELEASE: a stage's parameters become whole on this rank / may be dropped (ZeRO >= 1 / ZeRO 3).
-- REDUCE: a stage's gradient sums are combined over data-parallel ranks (and tensor-parallel, tied ones before
-  that).
+- REDUCE: a stage's gradient sums are combined over data-parallel ranks (tied ones before that).
+- START_GATHER, AWAIT_GATHER and START_REDUCE, AWAIT_REDUCE: the same two, posted and waited for. A gather
+  that is posted after its stage's UPDATE belongs to the next iteration: there, posting it again does nothing.
 - SYNC_TIED: gradients of parameters shared by the first and the last stage are summed between the ranks that
   hold them.
-- LOAD: the step's tokens are there. STEP: clip and optimizer step.
+- LOAD: the step's tokens are there. STEP: CLIP, then UPDATE of every stage of the rank.
+- CLIP: the global gradient norm is known. UPDATE: the optimizer moves a stage's parameters.
 """
 
 from collections.abc import Iterator
@@ -32,7 +34,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-__all__ = ["COMPUTE", "Action", "Kind", "Lowering", "Payload", "Program", "Transfer"]
+__all__ = ["COMPUTE", "MAKES_WEIGHT_GRADIENT", "Action", "Kind", "Lowering", "Payload", "Program", "Transfer"]
 
 
 class Kind(StrEnum):
@@ -40,6 +42,8 @@ class Kind(StrEnum):
 
     LOAD = "load"
     GATHER = "gather"
+    START_GATHER = "start_gather"
+    AWAIT_GATHER = "await_gather"
     RELEASE = "release"
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -51,11 +55,18 @@ class Kind(StrEnum):
     WAIT = "wait"
     SYNC_TIED = "sync_tied"
     REDUCE = "reduce"
+    START_REDUCE = "start_reduce"
+    AWAIT_REDUCE = "await_reduce"
+    CLIP = "clip"
+    UPDATE = "update"
     STEP = "step"
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 """What a schedule writes; everything else is added by lowering."""
+
+MAKES_WEIGHT_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+"""Computes that add to a stage's gradient sums."""
 
 
 class Payload(StrEnum):
@@ -117,8 +128,8 @@ class Program:
     """One iteration: ``ranks[r]`` is pipeline rank r's list of actions.
 
     ``stage_rank[s]`` is the pipeline rank that owns stage s. In the schedules written here stage s lives on
-    rank s mod pp (the loop), except where a schedule's method places them otherwise (and says so).
-    ``lowering`` is None as long as the program holds computes only.
+    rank s mod pp (the loop); where `cut_stages` has cut stages in chunks, each chunk is a stage of the
+    program. ``lowering`` is None as long as the program holds computes only.
     """
 
     schedule: str

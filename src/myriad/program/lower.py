@@ -20,7 +20,15 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
-from myriad.program.actions import COMPUTE, Action, Kind, Lowering, Program, Transfer
+from myriad.program.actions import (
+    COMPUTE,
+    MAKES_WEIGHT_GRADIENT,
+    Action,
+    Kind,
+    Lowering,
+    Program,
+    Transfer,
+)
 from myriad.program.timeline import ProgramError, timeline
 from myriad.program.transfers import Gaps, placements
 
@@ -85,7 +93,7 @@ class _Rank:
         self.last_backward = {
             action.stage: index
             for index, action in enumerate(self.computes)
-            if _makes_weight_gradient(action)
+            if action.kind in MAKES_WEIGHT_GRADIENT
         }
 
     def actions(self) -> Iterator[Action]:
@@ -123,7 +131,7 @@ class _Rank:
             yield Action(Kind.RELEASE, self.computes[index].stage)
 
     def _reduce(self, index: int) -> Iterator[Action]:
-        if index < 0 or not _makes_weight_gradient(self.computes[index]):
+        if index < 0 or self.computes[index].kind not in MAKES_WEIGHT_GRADIENT:
             return
         stage = self.computes[index].stage
         is_last = index == self.last_backward[stage]
@@ -131,10 +139,6 @@ class _Rank:
             return
         if is_last or self.lowering.reduce == "each":
             yield Action(Kind.REDUCE, stage)
-
-
-def _makes_weight_gradient(action: Action) -> bool:
-    return action.kind is Kind.BACKWARD or action.kind is Kind.BACKWARD_WEIGHT
 
 
 def _blocks(computes: tuple[Action, ...]) -> dict[int, int]:

@@ -3,40 +3,158 @@
     coupled     B s1 m0 ............ EXCHANGE(send g1.0, receive a0.3) F s1 m3
     decoupled   RECEIVE(a0.3) B s1 m0 SEND(g1.0) ... WAIT(a0.3) F s1 m3
 
-`decouple` is MegaScale's first pipeline overlap (arXiv 2402.15627, section 3.2): a rank that has computed
-sends and goes on; a receive is posted one compute before the one that needs it, so that the payload travels
-behind that compute.
+    plain       LOAD GATHER s0 F s0 GATHER s1 F s1 ... B s1 REDUCE s1       B s0 REDUCE s0      STEP
+    overlapped  START s0 START s1 LOAD AWAIT s0 F s0 AWAIT s1 F s1 ...
+                                    B s1 START_REDUCE s1 B s0 START_REDUCE s0 AWAIT_REDUCE s1 s0 STEP
+    optimizer                                           ... CLIP UPDATE s0 START s0 UPDATE s1 START s1
+
+- `decouple` is MegaScale's pipeline overlap (arXiv 2402.15627, section 3.2): a rank that has computed sends
+  and goes on; a receive is posted some computes before its use, so that the payload travels behind them.
+- `overlap_data` is its data overlap: gathers start at the beginning of the iteration, while the batch is
+  loaded, in the order in which compute needs them; reductions travel behind the backwards that follow.
+- `overlap_optimizer`: a stage's new parameters travel while the next stage is updated, and the next
+  iteration's first forward waits for its own parameters only (BytePS's missing barrier).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from myriad.program.actions import COMPUTE, Action, Kind, Payload, Program, Transfer
+from myriad.program.actions import (
+    COMPUTE,
+    MAKES_WEIGHT_GRADIENT,
+    Action,
+    Kind,
+    Payload,
+    Program,
+    Transfer,
+)
+from myriad.program.config import OverlapConfig
+from myriad.program.cut import cut_stages
 from myriad.program.timeline import needed_transfer
 
-__all__ = ["PASSES", "Pass", "apply_passes", "decouple"]
+__all__ = ["apply_passes", "decouple", "overlap_data", "overlap_optimizer"]
 
-Pass = Callable[[Program], Program]
-"""Rewrites a lowered program; keeps the order of transfers in every channel."""
-
-
-def decouple(program: Program) -> Program:
-    """EXCHANGE becomes SEND where it was, RECEIVE one compute before the use, WAIT just before the use."""
-    return replace(program, ranks=tuple(_decoupled(program, rank) for rank in range(program.num_ranks)))
+_GATHER_AHEAD = 2
+"""With ZeRO 3: computes between posting a gather and using it. Two chunks are whole at a time then."""
 
 
-def apply_passes(program: Program, names: Iterable[str]) -> Program:
-    """Passes by name, in the given order."""
-    for name in names:
-        program = PASSES[name](program)
+def apply_passes(program: Program, overlap: OverlapConfig, num_chunks: int = 1) -> Program:
+    """A lowered program with every overlap that is on; each stage cut in ``num_chunks`` for data
+    parallelism."""
+    if overlap.pipeline:
+        program = decouple(program, overlap.receive_ahead)
+    program = cut_stages(program, num_chunks)
+    if overlap.data:
+        program = overlap_data(program)
+    if overlap.optimizer:
+        program = overlap_optimizer(program)
     return program
 
 
-PASSES: dict[str, Pass] = {"decouple": decouple}
-"""Every pass by its name, in the order in which they are meant to be applied."""
+def decouple(program: Program, ahead: int = 1) -> Program:
+    """EXCHANGE becomes SEND where it was, RECEIVE ``ahead`` computes before the use, WAIT just before the
+    use."""
+    ranks = (_decoupled(program, rank, ahead) for rank in range(program.num_ranks))
+    return replace(program, ranks=tuple(ranks))
 
 
-def _decoupled(program: Program, rank: int) -> tuple[Action, ...]:
+def overlap_data(program: Program) -> Program:
+    """GATHER and REDUCE become posting and waiting, as far apart as they may be; RELEASE follows the last
+    use."""
+    return replace(program, ranks=tuple(tuple(_overlapped(program, actions)) for actions in program.ranks))
+
+
+def overlap_optimizer(program: Program) -> Program:
+    """STEP becomes CLIP and an UPDATE for each stage, in order of first use, with its next gather behind
+    it."""
+    return replace(program, ranks=tuple(tuple(_stepped(actions)) for actions in program.ranks))
+
+
+def _stepped(actions: Sequence[Action]) -> Iterator[Action]:
+    """A gather that waits for a later moment than the start of the iteration (ZeRO 3) keeps its place."""
+    stages = dict.fromkeys(action.stage for action in actions if action.kind in COMPUTE)
+    load = next((i for i, action in enumerate(actions) if action.kind is Kind.LOAD), 0)
+    first = {action.stage for action in actions[:load] if action.kind is Kind.START_GATHER}
+    for action in actions:
+        if action.kind is not Kind.STEP:
+            yield action
+            continue
+        yield Action(Kind.CLIP)
+        for stage in stages:
+            yield Action(Kind.UPDATE, stage)
+            if stage in first:
+                yield Action(Kind.START_GATHER, stage)
+
+
+def _overlapped(program: Program, actions: Sequence[Action]) -> Iterator[Action]:
+    assert program.lowering is not None
+    zero = program.lowering.zero
+    gaps = _split(actions)
+    starts: list[list[Action]] = [[] for _ in gaps]
+    waits: list[list[Action]] = [[] for _ in gaps]
+    after: list[list[Action]] = [[] for _ in gaps]
+    stages = dict.fromkeys(action.stage for action in actions if action.kind in COMPUTE)
+    for stage in stages if zero >= 1 else ():
+        released = 0
+        for first, last in _whole_spans(gaps, stage):
+            start = max(released, first - _GATHER_AHEAD) if zero == 3 else 0
+            starts[start].append(Action(Kind.START_GATHER, stage))
+            waits[first].append(Action(Kind.AWAIT_GATHER, stage))
+            if zero == 3:
+                released = last + 1
+                after[released].append(Action(Kind.RELEASE, stage))
+    for index, stage in _reduces(gaps):
+        waits[_next_sum(gaps, index, stage)].append(Action(Kind.AWAIT_REDUCE, stage))
+    for gap, *added in zip(gaps, after, starts, waits, strict=True):
+        yield from _overlapped_gap(gap, *added)
+
+
+def _whole_spans(gaps: list[list[Action]], stage: int) -> Iterator[tuple[int, int]]:
+    """First and last compute of each stretch in which a stage's parameters must be whole."""
+    first = last = None
+    for index, gap in enumerate(gaps):
+        if Action(Kind.GATHER, stage) in gap:
+            if first is not None and last is not None:
+                yield first, last
+            first = None
+        if gap and gap[-1].kind in COMPUTE and gap[-1].stage == stage:
+            first, last = index if first is None else first, index
+    if first is not None and last is not None:
+        yield first, last
+
+
+def _next_sum(gaps: list[list[Action]], index: int, stage: int) -> int:
+    """The gap before the next compute that adds to a stage's gradients; the last one if there is none."""
+    for later in range(index, len(gaps) - 1):
+        compute = gaps[later][-1]
+        if compute.stage == stage and compute.kind in MAKES_WEIGHT_GRADIENT:
+            return later
+    return len(gaps) - 1
+
+
+def _reduces(gaps: list[list[Action]]) -> Iterator[tuple[int, int]]:
+    for index, gap in enumerate(gaps):
+        yield from ((index, action.stage) for action in gap if action.kind is Kind.REDUCE)
+
+
+def _overlapped_gap(
+    gap: list[Action], released: list[Action], starts: list[Action], waits: list[Action]
+) -> Iterator[Action]:
+    """Gathers start before the batch is loaded; waiting comes just before the compute, or the step."""
+    yield from released
+    yield from starts
+    dropped = {Kind.GATHER, Kind.RELEASE}
+    ends = COMPUTE | {Kind.STEP}
+    for action in gap:
+        if action.kind is Kind.REDUCE:
+            yield Action(Kind.START_REDUCE, action.stage)
+        elif action.kind not in dropped | ends:
+            yield action
+    yield from waits
+    yield from (action for action in gap if action.kind in ends)
+
+
+def _decoupled(program: Program, rank: int, ahead: int) -> tuple[Action, ...]:
     """Works on gaps: what stands before a compute, with that compute at its end."""
     gaps = _split(program.ranks[rank])
     uses = _uses(program, gaps)
@@ -46,7 +164,7 @@ def _decoupled(program: Program, rank: int) -> tuple[Action, ...]:
     earliest = dict.fromkeys((t.peer for t in received), len(gaps))
     for transfer in reversed(received):
         use = uses[transfer.payload, transfer.stage, transfer.micro_batch]
-        earliest[transfer.peer] = min(earliest[transfer.peer], max(0, use - 1))
+        earliest[transfer.peer] = min(earliest[transfer.peer], max(0, use - ahead))
         posts[earliest[transfer.peer]].insert(0, transfer)
         waits[use].append(transfer)
     rewritten = (_rewritten(*parts) for parts in zip(gaps, posts, waits, strict=True))
@@ -73,8 +191,8 @@ def _uses(program: Program, gaps: list[list[Action]]) -> dict[tuple[Payload, int
 
 def _rewritten(gap: list[Action], posts: list[Transfer], waits: list[Transfer]) -> Iterator[Action]:
     """Receives before sends: some transports lose half their bandwidth otherwise."""
-    yield from (a for a in gap if a.kind is Kind.LOAD)
     yield from (Action(Kind.RECEIVE, transfers=(t,)) for t in posts)
+    yield from (a for a in gap if a.kind is Kind.LOAD)
     sent = (t for a in gap if a.kind is Kind.EXCHANGE for t in a.transfers if t.sends)
     yield from (Action(Kind.SEND, transfers=(t,)) for t in sent)
     moved = COMPUTE | {Kind.LOAD, Kind.EXCHANGE}

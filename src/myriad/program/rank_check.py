@@ -7,7 +7,15 @@ comes; at the end nothing may be missing or left over.
 
 from collections.abc import Callable
 
-from myriad.program.actions import COMPUTE, Action, Kind, Payload, Program, Transfer
+from myriad.program.actions import (
+    COMPUTE,
+    MAKES_WEIGHT_GRADIENT,
+    Action,
+    Kind,
+    Payload,
+    Program,
+    Transfer,
+)
 from myriad.program.timeline import ProgramError, needed_transfer
 
 __all__ = ["check_rank"]
@@ -20,7 +28,7 @@ def check_rank(program: Program, rank: int) -> None:
     """Raises `ProgramError` at the first action that is wrong, or for what is missing at the end."""
     state = _RankState(program, rank)
     for index, action in enumerate(program.ranks[rank]):
-        if wrong := state.fault(index, action):
+        if wrong := state.fault(action):
             raise ProgramError(wrong, rank, index, action)
     if wrong := state.fault_at_end():
         raise ProgramError(wrong, rank)
@@ -31,7 +39,6 @@ class _RankState:
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank, self.lowering = program, rank, program.lowering
-        self.length = len(program.ranks[rank])
         self.stages = [stage for stage, owner in enumerate(program.stage_rank) if owner == rank]
         self.done: set[tuple[Kind, int, int]] = set()
         self.made: set[_Payload] = set()
@@ -39,13 +46,21 @@ class _RankState:
         self.posted: set[_Payload] = set()
         self.received: set[_Payload] = set()
         self.whole: set[int] = set()
-        self.gathered: set[int] = set()
+        self.gathering: set[int] = set()
+        self.reducing: set[int] = set()
+        self.updated: set[int] = set()
+        self.early: set[int] = set()
+        """Stages whose gather is posted before the batch is loaded."""
+        self.loaded = self.clipped = self.stepped = False
         self.unreduced: dict[int, int] = dict.fromkeys(self.stages, 0)
         self.num_weight_gradients: dict[int, int] = dict.fromkeys(self.stages, 0)
         self.num_reduces: dict[int, int] = dict.fromkeys(self.stages, 0)
         self.synced = False
         self.handlers: dict[Kind, Callable[[Action], str | None]] = {
+            Kind.LOAD: self._load_fault,
             Kind.GATHER: self._gather_fault,
+            Kind.START_GATHER: self._start_gather_fault,
+            Kind.AWAIT_GATHER: self._await_gather_fault,
             Kind.RELEASE: self._release_fault,
             Kind.EXCHANGE: self._exchange_fault,
             Kind.SEND: self._send_fault,
@@ -53,18 +68,20 @@ class _RankState:
             Kind.WAIT: self._wait_fault,
             Kind.SYNC_TIED: self._sync_fault,
             Kind.REDUCE: self._reduce_fault,
+            Kind.START_REDUCE: self._start_reduce_fault,
+            Kind.AWAIT_REDUCE: self._await_reduce_fault,
+            Kind.CLIP: self._clip_fault,
+            Kind.UPDATE: self._update_fault,
+            Kind.STEP: self._step_fault,
         }
 
-    def fault(self, index: int, action: Action) -> str | None:
+    def fault(self, action: Action) -> str | None:
         if action.kind in COMPUTE:
             return self._compute_fault(action)
         if self.lowering is None:
             return "a program that is not lowered holds computes only"
-        if action.kind is Kind.LOAD:
-            return None if index == 0 else "only the first action loads"
-        if action.kind is Kind.STEP:
-            ends = index == self.length - 1 and self.lowering.training
-            return None if ends else "only the last action of a training program steps"
+        if self.stepped or (self.clipped and action.kind not in (Kind.UPDATE, Kind.START_GATHER)):
+            return "comes after the step, or after the gradients were clipped"
         return self.handlers[action.kind](action)
 
     def fault_at_end(self) -> str | None:
@@ -82,12 +99,16 @@ class _RankState:
             return wrong
         if self.lowering is not None and self.lowering.zero >= 1 and stage not in self.whole:
             return "its parameters are not gathered"
+        if self.lowering is not None and not self.loaded:
+            return "computes before the batch is loaded"
+        if kind in MAKES_WEIGHT_GRADIENT and stage in self.reducing:
+            return "adds to gradients that are being reduced"
         self.done.add((kind, stage, micro_batch))
         if kind is Kind.FORWARD:
             self.made.add((Payload.ACTIVATION, stage, micro_batch))
         elif kind is not Kind.BACKWARD_WEIGHT:
             self.made.add((Payload.GRADIENT, stage, micro_batch))
-        if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+        if kind in MAKES_WEIGHT_GRADIENT:
             self.unreduced[stage] += 1
             self.num_weight_gradients[stage] += 1
         return None
@@ -200,14 +221,34 @@ class _RankState:
     def _own_stage_fault(self, action: Action) -> str | None:
         return None if action.stage in self.unreduced else f"not a stage of this rank ({self.stages})"
 
+    def _load_fault(self, action: Action) -> str | None:
+        if self.loaded:
+            return "loads twice"
+        self.loaded = True
+        return None
+
     def _gather_fault(self, action: Action) -> str | None:
+        return self._start_gather_fault(action) or self._await_gather_fault(action)
+
+    def _start_gather_fault(self, action: Action) -> str | None:
         assert self.lowering is not None
         if self.lowering.zero == 0:
             return "parameters are never sharded with ZeRO 0"
-        if action.stage in self.whole:
-            return "its parameters are whole already"
-        self.whole.add(action.stage)
+        if action.stage in self.whole | self.gathering:
+            return "its parameters are whole already, or on their way"
+        if self.clipped and not {action.stage} <= self.early & self.updated:
+            return "only what is updated, and gathered before a batch is loaded, is gathered for the next one"
+        if not self.loaded:
+            self.early.add(action.stage)
+        self.gathering.add(action.stage)
         return self._own_stage_fault(action)
+
+    def _await_gather_fault(self, action: Action) -> str | None:
+        if action.stage not in self.gathering:
+            return "waits for a gather that is not posted"
+        self.gathering.remove(action.stage)
+        self.whole.add(action.stage)
+        return None
 
     def _release_fault(self, action: Action) -> str | None:
         assert self.lowering is not None
@@ -226,6 +267,9 @@ class _RankState:
         return None
 
     def _reduce_fault(self, action: Action) -> str | None:
+        return self._start_reduce_fault(action) or self._await_reduce_fault(action)
+
+    def _start_reduce_fault(self, action: Action) -> str | None:
         assert self.lowering is not None
         if wrong := self._own_stage_fault(action):
             return wrong
@@ -237,27 +281,63 @@ class _RankState:
             return "nothing new to reduce"
         if is_last and self._must_sync(stage) and not self.synced:
             return "reduces before the tied gradients are summed"
+        if stage in self.reducing:
+            return "its gradients are being reduced already"
+        self.reducing.add(stage)
         self.unreduced[stage] = 0
         self.num_reduces[stage] += 1
         return None
+
+    def _await_reduce_fault(self, action: Action) -> str | None:
+        if action.stage not in self.reducing:
+            return "waits for a reduction that is not posted"
+        self.reducing.remove(action.stage)
+        return None
+
+    def _clip_fault(self, action: Action) -> str | None:
+        assert self.lowering is not None
+        if not self.lowering.training:
+            return "only a training program steps"
+        self.clipped = True
+        if self.reducing:
+            return f"the gradients of stages {sorted(self.reducing)} are still being reduced"
+        return self._missing_reduces()
+
+    def _update_fault(self, action: Action) -> str | None:
+        if not self.clipped or action.stage in self.updated:
+            return "updates before the norm is known, or twice"
+        if self.lowering is not None and self.lowering.zero == 3 and action.stage in self.whole:
+            return "its parameters are never released"
+        self.updated.add(action.stage)
+        self.whole.discard(action.stage)
+        return self._own_stage_fault(action)
+
+    def _step_fault(self, action: Action) -> str | None:
+        self.updated.update(self.stages)
+        self.stepped = True
+        return self._clip_fault(action)
 
     def _must_sync(self, stage: int) -> bool:
         return self.program.syncs_tied and stage in (0, self.program.num_stages - 1)
 
     def _missing_communication(self) -> str | None:
-        lowering, actions = self.lowering, self.program.ranks[self.rank]
+        lowering = self.lowering
         if lowering is None:
             return None
-        if not actions or actions[0].kind is not Kind.LOAD:
-            return "does not begin with load"
-        if lowering.training and actions[-1].kind is not Kind.STEP:
-            return "does not end with step"
+        if not self.loaded:
+            return "never loads a batch"
+        if lowering.training and self.updated != set(self.stages):
+            return (
+                f"does not end with step: stages {sorted(set(self.stages) - self.updated)} are never updated"
+            )
         if self.posted != self.received:
             return f"receives are posted and never waited for: {sorted(self.posted - self.received)[:3]}"
         if unsent := self._unsent():
             return f"payloads are made and never sent: {unsent[:3]}"
         if lowering.zero == 3 and self.whole:
             return f"parameters of stages {sorted(self.whole)} are never released"
+        if self.gathering != (self.early if self.clipped and not self.stepped else set()):
+            return f"gathers under way at the end: {sorted(self.gathering)}"
         if any(self._must_sync(stage) for stage in self.stages) and not self.synced:
             return "tied gradients are never summed"
         return self._missing_reduces() if lowering.training else None

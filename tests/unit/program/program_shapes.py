@@ -3,8 +3,9 @@
 from hypothesis import strategies as st
 
 from myriad.program.actions import Program
+from myriad.program.config import OverlapConfig
 from myriad.program.lower import lower
-from myriad.program.passes import decouple
+from myriad.program.passes import apply_passes
 from myriad.program.schedules import schedule
 
 ONE_STAGE_ONLY = ("1f1b", "zero-bubble")
@@ -28,4 +29,10 @@ def lowered(draw: st.DrawFn, most_ranks: int = 6, most_micro_batches: int = 14) 
         tied=draw(st.booleans()),
         training=draw(st.booleans()),
     )
-    return decouple(program) if draw(st.booleans()) else program
+    overlap = OverlapConfig(
+        pipeline=draw(st.booleans()),
+        receive_ahead=draw(st.integers(1, 5)),
+        data=draw(st.booleans()),
+        optimizer=draw(st.booleans()),
+    )
+    return apply_passes(program, overlap, draw(st.integers(1, 3)))

@@ -5,11 +5,14 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from program_shapes import lowered
 
 from myriad.program.actions import COMPUTE, Kind, Program
+from myriad.program.config import OverlapConfig
+from myriad.program.cut import cut_stages
 from myriad.program.lower import lower
-from myriad.program.passes import PASSES, apply_passes, decouple
+from myriad.program.passes import apply_passes, decouple
 from myriad.program.schedules import schedule
 from myriad.program.timeline import timeline, unit_costs
 
@@ -83,11 +86,10 @@ def test_interleaving_is_coupled_as_in_megatron():
         assert (Kind.FORWARD, Kind.EXCHANGE) not in neighbours
 
 
-@given(lowered())
+@given(lowered(), st.integers(1, 4))
 @settings(max_examples=100, deadline=None)
-def test_decoupling_keeps_what_is_computed_and_what_travels(program):
-    after = decouple(program)
-    assert decouple(after) == after
+def test_decoupling_keeps_what_is_computed_and_what_travels(program, ahead):
+    after = decouple(program, ahead)
     for before_rank, after_rank in zip(program.ranks, after.ranks, strict=True):
         stays = [a for a in before_rank if a.kind in COMPUTE]
         assert [a for a in after_rank if a.kind in COMPUTE] == stays
@@ -98,7 +100,7 @@ def test_decoupling_keeps_what_is_computed_and_what_travels(program):
 def test_a_decoupled_receive_is_posted_one_compute_before_its_use():
     program = decouple(lower(schedule("1f1b", 2, 1, 4), zero=0, reduce="last", tied=False))
     text = " ".join(str(action) for action in program.ranks[1])
-    assert text.startswith("load receive(a0.0<-0) wait(a0.0<-0) forward(1.0) receive(a0.1<-0) backward(1.0)")
+    assert text.startswith("receive(a0.0<-0) load wait(a0.0<-0) forward(1.0) receive(a0.1<-0) backward(1.0)")
     assert "send(g1.0->0) wait(a0.1<-0) forward(1.1)" in text
 
 
@@ -110,6 +112,52 @@ def test_decoupling_hides_transfers_that_the_coupled_program_waits_for():
     assert fast < slow - 3
 
 
-def test_passes_are_found_by_name():
-    program = lower(schedule("gpipe", 2, 2, 4), zero=1, reduce="last", tied=False)
-    assert apply_passes(program, PASSES) == decouple(program)
+def one_rank(chunks: int, **keys: object) -> list[str]:
+    program = lower(schedule("1f1b", 1, 1, 2), zero=1, reduce="last", tied=False)
+    overlap = OverlapConfig(**keys)
+    return [str(action) for action in apply_passes(program, overlap, chunks).ranks[0]]
+
+
+def test_gathers_start_before_the_batch_is_loaded_and_in_the_order_of_need():
+    actions = one_rank(3)
+    assert actions[:4] == ["start_gather(0)", "start_gather(1)", "start_gather(2)", "load"]
+    assert actions[4:8] == ["await_gather(0)", "forward(0.0)", "await_gather(1)", "forward(1.0)"]
+
+
+def test_a_chunk_is_reduced_as_soon_as_its_last_backward_is_done():
+    actions = one_rank(2, optimizer=False)
+    after = actions[actions.index("backward(1.1)") :]
+    assert after[1:4] == ["start_reduce(1)", "backward(0.1)", "start_reduce(0)"]
+    assert after[4:] == ["await_reduce(1)", "await_reduce(0)", "step"]
+
+
+def test_new_parameters_travel_while_the_next_chunk_is_updated():
+    assert one_rank(2)[-5:] == ["clip", "update(0)", "start_gather(0)", "update(1)", "start_gather(1)"]
+
+
+def test_with_everything_off_communication_stays_where_lowering_put_it():
+    program = lower(schedule("interleaved", 2, 2, 4), zero=3, reduce="each", tied=True)
+    assert apply_passes(program, OverlapConfig(pipeline=False, data=False, optimizer=False)) == program
+
+
+def test_zero_3_holds_few_chunks_whole_when_it_gathers_ahead():
+    """Each stage is one compute here and there; two chunks ahead, the one in use, and the one just used."""
+    program = lower(schedule("interleaved", 2, 3, 6), zero=3, reduce="last", tied=False)
+    for actions in apply_passes(program, OverlapConfig()).ranks:
+        whole: set[int] = set()
+        for action in actions:
+            if action.kind is Kind.START_GATHER:
+                whole.add(action.stage)
+            elif action.kind is Kind.RELEASE:
+                whole.remove(action.stage)
+            assert len(whole) <= 3
+
+
+@given(lowered(4, 6))
+@settings(max_examples=100, deadline=None)
+def test_the_chunks_of_a_stage_compute_what_the_stage_did(program):
+    cut = cut_stages(program, 3)
+    for before, after in zip(program.ranks, cut.ranks, strict=True):
+        whole = [(a.kind, a.stage, a.micro_batch) for a in before if a.kind in COMPUTE]
+        parts = [(a.kind, a.stage // 3, a.micro_batch) for a in after if a.kind in COMPUTE]
+        assert parts == [compute for compute in whole for _ in range(3)]
