@@ -10,16 +10,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from myriad.kernels.gradient import sink_of
+from myriad.kernels.gradient import DeferredProduct, sink_of
 
 __all__ = ["Linear", "linear"]
+
+Later = list[DeferredProduct] | None
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: Later
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = weight
+        ctx.weight, ctx.later = weight, later
         ctx.has_bias = bias is not None
         return F.linear(x, weight, bias)
 
@@ -30,32 +34,44 @@ class _Linear(torch.autograd.Function):
         weight: torch.Tensor = ctx.weight
         grad_rows, rows = grad_output.flatten(0, -2), x.flatten(0, -2)
         grad_x = (grad_rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = weight_gradient(weight, grad_rows, rows) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, grad_rows.sum(0) if ctx.has_bias else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight_gradient(weight, grad_rows, rows, ctx.later)
+        return grad_x, grad_weight, grad_rows.sum(0) if ctx.has_bias else None, None
 
 
-def weight_gradient(weight: torch.Tensor, grad_rows: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
-    """``grad_rows^T rows``, to the weight's sink (then ``None``) or as a tensor for autograd."""
+def weight_gradient(
+    weight: torch.Tensor, grad_rows: torch.Tensor, rows: torch.Tensor, later: Later = None
+) -> torch.Tensor | None:
+    """``grad_rows^T rows``, to the weight's sink (then ``None``), at once or later, or as a tensor for
+    autograd."""
     sink = sink_of(weight)
     if sink is None:
         return grad_rows.t() @ rows
-    sink.add_product(grad_rows, rows)
+    if later is not None and sink.deferred is None:
+        later.append(DeferredProduct(sink, grad_rows, rows))
+    else:
+        sink.add_product(grad_rows, rows)
     return None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x weight^T + bias``: ``[..., I]`` and ``[O, I]`` to ``[..., O]``."""
-    y: torch.Tensor = _Linear.apply(x, weight, bias)
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, later: Later = None
+) -> torch.Tensor:
+    """``x weight^T + bias``: ``[..., I]`` and ``[O, I]`` to ``[..., O]``. With ``later``, the weight's
+    product is put there by the backward, for the caller to apply before it ends."""
+    y: torch.Tensor = _Linear.apply(x, weight, bias, later)
     return y
 
 
 class Linear(nn.Module):
     """A weight ``[outputs, inputs]`` and perhaps a bias, of memory nobody has written to yet."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, later: Later = None) -> None:
         super().__init__()
+        self.later = later
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.later)

@@ -7,14 +7,41 @@ On one device each method is the identity; `myriad.parallel.tensor` provides the
 
 ``enter`` is all-gather forward, reduce-scatter backward; ``leave`` is reduce-scatter forward, all-gather
 backward. In the parallel block one ``enter`` feeds attention and MLP and one ``leave`` takes both (MegaScale,
-section 3.1).
+section 3.1). Both come in two halves, so that a layer can do something else meanwhile:
+
+    arriving = boundary.start_enter(x)      posted
+    ...                                     other work; forward and backward each do theirs here
+    whole = arriving.wait()
 
 Legend: B batch, S sequence, H hidden, V vocabulary.
 """
 
+from typing import Protocol
+
 import torch
 
-__all__ = ["Boundary"]
+from myriad.kernels.gradient import DeferredProduct
+
+__all__ = ["Arrived", "Arriving", "Boundary"]
+
+
+class Arriving(Protocol):
+    """A tensor on its way from the peers."""
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, when it is there; once."""
+        ...
+
+
+class Arrived:
+    """A tensor that is here already."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = x
+
+    def wait(self) -> torch.Tensor:
+        """The tensor."""
+        return self._x
 
 
 class Boundary:
@@ -24,14 +51,20 @@ class Boundary:
     """Index among the tensor-parallel peers."""
     size: int = 1
     """Number of tensor-parallel peers."""
+    chunks: int = 1
+    """Parts of a micro-batch that take turns, each computing while the others' tensors travel; 1: nothing
+    travels behind anything."""
+    later: list[DeferredProduct] | None = None
+    """Where the backward of a linear may put its weight's product, to be computed while a gradient travels;
+    ``None``: nowhere."""
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
+    def start_enter(self, x: torch.Tensor) -> Arriving:
         """``[B, S/size, H]`` to ``[B, S, H]``; differentiable."""
-        return x
+        return Arrived(x)
 
-    def leave(self, x: torch.Tensor) -> torch.Tensor:
+    def start_leave(self, x: torch.Tensor) -> Arriving:
         """Partial sums ``[B, S, H]`` to this rank's part ``[B, S/size, H]`` of the total; differentiable."""
-        return x
+        return Arrived(x)
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
         """For models that keep the residual stream whole: identity forward, sum over peers backward."""
@@ -39,11 +72,6 @@ class Boundary:
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """For models that keep the residual stream whole: sum over peers forward, identity backward."""
-        return x
-
-    def scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sequence of a tensor every rank holds whole: ``[B, S, ...]`` to ``[B,
-        S/size, ...]``."""
         return x
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:

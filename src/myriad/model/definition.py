@@ -48,6 +48,9 @@ class Context:
     samples: torch.Tensor | None = None
     """Global index of each sequence in the whole run, ``[B]`` int64: dropout depends on it, not on the
     layout."""
+    first_position: int | None = None
+    """Where this rank's share of the sequence begins; ``None``: after those of the ranks before it, as long
+    as its own."""
     seed: int = 0
     """Of dropout."""
     loss_scale: float = 1.0

@@ -19,6 +19,7 @@ from myriad.kernels.attention import attention, split_heads
 from myriad.kernels.attention_blocks import Heads
 from myriad.kernels.cross_entropy import linear_cross_entropy
 from myriad.kernels.embedding import embedding
+from myriad.kernels.gradient import DeferredProduct
 from myriad.kernels.linear import Linear, linear
 from myriad.kernels.norm import LayerNorm, RMSNorm
 from myriad.kernels.random import dropout, key_of
@@ -27,6 +28,7 @@ from myriad.model.boundary import Boundary
 from myriad.model.cache import KeyValueCache
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
+from myriad.model.interleave import SteppedLayer, Steps, Whole, finish
 
 __all__ = ["Block", "Embedding", "Head"]
 
@@ -48,7 +50,12 @@ class _Dropout:
             return x
         assert context.samples is not None, "dropout needs the indices of the micro-batch's samples"
         key = key_of(context.seed, self.place)
-        return dropout(x, self.ratio, key, context.samples, self.rank * x.shape[1])
+        return dropout(x, self.ratio, key, context.samples, _first_position(x, context, self.rank))
+
+
+def _first_position(x: torch.Tensor, context: Context, rank: int) -> int:
+    """Position in the sequence of ``x[:, 0]``, which is of this rank's share."""
+    return rank * x.shape[1] if context.first_position is None else context.first_position
 
 
 class _Table(nn.Module):
@@ -59,8 +66,10 @@ class _Table(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, width))
 
 
-class Embedding(nn.Module):
+class Embedding(SteppedLayer):
     """Token ids ``[B, S]`` to the residual stream; the vocabulary is cut over the ranks."""
+
+    takes_tokens = True
 
     def __init__(self, config: ModelConfig, boundary: Boundary) -> None:
         super().__init__()
@@ -71,32 +80,41 @@ class Embedding(nn.Module):
         self.positions = _Table(config.sequence, config.hidden) if config.position == "learned" else None
         self.dropout = _Dropout(config, boundary, "embedding")
 
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        stream = self.embed(x, 0)
+    def steps(self, x: torch.Tensor, context: Context) -> Steps:
+        arriving = self.boundary.start_leave(self._partial_sums(x))
+        yield None
+        stream = arriving.wait()
+        stream = self._placed(stream, _first_position(stream, context, self.boundary.rank))
         return self.dropout(stream, context, training=self.training)
 
     def embed(self, tokens: torch.Tensor, first_position: int) -> torch.Tensor:
-        """Tokens that stand at ``first_position`` and after it."""
-        partial_sums = embedding(tokens, self.tokens.weight, self.first_row, self.vocabulary_size)
-        stream = self.boundary.leave(partial_sums)
-        if self.positions is not None:
-            rows = self.positions.weight[first_position : first_position + tokens.shape[1]]
-            stream = stream + self.boundary.scatter(rows[None])
-        return stream
+        """On one device: tokens that stand at ``first_position`` and after it."""
+        return self._placed(self._partial_sums(tokens), first_position)
+
+    def _partial_sums(self, tokens: torch.Tensor) -> torch.Tensor:
+        return embedding(tokens, self.tokens.weight, self.first_row, self.vocabulary_size)
+
+    def _placed(self, stream: torch.Tensor, first_position: int) -> torch.Tensor:
+        if self.positions is None:
+            return stream
+        return stream + self.positions.weight[first_position : first_position + stream.shape[1]]
 
 
 class Projection(nn.Module):
     """Queries, keys and values by one matrix product; a bias, if any, has no part for the keys."""
 
-    def __init__(self, config: ModelConfig, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(
+        self, config: ModelConfig, num_heads: int, num_kv_heads: int, later: list[DeferredProduct] | None
+    ) -> None:
         super().__init__()
+        self.later = later
         self.query_rows = num_heads * config.head_width
         self.key_rows = num_kv_heads * config.head_width
         self.weight = nn.Parameter(torch.empty(self.query_rows + 2 * self.key_rows, config.hidden))
         self.bias = nn.Parameter(torch.empty(self.query_rows + self.key_rows)) if config.bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self._bias_of_all_rows())
+        return linear(x, self.weight, self._bias_of_all_rows(), self.later)
 
     def _bias_of_all_rows(self) -> torch.Tensor | None:
         if self.bias is None:
@@ -112,19 +130,23 @@ class Attention(nn.Module):
         super().__init__()
         num_heads, num_kv_heads = config.heads // boundary.size, config.num_kv_heads // boundary.size
         self.shape = Heads(num_heads, num_kv_heads, config.head_width)
-        self.window = config.layer_window(layer)
+        self.window, self.later = config.layer_window(layer), boundary.later
         self.rotary_base = config.rotary_base if config.position == "rotary" else None
-        self.qkv = Projection(config, num_heads, num_kv_heads)
+        self.qkv = Projection(config, num_heads, num_kv_heads, boundary.later)
         self.output = Linear(num_heads * config.head_width, config.hidden, bias=config.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = attention(self.qkv(x), self.shape, self.window, self._turns(x, 0))
-        return linear(out, self.output.weight)
+    def mix(self, fused: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values of all positions ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``."""
+        return attention(fused, self.shape, self.window, self._turns(fused, 0))
 
-    def step(self, x: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
-        """Positions after those in the cache, which is extended."""
-        q, k, v = split_heads(self.qkv(x), self.shape, self._turns(x, cache.next_position))
-        return linear(cache.attend(q, k, v).flatten(2), self.output.weight)
+    def out(self, mixed: torch.Tensor) -> torch.Tensor:
+        """``[B, S, N D]`` to the partial sum."""
+        return linear(mixed, self.output.weight, later=self.later)
+
+    def mix_cached(self, fused: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
+        """`mix` for positions after those in the cache, which is extended."""
+        q, k, v = split_heads(fused, self.shape, self._turns(fused, cache.next_position))
+        return cache.attend(q, k, v).flatten(2)
 
     def _turns(self, x: torch.Tensor, first_position: int) -> torch.Tensor | None:
         if self.rotary_base is None:
@@ -139,48 +161,83 @@ class MLP(nn.Module):
         super().__init__()
         width = config.ffn_width // boundary.size
         up_rows = 2 * width if config.activation == "swiglu" else width
-        self.activation = ACTIVATIONS[config.activation]
-        self.up = Linear(config.hidden, up_rows, bias=config.bias)
+        self.activation, self.later = ACTIVATIONS[config.activation], boundary.later
+        self.up = Linear(config.hidden, up_rows, bias=config.bias, later=boundary.later)
         self.down = Linear(width, config.hidden, bias=config.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(self.activation(self.up(x)), self.down.weight)
+        return self.out(self.inner(x))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, S, H]`` to this rank's part of the inner width."""
+        return self.activation(self.up(x))
+
+    def out(self, inner: torch.Tensor) -> torch.Tensor:
+        """That to the partial sum."""
+        return linear(inner, self.down.weight, later=self.later)
 
 
 _Mix = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Block(nn.Module):
+class Block(SteppedLayer):
     """Attention and MLP, one after the other or side by side on one norm (one enter, one leave for both)."""
 
     def __init__(self, config: ModelConfig, layer: int, boundary: Boundary) -> None:
         super().__init__()
-        self.boundary, self.parallel = boundary, config.block == "parallel"
+        self.boundary = boundary
         self.norm1 = _norm(config)
         self.attention = Attention(config, layer, boundary)
-        self.norm2 = None if self.parallel else _norm(config)
+        self.norm2 = None if config.block == "parallel" else _norm(config)
         self.mlp = MLP(config, boundary)
         self.dropout1 = _Dropout(config, boundary, f"blocks.{layer}.attention")
         self.dropout2 = _Dropout(config, boundary, f"blocks.{layer}.mlp")
 
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        return self._run(x, context, self.attention.forward)
+    def steps(self, x: torch.Tensor, context: Context) -> Steps:
+        return self._steps(x, context, self.attention.mix)
 
     def step(self, x: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
-        """New positions ``[B, S, H]``, after those in the cache."""
-        return self._run(x, Context(), partial(self.attention.step, cache=cache))
+        """On one device: new positions ``[B, S, H]``, after those in the cache."""
+        mix = partial(self.attention.mix_cached, cache=cache)
+        return finish(self._steps(x, Context(), mix))
 
-    def _run(self, x: torch.Tensor, context: Context, mix: _Mix) -> torch.Tensor:
-        first = self.boundary.enter(self.norm1(x))
+    def _steps(self, x: torch.Tensor, context: Context, mix: _Mix) -> Steps:
+        """The stretches between two yields should take about the same time: a gather or a reduce-scatter of
+        another part travels behind each."""
+        arriving = self.boundary.start_enter(self.norm1(x))
+        yield None
         if self.norm2 is None:
-            out = self.boundary.leave(mix(first) + self.mlp(first))
+            out = yield from self._side_by_side(arriving.wait(), mix)
             out = _add_biases(out, self.attention.output.bias, self.mlp.down.bias)
             return x + self.dropout1(out, context, training=self.training)
-        out = _add_biases(self.boundary.leave(mix(first)), self.attention.output.bias)
+        out = yield from self._attend(arriving.wait(), mix)
+        out = _add_biases(out, self.attention.output.bias)
         x = x + self.dropout1(out, context, training=self.training)
-        second = self.boundary.enter(self.norm2(x))
-        out = _add_biases(self.boundary.leave(self.mlp(second)), self.mlp.down.bias)
+        arriving = self.boundary.start_enter(self.norm2(x))
+        yield None
+        inner = self.mlp.inner(arriving.wait())
+        yield None
+        arriving = self.boundary.start_leave(self.mlp.out(inner))
+        yield None
+        out = _add_biases(arriving.wait(), self.mlp.down.bias)
         return x + self.dropout2(out, context, training=self.training)
+
+    def _attend(self, x: torch.Tensor, mix: _Mix) -> Steps:
+        whole = Whole(mix, self.attention.qkv(x))
+        yield None
+        yield whole
+        arriving = self.boundary.start_leave(self.attention.out(whole.result))
+        yield None
+        return arriving.wait()
+
+    def _side_by_side(self, x: torch.Tensor, mix: _Mix) -> Steps:
+        whole = Whole(mix, self.attention.qkv(x))
+        yield whole
+        out = self.attention.out(whole.result)
+        yield None
+        arriving = self.boundary.start_leave(out + self.mlp(x))
+        yield None
+        return arriving.wait()
 
 
 def _add_biases(x: torch.Tensor, *biases: torch.Tensor | None) -> torch.Tensor:
@@ -190,7 +247,7 @@ def _add_biases(x: torch.Tensor, *biases: torch.Tensor | None) -> torch.Tensor:
     return x
 
 
-class Head(nn.Module):
+class Head(SteppedLayer):
     """The residual stream to the sum of the losses of all targets."""
 
     def __init__(self, config: ModelConfig, boundary: Boundary) -> None:
@@ -199,9 +256,10 @@ class Head(nn.Module):
         self.norm = _norm(config)
         self.output = Linear(config.hidden, config.padded_vocabulary(boundary.size) // boundary.size)
 
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        whole = self.boundary.enter(self.norm(x))
-        targets = context.targets.flatten()
+    def steps(self, x: torch.Tensor, context: Context) -> Steps:
+        arriving = self.boundary.start_enter(self.norm(x))
+        yield None
+        whole, targets = arriving.wait(), context.targets.flatten()
         return linear_cross_entropy(
             whole.flatten(0, 1), self.output.weight, targets, self.boundary, self.vocabulary
         )

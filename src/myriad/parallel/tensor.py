@@ -15,37 +15,44 @@ from typing import Any
 
 import torch
 
-from myriad.comm.collectives import all_gather, all_reduce, all_reduce_max, reduce_scatter
+from myriad.comm.collectives import all_reduce, all_reduce_max
 from myriad.comm.groups import Group
-from myriad.model.boundary import Boundary
+from myriad.kernels.gradient import DeferredProduct
+from myriad.model.boundary import Arrived, Arriving, Boundary
+from myriad.parallel.crossing import Direction, cross
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["GroupBoundary"]
 
-_SEQUENCE = 1
-"""Dimension of the sequence in ``[B, S, H]``."""
-
 
 class GroupBoundary(Boundary):
-    """One of ``size`` tensor-parallel ranks."""
+    """One of ``size`` tensor-parallel ranks. With ``chunks`` = 1 every tensor is waited for where it is
+    posted."""
 
-    def __init__(self, group: Group | None, rank: int, size: int, recorder: Recorder) -> None:
+    def __init__(
+        self, group: Group | None, rank: int, size: int, recorder: Recorder, *, chunks: int = 1
+    ) -> None:
         self.group, self.rank, self.size, self.recorder = group, rank, size, recorder
+        self.chunks = chunks
+        self.later: list[DeferredProduct] | None = [] if chunks > 1 and size > 1 else None
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.size == 1 else _Enter.apply(x, self)
+    def start_enter(self, x: torch.Tensor) -> Arriving:
+        return self._start(x, Direction.GATHER)
 
-    def leave(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.size == 1 else _Leave.apply(x, self)
+    def start_leave(self, x: torch.Tensor) -> Arriving:
+        return self._start(x, Direction.REDUCE)
+
+    def _start(self, x: torch.Tensor, direction: Direction) -> Arriving:
+        if self.size == 1:
+            return Arrived(x)
+        posted = cross(x, self, direction)
+        return posted if self.chunks > 1 else Arrived(posted.wait())
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.size == 1 else _Copy.apply(x, self)
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.size == 1 else _Join.apply(x, self)
-
-    def scatter(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.size == 1 else x.chunk(self.size, _SEQUENCE)[self.rank]
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         if self.size == 1 or x.is_meta:
@@ -58,42 +65,6 @@ class GroupBoundary(Boundary):
             return x
         with self.recorder.span("tensor_comm"):
             return all_reduce_max(x, self.group)
-
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's part of the sequence; not differentiable."""
-        if x.is_meta:
-            return x.repeat_interleave(self.size, _SEQUENCE)
-        with self.recorder.span("tensor_comm"):
-            return all_gather(x, self.group, _SEQUENCE)
-
-    def reduced(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sequence of the sum; not differentiable."""
-        if x.is_meta:
-            return x[:, : x.shape[_SEQUENCE] // self.size]
-        with self.recorder.span("tensor_comm"):
-            return reduce_scatter(x, self.group, _SEQUENCE)
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, boundary: GroupBoundary) -> torch.Tensor:
-        ctx.boundary = boundary
-        return boundary.gathered(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.boundary.reduced(gradients[0]), None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, boundary: GroupBoundary) -> torch.Tensor:
-        ctx.boundary = boundary
-        return boundary.reduced(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.boundary.gathered(gradients[0]), None
 
 
 class _Copy(torch.autograd.Function):
