@@ -45,6 +45,9 @@ class TrainConfig(Config):
     """Threads of each rank on CPU; 0: the cores divided among the node's ranks."""
     validate_every: int = Field(0, ge=0)
     """Steps between validations on held-out text; the last step always has one. 0: only the last."""
+    collect_garbage_every: int = Field(100, ge=0)
+    """Steps between collections of Python's garbage, on all ranks after the same step; 0: whenever Python
+    does it."""
     sample_prompt: str | None = None
     """Text to continue at the end; off: no sample."""
 

@@ -29,7 +29,9 @@ __all__ = ["JsonlTail", "Run"]
 
 Record = dict[str, Any]
 
-_MAY_CHANGE = re.compile(r"(layout|checkpoint)\..*|train\.(threads|device|steps|validate_every)")
+_MAY_CHANGE = re.compile(
+    r"(layout|overlap|checkpoint)\..*|train\.(threads|device|steps|validate_every|collect_garbage_every)"
+)
 """Keys that a resumed run may change: how it is computed and how long it goes on, never what is computed."""
 
 

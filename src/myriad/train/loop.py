@@ -29,6 +29,7 @@ from myriad.telemetry.spans import Recorder
 from myriad.train.batches import Validation, rank_rows, to_batch
 from myriad.train.build import Place, find_place, pick_device, stage_layers
 from myriad.train.feed import open_feed
+from myriad.train.garbage import GarbageSchedule
 from myriad.train.inputs import open_inputs
 from myriad.train.metrics import StepMeter
 from myriad.train.peak import Peak, find_peak
@@ -64,6 +65,7 @@ class Trainer:
         self.dtype = resolve_precision(job.train.precision, self.device)
         self.groups = open_world(job.layout, self.device)
         self.recorder = Recorder()
+        self.garbage = GarbageSchedule(job.train.collect_garbage_every, self.recorder)
         self.is_first = self.place.rank == 0
         self.feed: LoaderClient = open_feed(run, job, self.groups.grid, self.place)
         self.validation = Validation(job, self.groups.grid, self.device)
@@ -129,6 +131,7 @@ class Trainer:
                 self._event("fault", step=step, problem=str(error).removeprefix(f"step {step}: "))
                 raise
             self._after_step(is_last=self.step == steps, stopping=stopping)
+            self.garbage.after_step(self.step)
             if stopping and self.step < steps:
                 self._event("interrupted", step=self.step)
                 return
@@ -136,6 +139,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leaves the loader and the world."""
+        self.garbage.close()
         self.feed.close()
         close_world()
 
