@@ -4,8 +4,13 @@ Sums of half-precision tensors are taken in float32. gloo's own reduce-scatter m
 all-reduce, twice what is needed; here it is an all-to-all and a local sum in rank order, which is also the
 same bits every time.
 
+The ``start_`` forms work on flat tensors and give a handle at once: `Pending.wait` blocks until the result is
+there (on CUDA: makes the stream wait).
+
 Legend: D size of the chosen dimension, n ranks.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,12 +18,16 @@ import torch.distributed as dist
 from myriad.comm.groups import Group
 
 __all__ = [
+    "Pending",
     "all_gather",
     "all_gather_flat",
     "all_reduce",
     "all_reduce_max",
     "reduce_scatter",
     "reduce_scatter_flat",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_reduce_scatter",
 ]
 
 
@@ -29,6 +38,51 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 def _is_gloo(group: Group) -> bool:
     return dist.get_backend(group) == "gloo"
+
+
+class Pending:
+    """A collective under way."""
+
+    def __init__(self, work: dist.Work | None = None, then: Callable[[], object] | None = None) -> None:
+        """``then`` is done by the first `wait`, after the transfer."""
+        self._work, self._then = work, then
+
+    def wait(self) -> None:
+        """Blocks until the result is there; raises what went wrong."""
+        work, then = self._work, self._then
+        self._work = self._then = None
+        if work is not None:
+            work.wait()
+        if then is not None:
+            then()
+
+
+def start_all_reduce(x: torch.Tensor, group: Group | None) -> Pending:
+    """Sum over ranks, in place."""
+    return Pending(dist.all_reduce(x, group=group, async_op=True)) if group is not None else Pending()
+
+
+def start_all_gather(out: torch.Tensor, part: torch.Tensor, group: Group | None) -> Pending:
+    """``part [D/n]`` of every rank into ``out [D]``; ``part`` may be this rank's slice of ``out``."""
+    if group is not None:
+        return Pending(_all_gather(out, part, group=group, async_op=True))
+    if out.data_ptr() != part.data_ptr():
+        out.copy_(part)
+    return Pending()
+
+
+def start_reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group | None) -> Pending:
+    """This rank's slice of the sum over ranks of ``x [D]`` into ``out [D/n]``, which may be that slice."""
+    if group is None:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Pending()
+    if not _is_gloo(group):
+        return Pending(_reduce_scatter(out, x, group=group, async_op=True))
+    received = torch.empty_like(x)
+    work = dist.all_to_all_single(received, x, group=group, async_op=True)
+    rows = received.view(dist.get_world_size(group), -1)
+    return Pending(work, lambda: out.copy_(_sum_rows(rows)))
 
 
 def all_reduce(x: torch.Tensor, group: Group | None) -> torch.Tensor:

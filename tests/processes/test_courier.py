@@ -1,0 +1,110 @@
+"""Parameters or gradients that arrive wrong, late or not at all: a run that trains on garbage, or hangs."""
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from myriad.comm.config import CommConfig
+from myriad.comm.courier import Courier
+from myriad.comm.groups import close_world, open_world
+from myriad.comm.layout import Layout
+from myriad.program.config import OverlapConfig
+
+CPU = torch.device("cpu")
+SMALL = OverlapConfig(partition=64, credit=100)
+"""Many messages, of which one or two may be under way."""
+
+
+def make_courier(world: int, overlap: OverlapConfig = SMALL, **comm: Any) -> Courier:
+    groups = open_world(Layout(dp=world), CPU)
+    return Courier(groups, "dp", overlap, CommConfig(**comm), CPU)
+
+
+def numbers(rank: int, count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(100 * seed + rank))
+
+
+def gather(world: int, count: int, dtype: torch.dtype, **comm: Any) -> bool:
+    courier = make_courier(world, **comm)
+    exchange, rank = courier.exchange(count, dtype), torch.distributed.get_rank()
+    part = count // world
+    expected = torch.cat([numbers(r, part) for r in range(world)]).to(dtype)
+    for _ in range(2):
+        values = torch.full((count,), float("nan"), dtype=dtype)
+        exchange.gather(values, numbers(rank, part), 0).wait()
+        assert torch.equal(values, expected)
+    values[rank * part : (rank + 1) * part] = numbers(rank, part).to(dtype)
+    exchange.gather(values, values[rank * part : (rank + 1) * part], 0).wait()
+    courier.close()
+    close_world()
+    return torch.equal(values, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("world", "count"), [(2, 2 * 77), (3, 3 * 16), (4, 4), (2, 0)])
+def test_every_rank_gets_every_slice(world, count, dtype):
+    assert all(run_ranks(world, gather, world, count, dtype))
+
+
+def reduce(world: int, count: int, **comm: Any) -> list[torch.Tensor]:
+    courier = make_courier(world, **comm)
+    exchange, rank = courier.exchange(count, torch.float32), torch.distributed.get_rank()
+    part = slice(rank * (count // world), (rank + 1) * (count // world))
+    found = []
+    apart = torch.ones(count // world)
+    exchange.reduce_scatter(numbers(rank, count), apart, 0, add=True).wait()
+    found.append(apart - 1)
+    exchange.reduce_scatter(numbers(rank, count), apart, 0, add=False).wait()
+    found.append(apart)
+    sums = numbers(rank, count)
+    exchange.reduce_scatter(sums, sums[part], 0, add=False).wait()
+    found.append(sums[part].clone())
+    sums = numbers(rank, count)
+    exchange.all_reduce(sums, 0).wait()
+    found.append(sums)
+    courier.close()
+    close_world()
+    return [x.numpy() for x in found]
+
+
+@pytest.mark.parametrize(("world", "count"), [(2, 2 * 77), (3, 3 * 16), (4, 4 * 33), (2, 0)])
+def test_every_rank_gets_the_sum_of_its_slice_and_all_the_same_bits(world, count):
+    total = torch.stack([numbers(r, count) for r in range(world)]).double().sum(0)
+    results = run_ranks(world, reduce, world, count)
+    for rank, (added, apart, inside, whole) in enumerate(results):
+        part = total[rank * (count // world) : (rank + 1) * (count // world)]
+        for found in (added, apart, inside):
+            torch.testing.assert_close(torch.tensor(found).double(), part, rtol=1e-5, atol=1e-5)
+        assert (apart == inside).all()
+        assert (whole == results[0][3]).all()
+        assert (whole[rank * (count // world) : (rank + 1) * (count // world)] == apart).all()
+
+
+def many_at_once(world: int) -> bool:
+    """Deliveries of different urgency under way together, most urgent last, as a backward pass makes them."""
+    courier, count = make_courier(world), world * 50
+    rank = torch.distributed.get_rank()
+    exchanges = [courier.exchange(count, torch.float32) for _ in range(6)]
+    for step in range(3):
+        sums = [numbers(rank, count, seed) for seed in range(6)]
+        started = [exchanges[i].all_reduce(sums[i], i) for i in reversed(range(6))]
+        values = [torch.empty(count) for _ in range(6)]
+        gathers = [
+            exchanges[i].gather(values[i], numbers(rank, 50, seed=10 + i + step), 5 - i) for i in range(6)
+        ]
+        for delivery in (*started, *reversed(gathers)):
+            delivery.wait()
+        for i in range(6):
+            expected = torch.stack([numbers(r, count, i) for r in range(world)]).sum(0)
+            torch.testing.assert_close(sums[i], expected)
+            expected = torch.cat([numbers(r, 50, 10 + i + step) for r in range(world)])
+            assert torch.equal(values[i], expected)
+    courier.close()
+    close_world()
+    return True
+
+
+def test_many_deliveries_of_different_urgency_do_not_mix():
+    assert all(run_ranks(3, many_at_once, 3))
