@@ -105,5 +105,6 @@ def run_case(case: Case, folder: Path) -> tuple[list[tuple[float, float]], dict[
     final = None
     if os.environ["RANK"] == "0":
         final = {name: tensor.numpy() for name, tensor in load_model(path, "").items()}
+    engine.close()
     close_world()
     return found, final

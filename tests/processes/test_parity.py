@@ -64,6 +64,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("serial", "lamb", {"dp": 2, "zero": 3}),
     ("serial", "adamw", {"tp": 2, "micro_batch": 4}),
     ("serial", "adamw", {"pp": 2}),
+    ("serial", "adamw", {"dp": 2, "pp": 2, "zero": 2}),
     ("serial", "adamw", {"pp": 2, "schedule": "zero-bubble"}),
     ("serial", "adamw", {"pp": 2, "virtual_stages": 2, "micro_batch": 2}),
     ("serial", "adamw", {"pp": 2, "virtual_stages": 3, "schedule": "gpipe"}),

@@ -37,29 +37,33 @@ class Lamb(Moments):
         super().__init__(config, regions)
         self._num_parameters, self._reduce_table = num_parameters, reduce_table
 
-    def step(self, learning_rate: float, gradient_scale: float) -> None:
-        """Gradients count ``gradient_scale`` times; their memory is overwritten."""
-        divisor = self.divisor(gradient_scale)
-        self.move_in_place(learning_rate, divisor, decays=False)
-        decayed = self.indices(decays=True)
+        self._ratios: list[float] = []
+        """Of each parameter, in the step that has begun."""
+
+    def begin(self, learning_rate: float, gradient_scale: float) -> None:
+        """Writes ``u`` of every region that decays over its gradients, and reduces the norms."""
+        super().begin(learning_rate, gradient_scale)
+        decayed = [i for i, region in enumerate(self.regions) if region.decays and region.values.numel()]
         for index in decayed:
-            self._write_update(index, divisor)
-        ratios = self._trust_ratios(decayed)
-        for index in decayed:
-            region = self.regions[index]
+            self._write_update(index)
+        self._ratios = self._trust_ratios(decayed)
+
+    def update(self, indices: Sequence[int]) -> None:
+        """Moves these regions."""
+        self.move_in_place(indices, decays=False)
+        for region in (self.regions[index] for index in indices if self.regions[index].decays):
             for piece in region.pieces:
                 part = slice(piece.start, piece.stop)
-                rate = -learning_rate * ratios[piece.parameter]
+                rate = -self.learning_rate * self._ratios[piece.parameter]
                 region.values[part].add_(region.gradients[part], alpha=rate)
-        self.steps_done += 1
 
-    def _write_update(self, index: int, divisor: torch.Tensor | None) -> None:
+    def _write_update(self, index: int) -> None:
         """``u`` of one region into its gradients."""
         region = self.regions[index]
         for part in _blocks(region.values):
             # from zero, with a rate of -1 and no decay, the kernel leaves Adam's direction itself
             direction = torch.zeros_like(region.values[part])
-            self.move([direction], [(index, part)], learning_rate=-1.0, weight_decay=0.0, divisor=divisor)
+            self.move([direction], [(index, part)], learning_rate=-1.0, weight_decay=0.0)
             decay = self.config.weight_decay
             torch.add(direction, region.values[part], alpha=decay, out=region.gradients[part])
 

@@ -22,6 +22,9 @@ class Moments:
     def __init__(self, config: OptimizerConfig, regions: Sequence[Region]) -> None:
         self.config, self.regions = config, tuple(regions)
         self.steps_done = 0
+        self.learning_rate = 0.0
+        self.divisor: torch.Tensor | None = None
+        """Of the gradients, in the step that has begun."""
         self.exp_avg = [torch.zeros_like(region.values) for region in regions]
         self.exp_avg_sq = [torch.zeros_like(region.values) for region in regions]
 
@@ -30,17 +33,16 @@ class Moments:
         region's values."""
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
-    def indices(self, *, decays: bool) -> list[int]:
-        """The regions that decay, or those that do not; without empty ones."""
-        return [
-            i for i, region in enumerate(self.regions) if region.decays == decays and region.values.numel()
-        ]
+    def begin(self, learning_rate: float, gradient_scale: float) -> None:
+        """Begins a step: gradients count ``gradient_scale`` times; their memory is overwritten from here
+        on."""
+        self.learning_rate, self.divisor = learning_rate, None
+        if gradient_scale != 1.0:
+            self.divisor = torch.full((), 1 / gradient_scale, device=self.regions[0].values.device)
 
-    def divisor(self, gradient_scale: float) -> torch.Tensor | None:
-        """A factor on gradients as the kernel wants it."""
-        if gradient_scale == 1.0:
-            return None
-        return torch.full((), 1 / gradient_scale, device=self.regions[0].values.device)
+    def end(self) -> None:
+        """One more step is done."""
+        self.steps_done += 1
 
     def move(
         self,
@@ -49,7 +51,6 @@ class Moments:
         *,
         learning_rate: float,
         weight_decay: float,
-        divisor: torch.Tensor | None,
     ) -> None:
         """Adam step ``steps_done + 1``: ``values[i]`` by the gradients and moments of ``parts[i]`` = (region,
         part of it)."""
@@ -61,7 +62,7 @@ class Moments:
             [],
             [torch.full((), float(self.steps_done), device=value.device) for value in values],
             fused=True,
-            grad_scale=divisor,
+            grad_scale=self.divisor,
             amsgrad=False,
             maximize=False,
             beta1=self.config.beta1,
@@ -71,13 +72,13 @@ class Moments:
             weight_decay=weight_decay,
         )
 
-    def move_in_place(self, learning_rate: float, divisor: torch.Tensor | None, *, decays: bool) -> None:
-        """AdamW on the values themselves, of the regions that decay or of the others."""
-        if indices := self.indices(decays=decays):
+    def move_in_place(self, indices: Sequence[int], *, decays: bool) -> None:
+        """AdamW on the values themselves, of those regions that decay or of the others."""
+        chosen = [i for i in indices if self.regions[i].decays == decays and self.regions[i].values.numel()]
+        if chosen:
             self.move(
-                [self.regions[index].values for index in indices],
-                [(index, slice(None)) for index in indices],
-                learning_rate=learning_rate,
+                [self.regions[index].values for index in chosen],
+                [(index, slice(None)) for index in chosen],
+                learning_rate=self.learning_rate,
                 weight_decay=self.config.weight_decay if decays else 0.0,
-                divisor=divisor,
             )

@@ -24,9 +24,17 @@ class Optimizer(Protocol):
         """What it moves."""
         ...
 
-    def step(self, learning_rate: float, gradient_scale: float) -> None:
-        """One step with gradients times ``gradient_scale``. The gradients' memory is scratch: undefined
-        afterwards."""
+    def begin(self, learning_rate: float, gradient_scale: float) -> None:
+        """Begins a step with gradients times ``gradient_scale``: what all regions need of each other. From
+        here on the gradients' memory is scratch."""
+        ...
+
+    def update(self, indices: Sequence[int]) -> None:
+        """Moves these regions; each once between `begin` and `end`, in any order."""
+        ...
+
+    def end(self) -> None:
+        """Every region has moved: one more step is done."""
         ...
 
     def state(self) -> dict[str, list[torch.Tensor]]:

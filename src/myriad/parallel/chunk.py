@@ -13,7 +13,10 @@
 
 (Rajbhandari et al., arXiv 1910.02054.) Memory that comes and goes does so by resizing a storage: the
 parameters stay views of it, and autograd's saved tensors with them. In float32 the master values *are* the
-values (or their slice).
+values (or their slice), except where parameters travel compressed: then what everybody has is not exact.
+
+Gathering and reducing are posted (`start_...`) and waited for (`await_...`); the courier carries them
+meanwhile.
 """
 
 from collections.abc import Iterable
@@ -23,13 +26,17 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from myriad.comm.collectives import all_gather_flat, all_reduce, reduce_scatter_flat
+from myriad.comm.collectives import all_reduce
+from myriad.comm.courier import Courier, Delivery
 from myriad.comm.groups import Group
 from myriad.kernels.gradient import GradientSink, set_sink
 from myriad.model.definition import Shard
 from myriad.optim.region import Piece, Region
 
 __all__ = ["Chunk", "Entry", "Sharing"]
+
+_AFTER_GATHERS = 2**20
+"""Priority of reductions: nobody waits for them before the step."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +62,13 @@ class Entry:
 class Sharing:
     """The ranks that hold the same chunk, and what they share of it."""
 
-    dp_group: Group | None
+    courier: Courier
+    """Goes between them."""
     dp_rank: int
     dp_size: int
-    tp_group: Group | None
     zero: int
+    exact: bool
+    """Parameters travel as they are, not compressed."""
 
 
 class Chunk:
@@ -78,28 +87,34 @@ class Chunk:
         ends = list(accumulate((entry.shape.numel() for entry in self.entries), initial=0))
         self.spans = list(pairwise(ends))
         self._num_decayed = sum(entry.shape.numel() for entry in self.entries if entry.decays)
-        slices = sharing.dp_size if sharing.zero else 1
-        self.size = -(-ends[-1] // slices) * slices
-        part = self.size // slices
+        self.size = -(-ends[-1] // sharing.dp_size) * sharing.dp_size
+        part = self.size // sharing.dp_size if sharing.zero else self.size
         self.start = sharing.dp_rank * part if sharing.zero else 0
         self.stop = self.start + part
         self._allocate(dtype, device)
         self._attach()
-        self._release_all()
+        self._exchange = sharing.courier.exchange(self.size, dtype)
+        self._gathering: Delivery | None = None
+        self._reducing: Delivery | None = None
+        self._users: set[int] = set()
         self._stale = self._fresh = True
+        self._drop_values()
+        self._drop_sums()
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         sharing = self.sharing
         make = torch.empty if sharing.zero == 3 else torch.zeros
         self.values = make(self.size, dtype=dtype, device=device)
-        shares_memory = dtype == torch.float32 and sharing.zero < 3
+        shares_memory = dtype == torch.float32 and sharing.zero < 3 and sharing.exact
         self.master = self._slice(self.values) if shares_memory else self._new_slice(device)
         self.sums = torch.empty(self.size, device=device)
         self.gradients = self._slice(self.sums) if sharing.zero < 2 else self._new_slice(device)
 
-    def _release_all(self) -> None:
-        """Gives back what is only held while in use; memory nobody has written to yet cost nothing."""
-        self.release()
+    def _drop_values(self) -> None:
+        if self.sharing.zero == 3:
+            self.values.untyped_storage().resize_(0)
+
+    def _drop_sums(self) -> None:
         if self.sharing.zero >= 2:
             self.sums.untyped_storage().resize_(0)
 
@@ -150,27 +165,39 @@ class Chunk:
             self.master[a - self.start : b - self.start].copy_(values.reshape(-1)[a - start : b - start])
 
     def mark_stale(self) -> None:
-        """The master values changed: the next `gather` must fetch."""
+        """The master values changed: the next gather must fetch."""
         self._stale = True
         if self.sharing.zero == 0:
-            self.gather()
+            self._fetch(0)
 
-    def gather(self) -> None:
-        """Every parameter is whole on this rank."""
+    def start_gather(self, stage: int) -> None:
+        """Posts the gather for a stage of the program, which holds the parameters from now on; lower stages
+        are more urgent. Nothing travels where they are whole or on their way already."""
+        self._users.add(stage)
         if self.values.untyped_storage().size() == 0:
             self.values.untyped_storage().resize_(self.size * self.values.element_size())
             self._stale = True
         if self._stale:
-            own = self._slice(self.values)
-            if own.data_ptr() != self.master.data_ptr():
-                own.copy_(self.master)
-            all_gather_flat(self.values, own, self.sharing.dp_group if self.sharing.zero else None)
-            self._stale = False
+            self._fetch(stage)
 
-    def release(self) -> None:
-        """Drops the whole parameters (ZeRO 3)."""
-        if self.sharing.zero == 3:
-            self.values.untyped_storage().resize_(0)
+    def _fetch(self, priority: int) -> None:
+        self._stale = False
+        if self.sharing.zero:
+            self._gathering = self._exchange.gather(self.values, self.master, priority)
+        elif self.values.data_ptr() != self.master.data_ptr():
+            self.values.copy_(self.master)
+
+    def await_gather(self) -> None:
+        """Every parameter is whole on this rank."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def release(self, stage: int) -> None:
+        """A stage needs the parameters no more; without users they are dropped (ZeRO 3)."""
+        self._users.discard(stage)
+        if not self._users:
+            self._drop_values()
 
     def start_gradients(self) -> None:
         """Gradients are about to be summed into `sums`: at the first call of an iteration from zero."""
@@ -193,33 +220,27 @@ class Chunk:
         self.start_gradients()
         all_reduce(self.sums, group)
 
-    def reduce(self) -> None:
-        """Combines what was summed since the last reduction over tensor- and data-parallel ranks."""
+    def start_reduce(self) -> None:
+        """Posts the sum over data-parallel ranks of what was added since the last reduction."""
         self.start_gradients()
-        self._sum_over_tp()
-        sharing = self.sharing
-        if sharing.zero == 0:
-            all_reduce(self.sums, sharing.dp_group)
-            return
-        part = reduce_scatter_flat(self.sums, sharing.dp_group)
-        if sharing.zero == 1:
-            self.gradients.copy_(part)
+        if self.sharing.zero == 0:
+            self._reducing = self._exchange.all_reduce(self.sums, _AFTER_GATHERS)
         else:
-            self.gradients.add_(part)
-            self.sums.untyped_storage().resize_(0)
+            add = self.sharing.zero >= 2
+            self._reducing = self._exchange.reduce_scatter(self.sums, self.gradients, _AFTER_GATHERS, add=add)
 
-    def _sum_over_tp(self) -> None:
-        if self.sharing.tp_group is None:
-            return
-        parts = [
-            self.sums[start:stop]
-            for entry, (start, stop) in zip(self.entries, self.spans, strict=True)
-            if entry.sums_over_tp
-        ]
-        if parts:
-            flat = all_reduce(torch.cat(parts), self.sharing.tp_group)
-            for part, total in zip(parts, flat.split([len(part) for part in parts]), strict=True):
-                part.copy_(total)
+    def await_reduce(self) -> None:
+        """This rank's slice of the gradients is summed over data-parallel ranks."""
+        assert self._reducing is not None, "the checker proved that it was posted"
+        self._reducing.wait()
+        self._reducing = None
+        self._drop_sums()
+
+    def partial_gradients(self) -> list[torch.Tensor]:
+        """Views of this rank's reduced gradients that tensor-parallel ranks have still to add up."""
+        spans = zip(self.entries, self.spans, strict=True)
+        partial = ((max(a, self.start), min(b, self.stop)) for entry, (a, b) in spans if entry.sums_over_tp)
+        return [self.gradients[a - self.start : b - self.start] for a, b in partial if a < b]
 
     def end_iteration(self) -> None:
         """After the optimizer step: gradients start from zero again, values are stale."""

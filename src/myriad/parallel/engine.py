@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 from myriad.comm.collectives import all_reduce
 from myriad.comm.config import CommConfig
+from myriad.comm.courier import Courier
 from myriad.comm.groups import Groups
+from myriad.comm.layout import Layout
 from myriad.errors import RunFailedError
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
@@ -26,10 +28,11 @@ from myriad.optim.clip import clip_scale, non_finite_rows, squared_norms
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.optimizer import build_optimizer
 from myriad.optim.region import Region
-from myriad.parallel.chunk import Chunk, Entry
+from myriad.parallel.chunk import Chunk, Entry, Sharing
+from myriad.parallel.partition import cut_ranges
 from myriad.parallel.pieces import build_pieces, shapes_between_stages
 from myriad.parallel.programs import build_program
-from myriad.parallel.runtime import Batch, Runtime
+from myriad.parallel.runtime import Batch, Plan, Runtime
 from myriad.parallel.tensor import GroupBoundary
 from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder
@@ -37,6 +40,8 @@ from myriad.telemetry.spans import Recorder
 __all__ = ["Engine", "StepResult"]
 
 _OVERLAP, _COMM = OverlapConfig(), CommConfig()
+_MOST_CHUNKS = 8
+"""Of a stage, unless told otherwise: finer ones cost more than they hide."""
 
 
 @dataclass(frozen=True)
@@ -74,23 +79,45 @@ class Engine:
         layout = groups.grid.layout
         self.groups, self.layout, self.recorder = groups, layout, recorder
         self._clip_norm = optimizer.clip_norm
-        group, rank = groups.along("tp"), groups.grid.index("tp")
-        self.boundary: Boundary = GroupBoundary(group, rank, layout.tp, recorder)
-        self.pieces = build_pieces(definition, layers_of_stage, groups, self.boundary, dtype, device)
-        shapes = shapes_between_stages(definition, layers_of_stage, self.boundary, sample.inputs, dtype)
+        num_chunks = _num_chunks(layout, overlap, layers_of_stage)
+        layers = cut_ranges(layers_of_stage, num_chunks)
         self.programs = {
             training: build_program(
-                layout, overlap, num_micro_batches, tied=bool(definition.tied), training=training
+                layout,
+                overlap,
+                num_micro_batches,
+                tied=bool(definition.tied),
+                training=training,
+                num_chunks=num_chunks,
             )
             for training in (True, False)
         }
         stage_rank = self.programs[True].stage_rank
-        self._runtime = Runtime(
-            self.pieces, groups, shapes, stage_rank, layout.micro_batch, device, seed, recorder
+        group, rank = groups.along("tp"), groups.grid.index("tp")
+        self.boundary: Boundary = GroupBoundary(
+            group, rank, layout.tp, recorder, chunks=overlap.tensor_chunks if overlap.tensor else 1
         )
+        self._courier = Courier(groups, "dp", overlap, comm, device)
+        exact = comm.compress_parameters is None
+        sharing = Sharing(self._courier, groups.grid.index("dp"), layout.dp, layout.zero, exact)
+        self.pieces = build_pieces(
+            definition, layers, stage_rank, groups, self.boundary, sharing, dtype, device
+        )
+        shapes = shapes_between_stages(definition, layers, self.boundary, sample.inputs, dtype)
+        self._runtime = Runtime(
+            self.pieces, self.boundary, groups, shapes, stage_rank, layout.micro_batch, device, seed, recorder
+        )
+        self._plans = {
+            training: Plan.of(program.ranks[groups.grid.index("pp")], self.pieces.tied_stages)
+            for training, program in self.programs.items()
+        }
         self._entries = [(chunk, entry) for chunk in self.pieces.chunks for entry in chunk.entries]
-        regions = [region for chunk in self.pieces.chunks for region in chunk.regions()]
-        self._regions = regions or [_nothing(device)]
+        self._regions: list[Region] = []
+        self._regions_of: dict[Chunk, range] = {}
+        for chunk in self.pieces.chunks:
+            self._regions += chunk.regions()
+            self._regions_of[chunk] = range(len(self._regions) - len(chunk.regions()), len(self._regions))
+        self._regions = self._regions or [_nothing(device)]
         self.optimizer = build_optimizer(optimizer, self._regions, len(self._entries), self._reduce_table)
         self._counts = torch.tensor([self._counts_row(*row) for row in self._entries], dtype=torch.float64)
         self._counts = self._counts.to(device)
@@ -101,19 +128,15 @@ class Engine:
         """One iteration. ``num_targets``: targets in the global batch; ``signal``: a number that all ranks
         learn the sum of, with a reduction that takes place anyway. Raises `RunFailedError` on every rank when
         the loss or a gradient is not finite."""
-        results: list[StepResult] = []
-
-        def step(loss_sum: torch.Tensor) -> None:
-            results.append(self._step(loss_sum / num_targets, learning_rate, signal))
-
-        actions = self.programs[True].ranks[self.groups.grid.index("pp")]
-        self._runtime.run(actions, load, step, 1.0 / num_targets)
-        return results[0]
+        finisher = _Finisher(self, num_targets, learning_rate, signal)
+        self._runtime.run(self._plans[True], load, finisher, 1.0 / num_targets)
+        self.optimizer.end()
+        assert finisher.result is not None, "the checker proved that a training program clips"
+        return finisher.result
 
     def evaluate(self, load: Callable[[], Batch]) -> float:
         """Sum of losses over the batch of all data-parallel ranks; nothing changes."""
-        actions = self.programs[False].ranks[self.groups.grid.index("pp")]
-        loss_sum = self._runtime.run(actions, load, None)
+        loss_sum = self._runtime.run(self._plans[False], load, None)
         total = loss_sum.double() * self._counts_loss
         return float(all_reduce(total, self.groups.world))
 
@@ -131,7 +154,9 @@ class Engine:
         copy_over_pp = chunk is self.pieces.tied and not self.pieces.counts_tied
         return 0.0 if copy_over_tp or copy_over_dp or copy_over_pp else 1.0
 
-    def _step(self, loss: torch.Tensor, learning_rate: float, signal: float) -> StepResult:
+    def clip(self, loss: torch.Tensor, learning_rate: float, signal: float) -> StepResult:
+        """Gradients of all ranks are complete: finds their norm and begins the optimizer's step."""
+        self._sum_over_tp()
         squares = squared_norms(self._regions, len(self._entries))
         own = torch.stack(
             [(squares * self._counts).sum(), loss.double() * self._counts_loss, squares.new_tensor(signal)]
@@ -140,10 +165,25 @@ class Engine:
         if not (math.isfinite(square) and math.isfinite(total_loss)):
             self._fail_non_finite(squares, total_loss)
         norm = math.sqrt(square)
-        self.optimizer.step(learning_rate, clip_scale(norm, self._clip_norm))
-        for chunk in self.pieces.chunks:
-            chunk.end_iteration()
+        self.optimizer.begin(learning_rate, clip_scale(norm, self._clip_norm))
         return StepResult(total_loss, norm, total_signal)
+
+    def update(self, stage: int) -> None:
+        """Moves the parameters of a stage; tied ones with the first stage of this rank that holds them."""
+        for chunk in self.pieces.stages[stage].chunks:
+            if chunk is not self.pieces.tied or stage == self.pieces.tied_stages[0]:
+                self.optimizer.update(self._regions_of[chunk])
+                chunk.end_iteration()
+
+    def _sum_over_tp(self) -> None:
+        """Adds up the gradients of what tensor-parallel ranks hold alike, in one message."""
+        group = self.groups.along("tp")
+        parts = [part for chunk in self.pieces.chunks for part in chunk.partial_gradients()]
+        if group is None or not parts:
+            return
+        flat = all_reduce(torch.cat(parts), group)
+        for part, total in zip(parts, flat.split([len(part) for part in parts]), strict=True):
+            part.copy_(total)
 
     def _fail_non_finite(self, squares: torch.Tensor, loss: float) -> None:
         """Names the first rank and tensor that is not finite: parameters before gradients before the loss."""
@@ -213,6 +253,36 @@ class Engine:
         """The state was written into: whole parameters must be gathered anew."""
         for chunk in self.pieces.chunks:
             chunk.end_iteration()
+
+    def close(self) -> None:
+        """Waits for what is still under way; the engine is of no use afterwards."""
+        for chunk in self.pieces.chunks:
+            chunk.await_gather()
+        self._courier.close()
+
+
+@dataclass
+class _Finisher:
+    """The end of one iteration."""
+
+    engine: Engine
+    num_targets: int
+    learning_rate: float
+    signal: float
+    result: StepResult | None = None
+
+    def clip(self, loss_sum: torch.Tensor) -> None:
+        self.result = self.engine.clip(loss_sum / self.num_targets, self.learning_rate, self.signal)
+
+    def update(self, stage: int) -> None:
+        self.engine.update(stage)
+
+
+def _num_chunks(layout: Layout, overlap: OverlapConfig, layers_of_stage: Sequence[range]) -> int:
+    """In how many chunks each stage is cut: none without a layer, one where there is nothing to overlap."""
+    if layout.dp == 1 or not overlap.data:
+        return 1
+    return min(overlap.chunks or _MOST_CHUNKS, *(len(own) for own in layers_of_stage))
 
 
 def _nothing(device: torch.device) -> Region:

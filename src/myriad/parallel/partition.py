@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from myriad.errors import BadInputError
 
-__all__ = ["partition_layers"]
+__all__ = ["cut_ranges", "partition_layers"]
 
 _KEY = "layout.partition"
 _RULES = "uniform, parameters, profile, type:REGEX or manual:B1,B2,... (first layer of each later stage)"
@@ -46,6 +46,15 @@ def partition_layers(
     else:
         raise BadInputError(_KEY, rule, _RULES)
     return [range(a, b) for a, b in pairwise(cuts)]
+
+
+def cut_ranges(stages: Sequence[range], num_chunks: int) -> list[range]:
+    """Each stage's layers in ``num_chunks`` runs of nearly equal length, in order."""
+    found = []
+    for own in stages:
+        cuts = [own.start + len(own) * chunk // num_chunks for chunk in range(num_chunks + 1)]
+        found += [range(a, b) for a, b in pairwise(cuts)]
+    return found
 
 
 def _manual_cuts(rule: str, inner: list[int], num_stages: int, num_layers: int) -> list[int]:

@@ -37,6 +37,8 @@ class Pieces:
     chunks: list[Chunk]
     """Every chunk once, in the order of the table of parameters."""
     tied: Chunk | None
+    tied_stages: tuple[int, ...]
+    """Stages of this rank that hold the tied chunk, ascending."""
     tied_peer: tuple[int, ...]
     """Ranks (this one among them) that hold the tied chunk for another stage; alone when there is nobody to
     sum with."""
@@ -47,25 +49,19 @@ class Pieces:
 def build_pieces(
     definition: Definition,
     layers_of_stage: Sequence[range],
+    stage_rank: Sequence[int],
     groups: Groups,
     boundary: Boundary,
+    sharing: Sharing,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Pieces:
     """Builds this rank's layers on the meta device, gives them memory and their initial values."""
-    grid, layout = groups.grid, groups.grid.layout
-    mine = [stage for stage in range(layout.num_stages) if stage % layout.pp == grid.index("pp")]
+    mine = [stage for stage, rank in enumerate(stage_rank) if rank == groups.grid.index("pp")]
     layers: dict[int, nn.Module] = {}
     with torch.device("meta"):
         for stage in mine:
             layers |= {index: definition.build(index, boundary) for index in layers_of_stage[stage]}
-    sharing = Sharing(
-        groups.along("dp"),
-        grid.index("dp"),
-        layout.dp,
-        groups.along("tp"),
-        layout.zero,
-    )
     entries = {index: _entries(definition, index, layer) for index, layer in layers.items()}
     tied_entries = _merge_tied(definition, entries)
     chunks: list[Chunk] = []
@@ -83,11 +79,17 @@ def build_pieces(
         )
     tied = add(tied_entries) if tied_entries else None
     holders = _tied_stages(definition, layers_of_stage)
-    for stage in holders & set(mine):
+    tied_stages = tuple(sorted(holders & set(mine)))
+    for stage in tied_stages:
         if tied is not None:
             stages[stage].chunks.append(tied)
     pieces = Pieces(
-        stages, chunks, tied, _tied_peers(groups, holders), tied is not None and min(holders) in mine
+        stages,
+        chunks,
+        tied,
+        tied_stages,
+        _tied_peers(groups, stage_rank, holders),
+        tied is not None and min(holders) in mine,
     )
     _load_initial(definition, pieces, layers_of_stage, boundary)
     _refuse_buffers(layers)
@@ -133,9 +135,9 @@ def _tied_stages(definition: Definition, layers_of_stage: Sequence[range]) -> se
     return {stage for stage, own in enumerate(layers_of_stage) if layers & set(own)}
 
 
-def _tied_peers(groups: Groups, holders: set[int]) -> tuple[int, ...]:
+def _tied_peers(groups: Groups, stage_rank: Sequence[int], holders: set[int]) -> tuple[int, ...]:
     pipeline = groups.grid.peers("pp")
-    return tuple(sorted({pipeline[stage % len(pipeline)] for stage in holders}))
+    return tuple(sorted({pipeline[stage_rank[stage]] for stage in holders}))
 
 
 def _load_initial(

@@ -9,22 +9,36 @@ one of four places, each keyed as the program names things:
     deferred   weight-gradient products whose weight part is to come (zero-bubble)
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
 from myriad.comm.channel import Channel, Posted
 from myriad.comm.groups import Groups
 from myriad.kernels.gradient import DeferredProduct, apply_deferred
+from myriad.model.boundary import Boundary
 from myriad.model.definition import Context
+from myriad.model.interleave import run_layers
+from myriad.parallel.chunk import Chunk
 from myriad.parallel.pieces import Pieces, Stage
 from myriad.program.actions import Action, Kind, Payload, Transfer
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["COMMUNICATION", "Batch", "Runtime"]
+__all__ = ["COMMUNICATION", "Batch", "Finisher", "Plan", "Runtime"]
 
-COMMUNICATION = ("exchange", "wait", "gather", "reduce", "sync_tied", "tensor_comm")
+COMMUNICATION = (
+    "exchange",
+    "wait",
+    "gather",
+    "await_gather",
+    "reduce",
+    "await_reduce",
+    "sync_tied",
+    "clip",
+    "tensor_comm",
+)
 """Span names in which a rank waits for others."""
 
 _Key = tuple[Payload, int, int]
@@ -40,19 +54,56 @@ class Batch:
     """Index of each row's sample in the whole run, int64."""
 
 
+class Finisher(Protocol):
+    """What a runtime asks for when the gradients are there."""
+
+    def clip(self, loss_sum: torch.Tensor) -> None:
+        """Finds the global gradient norm and begins the optimizer's step."""
+        ...
+
+    def update(self, stage: int) -> None:
+        """Moves the parameters of a stage of the program."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's list, and where in it the tied chunk, of which two stages hold gradients, is reduced."""
+
+    actions: Sequence[Action]
+    tied_starts: int
+    tied_ends: int
+
+    @staticmethod
+    def of(actions: Sequence[Action], tied_stages: Collection[int]) -> "Plan":
+        """The tied chunk goes with the last reduction of the stages that hold it; -1 where there is none."""
+
+        def last(*kinds: Kind) -> int:
+            found = (i for i, a in enumerate(actions) if a.kind in kinds and a.stage in tied_stages)
+            return max(found, default=-1)
+
+        return Plan(actions, last(Kind.REDUCE, Kind.START_REDUCE), last(Kind.REDUCE, Kind.AWAIT_REDUCE))
+
+
 @dataclass
 class _Iteration:
     """What one run of a program holds."""
 
-    training: bool
+    load: Callable[[], Batch]
+    finisher: Finisher | None
     loss_scale: float
+    loss_sum: torch.Tensor
     batch: Batch | None = None
-    loss_sum: torch.Tensor | None = None
     inbox: dict[_Key, torch.Tensor] = field(default_factory=dict)
     posted: dict[_Key, Posted] = field(default_factory=dict)
     sent: list[Posted] = field(default_factory=list)
     saved: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     deferred: dict[tuple[int, int], list[DeferredProduct]] = field(default_factory=dict)
+
+    @property
+    def training(self) -> bool:
+        """Something is differentiated."""
+        return self.finisher is not None
 
 
 class Runtime:
@@ -61,6 +112,7 @@ class Runtime:
     def __init__(
         self,
         pieces: Pieces,
+        boundary: Boundary,
         groups: Groups,
         shapes: Sequence[tuple[torch.Size, torch.dtype]],
         stage_rank: Sequence[int],
@@ -69,7 +121,7 @@ class Runtime:
         seed: int,
         recorder: Recorder,
     ) -> None:
-        self._pieces, self._groups, self._shapes = pieces, groups, shapes
+        self._pieces, self._boundary, self._groups, self._shapes = pieces, boundary, groups, shapes
         self._stage_rank, self._micro_batch, self._device = stage_rank, micro_batch, device
         self._seed, self._recorder = seed, recorder
         self._channels: dict[Payload, Channel] = {}
@@ -77,7 +129,10 @@ class Runtime:
             both_ways = groups.grid.layout.virtual_stages > 1
             self._channels = {payload: Channel(groups, payload, both_ways=both_ways) for payload in Payload}
         self._do: Mapping[Kind, Callable[[Action, _Iteration], None]] = {
+            Kind.LOAD: self._load,
             Kind.GATHER: self._gather,
+            Kind.START_GATHER: self._start_gather,
+            Kind.AWAIT_GATHER: self._await_gather,
             Kind.RELEASE: self._release,
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -89,59 +144,96 @@ class Runtime:
             Kind.WAIT: self._wait,
             Kind.SYNC_TIED: self._sync_tied,
             Kind.REDUCE: self._reduce,
+            Kind.START_REDUCE: self._start_reduce,
+            Kind.AWAIT_REDUCE: self._await_reduce,
+            Kind.CLIP: self._clip,
+            Kind.UPDATE: self._update,
+            Kind.STEP: self._step,
         }
 
     def run(
         self,
-        actions: Sequence[Action],
+        plan: Plan,
         load: Callable[[], Batch],
-        step: Callable[[torch.Tensor], None] | None,
+        finisher: Finisher | None,
         loss_scale: float = 1.0,
     ) -> torch.Tensor:
-        """Does every action. ``load`` is called at LOAD; ``step`` at STEP, with this rank's sum of losses;
-        without it nothing is differentiated. Gives that sum: float32, 0 where the last stage is elsewhere."""
-        now = _Iteration(training=step is not None, loss_scale=loss_scale)
-        now.loss_sum = torch.zeros((), device=self._device)
-        last_reduce = max((i for i, action in enumerate(actions) if action.kind is Kind.REDUCE), default=-1)
+        """Does every action. ``load`` is called at LOAD; without a ``finisher`` nothing is differentiated.
+        Gives this rank's sum of losses: float32, 0 where the last stage is elsewhere."""
+        now = _Iteration(load, finisher, loss_scale, torch.zeros((), device=self._device))
         for stage in self._pieces.stages.values():
             for layer in stage.layers.values():
                 layer.train(now.training)
-        for index, action in enumerate(actions):
+        tied = self._pieces.tied
+        for index, action in enumerate(plan.actions):
             with self._recorder.span(action.kind, action.stage, action.micro_batch):
-                if action.kind is Kind.LOAD:
-                    now.batch = load()
-                elif action.kind is Kind.STEP:
-                    assert step is not None
-                    self._finish_sends(now)
-                    step(now.loss_sum)
-                else:
-                    self._do[action.kind](action, now)
-                if index == last_reduce and self._pieces.tied is not None:
-                    self._pieces.tied.reduce()
-        self._finish_sends(now)
+                self._do[action.kind](action, now)
+                if tied is not None and index == plan.tied_starts:
+                    tied.start_reduce()
+                if tied is not None and index == plan.tied_ends:
+                    tied.await_reduce()
+        for posted in now.sent:
+            posted.wait()
         return now.loss_sum
 
     def _stage(self, action: Action) -> Stage:
         return self._pieces.stages[action.stage]
 
+    def _load(self, action: Action, now: _Iteration) -> None:
+        now.batch = now.load()
+
     # parameters
 
     def _gather(self, action: Action, now: _Iteration) -> None:
+        self._start_gather(action, now)
+        self._await_gather(action, now)
+
+    def _start_gather(self, action: Action, now: _Iteration) -> None:
         for chunk in self._stage(action).chunks:
-            chunk.gather()
+            chunk.start_gather(action.stage)
+
+    def _await_gather(self, action: Action, now: _Iteration) -> None:
+        for chunk in self._stage(action).chunks:
+            chunk.await_gather()
 
     def _release(self, action: Action, now: _Iteration) -> None:
         for chunk in self._stage(action).chunks:
-            chunk.release()
+            chunk.release(action.stage)
+
+    # gradients and the step
 
     def _reduce(self, action: Action, now: _Iteration) -> None:
-        for chunk in self._stage(action).chunks:
-            if chunk is not self._pieces.tied:
-                chunk.reduce()
+        self._start_reduce(action, now)
+        self._await_reduce(action, now)
+
+    def _start_reduce(self, action: Action, now: _Iteration) -> None:
+        for chunk in self._complete(action):
+            chunk.start_reduce()
+
+    def _await_reduce(self, action: Action, now: _Iteration) -> None:
+        for chunk in self._complete(action):
+            chunk.await_reduce()
+
+    def _complete(self, action: Action) -> list[Chunk]:
+        """What a stage reduces by itself: not the tied chunk, which has another stage's gradients too."""
+        return [chunk for chunk in self._stage(action).chunks if chunk is not self._pieces.tied]
 
     def _sync_tied(self, action: Action, now: _Iteration) -> None:
         assert self._pieces.tied is not None
         self._pieces.tied.add_over(self._groups.of(self._pieces.tied_peer, "tied"))
+
+    def _clip(self, action: Action, now: _Iteration) -> None:
+        assert now.finisher is not None
+        now.finisher.clip(now.loss_sum)
+
+    def _update(self, action: Action, now: _Iteration) -> None:
+        assert now.finisher is not None
+        now.finisher.update(action.stage)
+
+    def _step(self, action: Action, now: _Iteration) -> None:
+        self._clip(action, now)
+        for stage in self._pieces.stages:
+            self._update(replace(action, stage=stage), now)
 
     # compute
 
@@ -163,11 +255,8 @@ class Runtime:
             entering.requires_grad_(now.training)
         context = self._context(micro_batch, now)
         with torch.set_grad_enabled(now.training):
-            x = entering
-            for layer in self._stage(action).layers.values():
-                x = layer(x, context)
+            x = run_layers(self._stage(action).layers.values(), entering, context)
         if stage == len(self._stage_rank) - 1:
-            assert now.loss_sum is not None
             now.loss_sum += x.detach()
         else:
             now.inbox[Payload.ACTIVATION, stage, micro_batch] = x.detach()
@@ -184,6 +273,8 @@ class Runtime:
         else:
             gradient = now.inbox.pop((Payload.GRADIENT, stage + 1, micro_batch))
         torch.autograd.backward(left, gradient)
+        if self._boundary.later is not None:
+            apply_deferred(self._boundary.later)
         if stage > 0:
             assert entered.grad is not None
             now.inbox[Payload.GRADIENT, stage, micro_batch] = entered.grad

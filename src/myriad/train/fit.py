@@ -82,6 +82,7 @@ def fit(
             result = engine.train_step(partial(load, step, rows), rate, num_targets)
             if place.rank == 0:
                 yield step + 1, result
+        engine.close()
     finally:
         close_world()
 

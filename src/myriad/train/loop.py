@@ -140,6 +140,7 @@ class Trainer:
     def close(self) -> None:
         """Leaves the loader and the world."""
         self.garbage.close()
+        self.engine.close()
         self.feed.close()
         close_world()
 

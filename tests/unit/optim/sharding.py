@@ -69,7 +69,11 @@ class Ranks:
             for region in self.regions[rank]:
                 region.gradients.copy_(gradient[start : start + region.gradients.numel()])
                 start += region.gradients.numel()
-            self.optimizers[rank].step(learning_rate, gradient_scale)
+            optimizer = self.optimizers[rank]
+            optimizer.begin(learning_rate, gradient_scale)
+            for index in reversed(range(len(optimizer.regions))):
+                optimizer.update([index])
+            optimizer.end()
 
         threads = [Thread(target=work, args=(rank,)) for rank in range(len(self.bounds))]
         for thread in threads:
