@@ -1,10 +1,15 @@
 """Parameters or gradients that arrive wrong, late or not at all: a run that trains on garbage, or hangs."""
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import free_port, run_ranks
 
 from myriad.comm.config import CommConfig
 from myriad.comm.courier import Courier
@@ -108,3 +113,42 @@ def many_at_once(world: int) -> bool:
 
 def test_many_deliveries_of_different_urgency_do_not_mix():
     assert all(run_ranks(3, many_at_once, 3))
+
+
+def leave_early(way: str) -> None:
+    """Rank 1 ends in the middle of deliveries; rank 0 waits for what rank 1 will never send."""
+    courier = make_courier(2, OverlapConfig())
+    exchange, count = courier.exchange(2**20, torch.float32), 2**20
+    sums = [torch.ones(count) for _ in range(4)]
+    if torch.distributed.get_rank() == 1:
+        exchange.all_reduce(sums[0], 0)
+        if way == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("rank 1 gives up")
+    deliveries = [exchange.all_reduce(x, 0) for x in sums]
+    deliveries.append(exchange.gather(sums[3], torch.ones(count // 2), 0))
+    if way == "both":
+        raise RuntimeError("rank 0 gives up")
+    for delivery in deliveries:
+        delivery.wait()
+
+
+@pytest.mark.parametrize("way", ["killed", "raised", "both"])
+def test_a_rank_that_ends_ends_the_others_with_an_error_and_no_abort(way):
+    """Not by SIGABRT and not never: threads that block in gloo while Python ends would do that."""
+    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent)
+    command = [sys.executable, "-c", f"import test_courier; test_courier.leave_early({way!r})"]
+    processes = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    expected = -signal.SIGKILL if way == "killed" else 1
+    assert [process.returncode for process in processes] == [1, expected], said
+    assert "Error" in said[0]
