@@ -5,9 +5,9 @@ backward the other way round.
     backward   [B, S/tp, H] <--wait-- (token) ... other work ... (token) <--post---- [B, S, H]
 
 Between the two halves autograd sees an empty token, so nothing can read, or add to, memory that is not filled
-yet. A gather's transposed is a reduce-scatter and the other way round, so one pair of nodes serves both. The
-reduce-scatter is an all-to-all and a local sum in rank order: half the bytes of gloo's own, and the same bits
-every time.
+yet. A gather's transposed is a reduce-scatter and the other way round, so one pair of nodes serves both. On
+gloo both are exchanges between pairs, the reduce-scatter with a local sum in rank order: half the bytes of
+gloo's own, and the same bits every time.
 
 Weight products that the backward left for later are computed when a gradient has been posted (MegaScale,
 arXiv 2402.15627, section 3.2).
@@ -15,6 +15,7 @@ arXiv 2402.15627, section 3.2).
 Legend: B batch, S sequence, H hidden.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -39,68 +40,100 @@ class Peers(Protocol):
     """The ranks on the other side; `myriad.parallel.tensor.GroupBoundary` is one."""
 
     group: Group | None
+    rank: int
     size: int
     recorder: Recorder
     later: list[DeferredProduct] | None
 
 
-# torch 2.13 renamed it; 2.11 has the old name only
+# torch 2.13 renamed them; 2.11 has the old names only
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class _Gathering:
+class _Travelling:
+    """Work posted to the transport, with what it reads kept alive."""
+
+    def __init__(self, peers: Peers, kept: torch.Tensor) -> None:
+        self._recorder, self._kept = peers.recorder, kept
+        self._works: list[dist.Work] = []
+
+    def _wait(self) -> None:
+        with self._recorder.span("tensor_comm"):
+            for work in self._works:
+                work.wait()
+
+    def wait(self) -> torch.Tensor:
+        """What came."""
+        raise NotImplementedError
+
+
+class _Gathering(_Travelling):
     """``[B, S/tp, H]`` of every rank to ``[B, S, H]``."""
 
     def __init__(self, x: torch.Tensor, peers: Peers) -> None:
-        self._kept, self._recorder = x.contiguous(), peers.recorder
+        super().__init__(peers, x.contiguous())
         self._shares = x.new_empty(peers.size, *x.shape)
-        self._work = None
-        if not x.is_meta:
-            flat = self._shares.flatten(0, 1)
-            self._work = _all_gather(flat, self._kept, group=peers.group, async_op=True)
+        if x.is_meta:
+            return
+        if _is_pairwise(peers):
+            self._works = _exchange([self._kept] * peers.size, self._shares.unbind(), peers)
+            self._shares[peers.rank].copy_(self._kept)
+        else:
+            self._works = [
+                _all_gather(self._shares.flatten(0, 1), self._kept, group=peers.group, async_op=True)
+            ]
 
     def wait(self) -> torch.Tensor:
-        _wait(self._work, self._recorder)
+        self._wait()
         return self._shares.transpose(0, 1).flatten(1, 2)
 
 
-class _Reducing:
+class _Reducing(_Travelling):
     """``[B, S, H]`` of every rank to this rank's part ``[B, S/tp, H]`` of their sum."""
 
     def __init__(self, x: torch.Tensor, peers: Peers) -> None:
-        self._kept = x.unflatten(1, (peers.size, -1)).transpose(0, 1).contiguous()
-        self._recorder, self._rank_sums, self._work = peers.recorder, True, None
+        super().__init__(peers, x.unflatten(1, (peers.size, -1)).transpose(0, 1).contiguous())
+        own = self._kept[peers.rank]
         if x.is_meta:
-            self._received = self._kept
-        elif dist.get_backend(peers.group) == "gloo":
-            self._received = torch.empty_like(self._kept)
-            self._work = dist.all_to_all_single(self._received, self._kept, group=peers.group, async_op=True)
+            self._parts = [own]
+        elif _is_pairwise(peers):
+            self._parts = [own if rank == peers.rank else torch.empty_like(own) for rank in range(peers.size)]
+            self._works = _exchange(self._kept.unbind(), self._parts, peers)
         else:
-            self._received = torch.empty_like(self._kept[:1])
-            self._work = _reduce_scatter(
-                self._received.flatten(0, 1), self._kept.flatten(0, 1), group=peers.group, async_op=True
-            )
+            self._parts = [torch.empty_like(own)]
+            parts = self._kept.flatten(0, 1)
+            self._works = [_reduce_scatter(self._parts[0], parts, group=peers.group, async_op=True)]
 
     def wait(self) -> torch.Tensor:
-        _wait(self._work, self._recorder)
-        total, *rows = self._received.unbind(0)
-        if not rows:
-            return total
-        wide = torch.promote_types(total.dtype, torch.float32)
-        total = total.to(wide, copy=True)
-        for row in rows:
-            total += row
-        return total.to(self._received.dtype)
+        self._wait()
+        first, *others = self._parts
+        if not others:
+            return first
+        if first.dtype == torch.float32 and len(others) == 1:
+            return first + others[0]
+        total = first.to(torch.float32, copy=True)
+        for part in others:
+            total += part
+        return total.to(first.dtype)
 
 
-_Travelling = _Gathering | _Reducing
+def _is_pairwise(peers: Peers) -> bool:
+    return dist.get_backend(peers.group) == "gloo"
 
 
-def _wait(work: dist.Work | None, recorder: Recorder) -> None:
-    if work is not None:
-        with recorder.span("tensor_comm"):
-            work.wait()
+def _exchange(
+    outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], peers: Peers
+) -> list[dist.Work]:
+    """``outgoing[r]`` to every other rank r, what it sends to this one into ``incoming[r]``.
+
+    Receives are posted first: a gloo connection whose request to send back waits behind its own data moves
+    one way at a time (measured: its all-to-all takes up to twice as long).
+    """
+    others = [(peers.rank + step) % peers.size for step in range(1, peers.size)]
+    works = [dist.irecv(incoming[rank], group=peers.group, group_src=rank) for rank in reversed(others)]
+    works += [dist.isend(outgoing[rank], group=peers.group, group_dst=rank) for rank in others]
+    return [work for work in works if work is not None]
 
 
 class _Crossing:
@@ -112,7 +145,7 @@ class _Crossing:
 
     def post(self, x: torch.Tensor, *, forward: bool) -> None:
         gathers = (self._forward is Direction.GATHER) == forward
-        self._travelling = (_Gathering if gathers else _Reducing)(x, self._peers)
+        self._travelling = _Gathering(x, self._peers) if gathers else _Reducing(x, self._peers)
 
     def arrive(self) -> torch.Tensor:
         assert self._travelling is not None, "waited for twice, or never posted"
