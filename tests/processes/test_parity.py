@@ -6,6 +6,7 @@ losses and every whole parameter (relative L2 norm) within 1e-5.
 
 import functools
 import tempfile
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ def train(case: Case) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]
 
 
 @functools.cache
-def one_process(model: str, optimizer: str) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
-    return train(Case(model=MODELS[model], optimizer={"name": optimizer}))
+def one_process(
+    model: str, optimizer: str, global_batch: int = 8
+) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
+    return train(Case(model=MODELS[model], optimizer={"name": optimizer}, global_batch=global_batch))
 
 
 def assert_equal(case: Case, expected: tuple[list[tuple[float, float]], dict[str, np.ndarray]]) -> None:
@@ -66,6 +69,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("serial", "adamw", {"pp": 2}),
     ("serial", "adamw", {"dp": 2, "pp": 2, "zero": 2}),
     ("serial", "adamw", {"pp": 2, "schedule": "zero-bubble"}),
+    ("serial", "adamw", {"pp": 3, "schedule": "eager-1f1b"}),
     ("serial", "adamw", {"pp": 2, "virtual_stages": 2, "micro_batch": 2}),
     ("serial", "adamw", {"pp": 2, "virtual_stages": 3, "schedule": "gpipe"}),
     ("serial", "adamw", {"dp": 4, "zero": 2}),
@@ -88,6 +92,8 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def name_of(value: object) -> str:
+    if isinstance(value, tuple):
+        return "+".join(value) or "nothing"
     return ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
@@ -97,6 +103,27 @@ def test_layout_gives_the_loss_and_parameters_of_one_process(
 ) -> None:
     case = Case(layout=layout, model=MODELS[model], optimizer={"name": optimizer})
     assert_equal(case, one_process(model, optimizer))
+
+
+SWITCHES = ("pipeline", "data", "optimizer", "tensor")
+DATA_AND_PIPELINE = {"dp": 2, "pp": 2, "zero": 2}
+TENSOR_AND_PIPELINE = {"tp": 2, "pp": 2, "micro_batch": 3}
+EVERYTHING = {"dp": 2, "pp": 2, "tp": 2, "zero": 1, "virtual_stages": 2}
+COMBINATIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    *((DATA_AND_PIPELINE, on) for n in range(4) for on in combinations(SWITCHES[:3], n)),
+    *((TENSOR_AND_PIPELINE, on) for on in ((), ("tensor",), ("pipeline",))),
+    *((EVERYTHING, on) for on in ((), SWITCHES)),
+]
+
+
+@pytest.mark.parametrize(("layout", "on"), COMBINATIONS, ids=name_of)
+def test_no_switch_changes_what_is_learned(layout: dict[str, Any], on: tuple[str, ...]) -> None:
+    """Odd sizes on purpose: chunks, partitions and parts of unequal length, and a credit of one message."""
+    keys = {switch: switch in on for switch in SWITCHES}
+    overlap = keys | {"partition": 1000, "credit": 1000, "chunks": 3, "tensor_chunks": 2, "receive_ahead": 3}
+    batch = {"global_batch": 12} if layout.get("micro_batch") == 3 else {}
+    case = Case(layout=layout, overlap=overlap, optimizer={"name": "adamw"}, **batch)
+    assert_equal(case, one_process("serial", "adamw", **batch))
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,11 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["data.vocabulary=513"], "data.vocabulary", "at most model.vocabulary = 512"),
         (["optimizer.warmup_steps=21"], "optimizer.warmup_steps", "at most train.steps = 20"),
         (["layout.zero=4"], "layout.zero", "less than or equal to 3"),
-        (["layout.schedule=fifo"], "layout.schedule", "'gpipe', '1f1b', 'interleaved' or 'zero-bubble'"),
+        (
+            ["layout.schedule=fifo"],
+            "layout.schedule",
+            "'gpipe', '1f1b', 'eager-1f1b', 'interleaved' or 'zero-bubble'",
+        ),
         (["layout.tp=two"], "layout.tp", "valid integer"),
         (["optimizer.learning_rate=inf"], "optimizer.learning_rate", "finite number"),
         (["name=../x"], "name", "pattern"),

@@ -2,6 +2,8 @@
 
     gpipe        all forwards, then all backwards
     1f1b         after a warm-up each forward is paired with a backward: rank r holds at most p - r in flight
+    eager-1f1b   as 1f1b with almost twice the micro-batches in flight: a transfer that takes as long as a
+                 compute still arrives in time
     interleaved  as 1f1b with v stages a rank, in rounds of at least p micro-batches: the bubble is a v-th
     zero-bubble  as 1f1b with the backward in two halves; weight halves wait and fill the bubble
 
@@ -12,6 +14,7 @@
     rank 2         F0 B0    F1 B1    F2 B2    F3 B3
 
 Sources: GPipe (arXiv 1811.06965); 1F1B and interleaving: Megatron-LM (arXiv 2104.04473, section 2.2);
+eager 1F1B: arXiv 2211.05322, section 4 (its memory: 2 (p - r) - 1 micro-batches on rank r);
 zero-bubble is ZB-H1 of arXiv 2401.10241, section 2.2 (its memory: at most p micro-batches on every rank).
 Stage s lives on rank s mod p.
 """
@@ -92,11 +95,16 @@ def _pair_up(forwards: list[Action], backwards: list[Action], num_warm_up: int) 
     yield from backwards[max(0, len(forwards) - num_warm_up) :]
 
 
-def _one_forward_one_backward(shape: _Shape, rank: int) -> Iterator[Action]:
+def _one_forward_one_backward(shape: _Shape, rank: int, eagerness: int = 1) -> Iterator[Action]:
     everything = [range(shape.num_micro_batches)]
     forwards = _in_order(shape, rank, Kind.FORWARD, everything)
     backwards = _in_order(shape, rank, Kind.BACKWARD, everything)
-    yield from _pair_up(forwards, backwards, shape.num_ranks - rank - 1)
+    yield from _pair_up(forwards, backwards, eagerness * (shape.num_ranks - rank - 1))
+
+
+def _eager_one_forward_one_backward(shape: _Shape, rank: int) -> Iterator[Action]:
+    """Warm-up forwards for the way there and for the way back."""
+    yield from _one_forward_one_backward(shape, rank, eagerness=2)
 
 
 def _interleaved(shape: _Shape, rank: int) -> Iterator[Action]:
@@ -133,10 +141,11 @@ def _zero_bubble(shape: _Shape, rank: int) -> Iterator[Action]:
 
 SCHEDULES: dict[str, Callable[[_Shape, int], Iterator[Action]]] = {
     "1f1b": _one_forward_one_backward,
+    "eager-1f1b": _eager_one_forward_one_backward,
     "gpipe": _gpipe,
     "interleaved": _interleaved,
     "zero-bubble": _zero_bubble,
 }
 """Every schedule by its name in ``layout.schedule``."""
 
-_ONE_STAGE_ONLY = frozenset({"1f1b", "zero-bubble"})
+_ONE_STAGE_ONLY = frozenset({"1f1b", "eager-1f1b", "zero-bubble"})

@@ -8,12 +8,12 @@ from myriad.program.lower import lower
 from myriad.program.passes import apply_passes
 from myriad.program.schedules import schedule
 
-ONE_STAGE_ONLY = ("1f1b", "zero-bubble")
+ONE_STAGE_ONLY = ("1f1b", "eager-1f1b", "zero-bubble")
 
 
 @st.composite
 def computes(draw: st.DrawFn, most_ranks: int = 6, most_micro_batches: int = 14) -> Program:
-    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]))
+    name = draw(st.sampled_from(["gpipe", *ONE_STAGE_ONLY, "interleaved"]))
     virtual_stages = 1 if name in ONE_STAGE_ONLY else draw(st.integers(1, 4))
     return schedule(
         name, draw(st.integers(1, most_ranks)), virtual_stages, draw(st.integers(1, most_micro_batches))

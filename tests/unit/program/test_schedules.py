@@ -10,12 +10,13 @@ from myriad.program.checker import check
 from myriad.program.lower import lower
 from myriad.program.passes import decouple
 from myriad.program.schedules import schedule
+from myriad.program.timeline import timeline, unit_costs
 
 SHAPES = [(ranks, ranks * factor + extra) for ranks in (2, 3, 4, 8) for factor in (1, 3) for extra in (0, 1)]
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), SHAPES)
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
 def test_gpipe_and_1f1b_idle_three_forwards_for_each_other_rank(name, ranks, micro_batches):
     report = check(schedule(name, ranks, 1, micro_batches))
     assert report.bubble == pytest.approx([3 * (ranks - 1)] * ranks)
@@ -40,6 +41,17 @@ def test_1f1b_holds_at_most_the_ranks_that_follow():
     assert check(schedule("1f1b", 4, 1, 16)).peak_in_flight == (4, 3, 2, 1)
     assert check(schedule("gpipe", 4, 1, 16)).peak_in_flight == (16, 16, 16, 16)
     assert check(schedule("1f1b", 4, 1, 2)).peak_in_flight == (2, 2, 2, 1)
+
+
+def test_eager_1f1b_hides_transfers_that_1f1b_waits_for_and_holds_more():
+    """A transfer as long as a forward: in 1F1B each micro-batch waits for the way there and back."""
+    eager, plain = (
+        decouple(lower(schedule(name, 4, 1, 16), zero=0, reduce="last", tied=False), 4)
+        for name in ("eager-1f1b", "1f1b")
+    )
+    spans = [timeline(program, unit_costs(program), lambda transfer: 1.0) for program in (eager, plain)]
+    assert spans[0].makespan < spans[1].makespan - 16
+    assert check(eager).peak_in_flight == (7, 5, 3, 1)
 
 
 def test_interleaving_holds_what_megatron_says():
@@ -67,7 +79,7 @@ def test_communication_that_takes_no_time_costs_no_time(program):
 
 
 def test_one_rank_computes_without_a_pause():
-    for name in ("gpipe", "1f1b", "interleaved", "zero-bubble"):
+    for name in ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"):
         assert check(schedule(name, 1, 1, 5)).bubble == (0.0,)
     assert check(schedule("interleaved", 1, 3, 5)).bubble == pytest.approx((0.0,), abs=1e-9)
 
