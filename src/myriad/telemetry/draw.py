@@ -1,0 +1,265 @@
+"""Measured spans as a picture: a lane for each rank, one time scale for everything, one self-contained SVG.
+
+    pipeline overlap off: 412 ms
+    rank 0   [F0][F1]......[ B0  ]          boxes: compute, with the micro-batch's number
+             ▂▂▂▂▂▂                         strip: something is posted that nobody waits for yet
+    rank 1   ....[F0][ B0  ][F1]            dark: waiting for others; light: nothing recorded
+    pipeline overlap on: 371 ms
+    ...
+
+Colour says what was done, its depth which stage: light for a rank's first, dark for its last.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from myriad.telemetry.spans import Span
+
+__all__ = ["Lane", "Panel", "compute_share", "draw_spans", "under_way"]
+
+_LEFT, _WIDTH, _RIGHT, _TOP = 64.0, 900.0, 136.0, 64.0
+_BAR, _STRIP, _ROW, _HEAD, _FOOT = 24.0, 5.0, 38.0, 30.0, 26.0
+_NARROWEST = 0.25
+"""Pixels under which a box is not drawn."""
+_FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
+_INK, _SOFT, _IDLE, _POSTED = "#16202c", "#66717f", "#f1f3f6", "#8f7fc9"
+
+_COMPUTE = {
+    "forward": ((157, 195, 240), (33, 86, 158)),
+    "backward": ((160, 215, 165), (28, 112, 62)),
+    "backward_input": ((137, 211, 204), (15, 108, 104)),
+    "backward_weight": ((250, 205, 130), (196, 110, 20)),
+}
+"""Name to the colours of a rank's first and last stage."""
+_OTHER = {
+    "waiting for others": (
+        "#c2410c",
+        "exchange wait gather await_gather reduce await_reduce sync_tied clip tensor_comm",
+    ),
+    "optimizer": ("#a8b3c1", "step update"),
+    "load": ("#e8c547", "load"),
+    "posting": ("#cfc6ec", "start_gather start_reduce send receive release"),
+}
+"""Legend to colour and names of spans."""
+_COLOURS = {name: colour for colour, names in _OTHER.values() for name in names.split()}
+_POSTS = {"start_gather": "await_gather", "start_reduce": "await_reduce", "receive": "wait"}
+"""What posts to what waits for it."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One rank."""
+
+    name: str
+    spans: Sequence[Span]
+    """In any order, also of other iterations: what is posted in one may be waited for in the next."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A stretch of time on some ranks."""
+
+    title: str
+    start_seconds: float
+    stop_seconds: float
+    lanes: Sequence[Lane]
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.stop_seconds - self.start_seconds
+
+
+def draw_spans(title: str, panels: Sequence[Panel]) -> str:
+    """The panels below each other, each from its own start."""
+    return _Picture(title, panels).svg()
+
+
+def compute_share(panel: Panel, lane: Lane) -> float:
+    """Share of a panel's time in which a lane computed: waiting inside of a compute does not count."""
+    computed, until = 0.0, 0.0
+    for span in _in_order(lane.spans):
+        start, stop = _clipped(span, panel)
+        if span.name in _COMPUTE:
+            computed += stop - start
+            until = max(until, stop)
+        elif span.name in _COLOURS and start < until:
+            computed -= stop - start
+    return computed / panel.seconds
+
+
+def under_way(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """Stretches, as seconds since the epoch, in which something was posted that nobody waited for yet.
+
+    A gather that is posted again before it was waited for is the same one."""
+    posted: dict[tuple[str, int], float] = {}
+    receives: list[float] = []
+    found = []
+    for span in _in_order(spans):
+        if span.name == "receive":
+            receives.append(span.start_seconds)
+        elif span.name in _POSTS:
+            posted.setdefault((_POSTS[span.name], span.stage), span.start_seconds)
+        elif span.name == "wait" and receives:
+            found.append((receives.pop(0), span.start_seconds))
+        elif (span.name, span.stage) in posted:
+            found.append((posted.pop((span.name, span.stage)), span.start_seconds))
+    return _union(found)
+
+
+def _union(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for start, stop in sorted(stretches):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _in_order(spans: Iterable[Span]) -> list[Span]:
+    """By start, the outer one first."""
+    return sorted(spans, key=lambda span: (span.start_seconds, -span.duration_seconds))
+
+
+def _clipped(span: Span, panel: Panel) -> tuple[float, float]:
+    """What of a span lies in the panel; of no length where nothing does."""
+    start = min(max(span.start_seconds, panel.start_seconds), panel.stop_seconds)
+    stop = min(max(span.start_seconds + span.duration_seconds, start), panel.stop_seconds)
+    return start, stop
+
+
+class _Picture:
+    def __init__(self, title: str, panels: Sequence[Panel]) -> None:
+        self.title, self.panels = title, panels
+        self.seconds = max((panel.seconds for panel in panels), default=0.0) or 1.0
+        self.scale = _WIDTH / self.seconds
+        spans = [span for panel in panels for lane in panel.lanes for span in lane.spans]
+        self.names = {span.name for span in spans}
+        self.stages = {
+            lane.name: sorted({span.stage for span in lane.spans if span.name in _COMPUTE})
+            for panel in panels
+            for lane in panel.lanes
+        }
+
+    def svg(self) -> str:
+        lines, y = [_text(16, 30, self.title, 17, _INK, weight=600), *self._legend()], _TOP
+        for panel in self.panels:
+            lines += self._panel(panel, y)
+            y += _HEAD + _ROW * len(panel.lanes) + _FOOT
+        width, height = _LEFT + _WIDTH + _RIGHT, y + 4
+        size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{escape(_FONT)}" role="img">'
+        background = f'<rect width="{width:.0f}" height="{height:.0f}" fill="#ffffff"/>'
+        title = f"<title>{escape(self.title)}</title>"
+        return "\n".join([head, title, background, *lines, "</svg>"]) + "\n"
+
+    def _panel(self, panel: Panel, top: float) -> Iterator[str]:
+        yield _text(_LEFT, top + 18, panel.title, 13, _INK, weight=600)
+        top += _HEAD
+        yield from self._axis(panel, top)
+        for number, lane in enumerate(panel.lanes):
+            yield from self._lane(panel, lane, top + _ROW * number)
+
+    def _axis(self, panel: Panel, top: float) -> Iterator[str]:
+        bottom = top + _ROW * len(panel.lanes)
+        step = _tick_seconds(self.seconds)
+        for number in range(int(panel.seconds / step) + 1):
+            x = _LEFT + number * step * self.scale
+            yield f'<path d="M{x:.1f} {top - 4:.0f}V{bottom:.0f}" stroke="#dfe3e8"/>'
+            yield _text(x, bottom + 12, f"{number * step * 1e3:g}", 11, _SOFT, anchor="middle")
+        yield _text(_LEFT + _WIDTH + 10, bottom + 12, "ms", 11, _SOFT)
+
+    def _lane(self, panel: Panel, lane: Lane, top: float) -> Iterator[str]:
+        yield _text(_LEFT - 8, top + 16, lane.name, 12, _INK, anchor="end")
+        yield _box(_LEFT, top, panel.seconds * self.scale, _BAR, _IDLE)
+        inside = [span for span in _in_order(lane.spans) if self._width(panel, span) >= _NARROWEST]
+        for draw in (self._span, self._number):
+            for span in inside:
+                yield from draw(panel, lane, span, top)
+        for start, stop in under_way(lane.spans):
+            whole = Span("", -1, -1, start, stop - start)
+            left, right = _clipped(whole, panel)
+            if (right - left) * self.scale >= _NARROWEST:
+                x = self._x(panel, left)
+                yield _box(x, top + _BAR + 1, (right - left) * self.scale, _STRIP, _POSTED)
+        words = f"computes {compute_share(panel, lane):.0%}"
+        yield _text(_LEFT + panel.seconds * self.scale + 8, top + 16, words, 12, _SOFT)
+
+    def _x(self, panel: Panel, seconds: float) -> float:
+        return _LEFT + (seconds - panel.start_seconds) * self.scale
+
+    def _width(self, panel: Panel, span: Span) -> float:
+        start, stop = _clipped(span, panel)
+        return (stop - start) * self.scale
+
+    def _span(self, panel: Panel, lane: Lane, span: Span, top: float) -> Iterator[str]:
+        x, width = self._x(panel, _clipped(span, panel)[0]), self._width(panel, span)
+        if span.name in _COMPUTE:
+            hint = f"{span.name} {span.stage}.{span.micro_batch}: {span.duration_seconds * 1e3:.1f} ms"
+            colour, _ = self._compute_colours(lane, span)
+            yield _box(x, top, max(width - 0.6, _NARROWEST), _BAR, colour, hint)
+        elif span.name in _COLOURS:
+            yield _box(x, top, width, _BAR, _COLOURS[span.name])
+
+    def _number(self, panel: Panel, lane: Lane, span: Span, top: float) -> Iterator[str]:
+        """Over what is drawn inside of the compute."""
+        words = str(span.micro_batch)
+        if span.name in _COMPUTE and self._width(panel, span) >= 6 + 6 * len(words):
+            _, ink = self._compute_colours(lane, span)
+            yield _text(self._x(panel, _clipped(span, panel)[0]) + 3, top + 11, words, 10, ink)
+
+    def _compute_colours(self, lane: Lane, span: Span) -> tuple[str, str]:
+        """Of the box, and of a number on it."""
+        stages = self.stages[lane.name]
+        depth = stages.index(span.stage) / (len(stages) - 1) if len(stages) > 1 else 0.25
+        light, dark = _COMPUTE[span.name]
+        red, green, blue = (round(a + (b - a) * depth) for a, b in zip(light, dark, strict=True))
+        is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 140
+        return f"#{red:02x}{green:02x}{blue:02x}", "#ffffff" if is_dark else _INK
+
+    def _legend(self) -> Iterator[str]:
+        entries = [
+            (f"rgb{_middle(*_COMPUTE[name])}", name.replace("_", ", ", 1))
+            for name in _COMPUTE
+            if name in self.names
+        ]
+        entries += [
+            (colour, words) for words, (colour, names) in _OTHER.items() if self.names & {*names.split()}
+        ]
+        if self.names & _POSTS.keys():
+            entries.append((_POSTED, "posted, not yet waited for"))
+        x = _LEFT
+        for colour, words in entries:
+            yield _box(x, 44, 12, 12, colour)
+            yield _text(x + 17, 54, words, 12, _SOFT)
+            x += 34 + 6.6 * len(words)
+
+
+def _middle(light: tuple[int, int, int], dark: tuple[int, int, int]) -> tuple[int, ...]:
+    return tuple((3 * a + b) // 4 for a, b in zip(light, dark, strict=True))
+
+
+def _tick_seconds(seconds: float) -> float:
+    """1, 2 or 5 times a power of ten, such that there are 6 to 15 of them."""
+    tick = 1e-6
+    while True:
+        for factor in (1, 2, 5):
+            if seconds / (factor * tick) <= 15:
+                return factor * tick
+        tick *= 10
+
+
+def _box(x: float, y: float, width: float, height: float, colour: str, hint: str = "") -> str:
+    place = f'x="{x:.1f}" y="{y:.0f}" width="{width:.2f}" height="{height:.0f}" fill="{colour}"'
+    return f"<rect {place}><title>{escape(hint)}</title></rect>" if hint else f"<rect {place}/>"
+
+
+def _text(
+    x: float, y: float, words: str, size: float, colour: str, *, anchor: str = "start", weight: int = 400
+) -> str:
+    look = f'font-size="{size:g}" fill="{colour}"'
+    look += f' text-anchor="{anchor}"' if anchor != "start" else ""
+    look += f' font-weight="{weight}"' if weight != 400 else ""
+    return f'<text x="{x:.1f}" y="{y:.0f}" {look}>{escape(words)}</text>'
