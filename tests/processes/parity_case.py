@@ -79,8 +79,12 @@ def tokens_of_step(case: Case, step: int) -> torch.Tensor:
 
 
 def batch_of_rank(case: Case, engine: Engine, step: int) -> Batch:
-    share = case.global_batch // engine.layout.dp
-    first = engine.groups.grid.index("dp") * share
+    return batch_of_replica(case, engine.groups.grid.index("dp"), engine.layout.dp, step)
+
+
+def batch_of_replica(case: Case, replica: int, num_replicas: int, step: int) -> Batch:
+    share = case.global_batch // num_replicas
+    first = replica * share
     tokens = tokens_of_step(case, step)[first : first + share]
     samples = torch.arange(first, first + share) + step * case.global_batch
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), samples)

@@ -28,6 +28,7 @@ from myriad.optim.clip import clip_scale, non_finite_rows, squared_norms
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.optimizer import build_optimizer
 from myriad.optim.region import Region
+from myriad.parallel.agreement import Agreement
 from myriad.parallel.chunk import Chunk, Entry, Sharing
 from myriad.parallel.partition import cut_ranges
 from myriad.parallel.pieces import build_pieces, shapes_between_stages
@@ -97,9 +98,11 @@ class Engine:
         self.boundary: Boundary = GroupBoundary(
             group, rank, layout.tp, recorder, chunks=overlap.tensor_chunks if overlap.tensor else 1
         )
-        self._courier = Courier(groups, "dp", overlap, comm, device)
+        self._trains_alone = comm.sync_every > 1 and layout.dp > 1
+        self._courier = Courier(groups, None if self._trains_alone else "dp", overlap, comm, device)
         exact = comm.compress_parameters is None
-        sharing = Sharing(self._courier, groups.grid.index("dp"), layout.dp, layout.zero, exact)
+        dp_rank, dp_size = (0, 1) if self._trains_alone else (groups.grid.index("dp"), layout.dp)
+        sharing = Sharing(self._courier, dp_rank, dp_size, layout.zero, exact)
         self.pieces = build_pieces(
             definition, layers, stage_rank, groups, self.boundary, sharing, dtype, device
         )
@@ -118,6 +121,7 @@ class Engine:
             self._regions += chunk.regions()
             self._regions_of[chunk] = range(len(self._regions) - len(chunk.regions()), len(self._regions))
         self._regions = self._regions or [_nothing(device)]
+        self._agreement = Agreement(groups, comm, self._regions) if self._trains_alone else None
         self.optimizer = build_optimizer(optimizer, self._regions, len(self._entries), self._reduce_table)
         self._counts = torch.tensor([self._counts_row(*row) for row in self._entries], dtype=torch.float64)
         self._counts = self._counts.to(device)
@@ -129,8 +133,12 @@ class Engine:
         learn the sum of, with a reduction that takes place anyway. Raises `RunFailedError` on every rank when
         the loss or a gradient is not finite."""
         finisher = _Finisher(self, num_targets, learning_rate, signal)
-        self._runtime.run(self._plans[True], load, finisher, 1.0 / num_targets)
+        self._runtime.run(self._plans[True], load, finisher, self._num_replicas / num_targets)
         self.optimizer.end()
+        if self._agreement is not None and self._agreement.is_due(self.optimizer.steps_done):
+            self._agreement.agree()
+            for chunk in self.pieces.chunks:
+                chunk.mark_stale()
         assert finisher.result is not None, "the checker proved that a training program clips"
         return finisher.result
 
@@ -150,7 +158,7 @@ class Engine:
         once."""
         grid = self.groups.grid
         copy_over_tp = entry.cut is None and grid.index("tp") > 0
-        copy_over_dp = self.layout.zero == 0 and grid.index("dp") > 0
+        copy_over_dp = self.layout.zero == 0 and grid.index("dp") > 0 and not self._trains_alone
         copy_over_pp = chunk is self.pieces.tied and not self.pieces.counts_tied
         return 0.0 if copy_over_tp or copy_over_dp or copy_over_pp else 1.0
 
@@ -158,15 +166,26 @@ class Engine:
         """Gradients of all ranks are complete: finds their norm and begins the optimizer's step."""
         self._sum_over_tp()
         squares = squared_norms(self._regions, len(self._entries))
-        own = torch.stack(
-            [(squares * self._counts).sum(), loss.double() * self._counts_loss, squares.new_tensor(signal)]
-        )
-        square, total_loss, total_signal = all_reduce(own, self.groups.world).tolist()
-        if not (math.isfinite(square) and math.isfinite(total_loss)):
+        # replicas that train alone have a norm each: all travel in one message
+        own = squares.new_zeros(2 + self._num_replicas)
+        own[0], own[1] = loss.double() * self._counts_loss, signal
+        own[2 + self._replica] = (squares * self._counts).sum()
+        total_loss, total_signal, *norms = all_reduce(own, self.groups.world).tolist()
+        if not (math.isfinite(sum(norms)) and math.isfinite(total_loss)):
             self._fail_non_finite(squares, total_loss)
-        norm = math.sqrt(square)
+        norm = math.sqrt(norms[self._replica])
         self.optimizer.begin(learning_rate, clip_scale(norm, self._clip_norm))
-        return StepResult(total_loss, norm, total_signal)
+        return StepResult(total_loss, math.sqrt(sum(norms) / self._num_replicas), total_signal)
+
+    @property
+    def _num_replicas(self) -> int:
+        """Replicas with gradients of their own at the step."""
+        return self.layout.dp if self._trains_alone else 1
+
+    @property
+    def _replica(self) -> int:
+        """This rank's among them."""
+        return self.groups.grid.index("dp") if self._trains_alone else 0
 
     def update(self, stage: int) -> None:
         """Moves the parameters of a stage; tied ones with the first stage of this rank that holds them."""
@@ -217,8 +236,8 @@ class Engine:
 
     def rectangles(self) -> Iterator[Rectangle]:
         """This rank's part of parameters and optimizer state, as views of live memory, under the names
-        ``model.NAME`` and ``optimizer.STATE.NAME``; what several ranks hold alike comes from one of them
-        only."""
+        ``model.NAME`` and ``optimizer.STATE.NAME`` (of replicas that train alone: ``replica.N.optimizer...``
+        too, and ``outer.velocity.NAME``); what several ranks hold alike comes from one of them only."""
         yield from self._named_rectangles(owned_only=True)
 
     def all_rectangles(self) -> Iterator[Rectangle]:
@@ -226,8 +245,7 @@ class Engine:
         yield from self._named_rectangles(owned_only=False)
 
     def _named_rectangles(self, *, owned_only: bool) -> Iterator[Rectangle]:
-        states = {"model": [region.values for region in self._regions]}
-        states |= {f"optimizer.{name}": tensors for name, tensors in self.optimizer.state().items()}
+        states = self._states(owned_only=owned_only)
         grid = self.groups.grid
         for index, region in enumerate(self._regions):
             for piece in region.pieces:
@@ -249,10 +267,21 @@ class Engine:
                         self.layout.tp,
                     )
 
+    def _states(self, *, owned_only: bool) -> dict[str, list[torch.Tensor]]:
+        """Name to a tensor like each region's values."""
+        states = {"model": [region.values for region in self._regions]}
+        prefix = f"replica.{self._replica}." if self._replica else ""
+        own = {f"{prefix}optimizer.{name}": tensors for name, tensors in self.optimizer.state().items()}
+        if self._agreement is not None:
+            states["outer.velocity"] = self._agreement.outer.velocity
+        return own if owned_only and self._replica else states | own
+
     def loaded(self) -> None:
         """The state was written into: whole parameters must be gathered anew."""
         for chunk in self.pieces.chunks:
             chunk.end_iteration()
+        if self._agreement is not None:
+            self._agreement.restart()
 
     def close(self) -> None:
         """Waits for what is still under way; the engine is of no use afterwards."""

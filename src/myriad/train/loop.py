@@ -163,7 +163,7 @@ class Trainer:
             self._event("resume", step=self.step)
 
     def _train_step(self) -> bool:
-        """One step; True when all ranks must stop after it."""
+        """One step; True when all ranks must stop after it (replicas that train alone: where they agree)."""
         started, waited = time.perf_counter(), self.feed.wait_seconds
         rate = learning_rate(self.job.optimizer, self.step, self.job.train.steps)
         result: StepResult = self.engine.train_step(
@@ -176,7 +176,7 @@ class Trainer:
             self.run_folder.append_metrics(
                 self.meter.line(self.step, result, rate, seconds, waited, self.recorder)
             )
-        return result.signal > 0
+        return result.signal > 0 and self.step % self.job.comm.sync_every == 0
 
     def _load(self) -> Batch:
         job, grid = self.job, self.groups.grid

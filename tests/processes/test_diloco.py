@@ -1,0 +1,110 @@
+"""Replicas that train alone: what they agree on, and that a resumed run goes on alike."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from parity_case import OPTIMIZER, Case, batch_of_replica, make_engine, train_steps
+from ranks import run_ranks
+
+from myriad.checkpoint.store import CheckpointFolder, load, load_model, save
+from myriad.comm.groups import close_world
+from myriad.optim.config import OptimizerConfig
+from myriad.optim.schedule import learning_rate
+from myriad.parallel.engine import Engine
+
+EVERY = 3
+
+
+def case(**comm: float) -> Case:
+    keys = {"sync_every": EVERY, "outer_learning_rate": 1.0, "outer_momentum": 0.0} | comm
+    return Case(layout={"dp": 2}, comm=keys, steps=2 * EVERY)
+
+
+def parameters(engine: Engine) -> dict[str, np.ndarray]:
+    return {
+        f"{part.name} {part.offsets}": part.values.clone().numpy()
+        for part in engine.all_rectangles()
+        if part.name.startswith("model.")
+    }
+
+
+def train_replicas(asked: Case) -> list[dict[str, np.ndarray]]:
+    """This replica's parameters after each step of the first round, and after the second round."""
+    engine = make_engine(asked)
+    found = []
+    for step in range(EVERY):
+        train_steps(asked, engine, step, step + 1)
+        found.append(parameters(engine))
+    train_steps(asked, engine, EVERY, 2 * EVERY)
+    found.append(parameters(engine))
+    engine.close()
+    close_world()
+    return found
+
+
+def train_half(asked: Case, replica: int) -> dict[str, np.ndarray]:
+    """One process on one replica's half of each batch, for one round."""
+    alone = Case(layout={}, steps=asked.steps, global_batch=asked.global_batch // 2)
+    engine = make_engine(alone)
+    for step in range(EVERY):
+        batch = batch_of_replica(asked, replica, 2, step)
+        rate = learning_rate(OptimizerConfig(**OPTIMIZER), step, asked.steps)
+        engine.train_step(lambda batch=batch: batch, rate, batch.targets.numel())
+    return parameters(engine)
+
+
+def test_replicas_agree_on_the_mean_of_what_each_learned_alone() -> None:
+    first, second = run_ranks(2, train_replicas, case())
+    halves = [run_ranks(1, train_half, case(), replica)[0] for replica in range(2)]
+    for name, agreed in first[EVERY - 1].items():
+        np.testing.assert_array_equal(agreed, second[EVERY - 1][name], err_msg=name)
+        mean = (halves[0][name] + halves[1][name]) / 2
+        assert np.linalg.norm(agreed - mean) <= 1e-5 * np.linalg.norm(mean), name
+
+
+def test_replicas_differ_in_between() -> None:
+    first, second = run_ranks(2, train_replicas, case())
+    assert any((first[0][name] != second[0][name]).any() for name in first[0])
+
+
+def train_and_save(asked: Case, folder: Path, first: int, last: int) -> None:
+    engine, checkpoints = make_engine(asked), CheckpointFolder(folder)
+    if first:
+        progress = load(checkpoints.of_step(first), list(engine.all_rectangles()))
+        engine.optimizer.steps_done = progress["optimizer_steps"]
+        engine.loaded()
+    train_steps(asked, engine, first, last)
+    save(checkpoints, last, list(engine.rectangles()), {"optimizer_steps": last})
+    engine.close()
+    close_world()
+
+
+def test_a_run_that_stopped_where_replicas_agreed_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    asked = case(outer_learning_rate=0.7, outer_momentum=0.9)
+    run_ranks(2, train_and_save, asked, tmp_path / "a", 0, asked.steps)
+    run_ranks(2, train_and_save, asked, tmp_path / "b", 0, EVERY)
+    run_ranks(2, train_and_save, asked, tmp_path / "b", EVERY, asked.steps)
+    undisturbed, resumed = (
+        load_model(CheckpointFolder(tmp_path / name).of_step(asked.steps), "") for name in "ab"
+    )
+    assert undisturbed.keys() == resumed.keys()
+    assert any(name.startswith("replica.1.optimizer.") for name in resumed)
+    for name, values in undisturbed.items():
+        np.testing.assert_array_equal(values, resumed[name], err_msg=name)
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_it_works_in_layouts_with_more_than_data_parallelism(layout: dict[str, int]) -> None:
+    asked = Case(layout=layout, comm={"sync_every": 2}, steps=4)
+    losses = run_ranks(4, losses_of, asked)
+    assert all(own == losses[0] for own in losses)
+    assert losses[0][-1] < losses[0][0]
+
+
+def losses_of(asked: Case) -> list[float]:
+    engine = make_engine(asked)
+    found = [loss for loss, _ in train_steps(asked, engine, 0, asked.steps)]
+    engine.close()
+    close_world()
+    return found
