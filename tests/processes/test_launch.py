@@ -249,3 +249,13 @@ def test_a_run_trains_goes_on_in_another_layout_and_speaks(tmp_path):
     spoken = myriad(tmp_path, "sample", "tiny", "--prompt", "import ", "--tokens", "8")
     assert spoken.returncode == 0, spoken.stderr
     assert spoken.stdout.startswith("import ") and len(spoken.stdout) > len("import \n")
+
+
+def test_a_lossy_run_says_so(tmp_path):
+    keys = ["--train.steps", "4", "--train.threads", "1", "--oversubscribe", "--layout.dp", "2"]
+    exact = myriad(tmp_path, "train", "tiny", "--run", "exact", *keys, "--json")
+    assert exact.returncode == 0, exact.stderr
+    assert json.loads(exact.stdout)["lossy"] == []
+    alone = myriad(tmp_path, "train", "tiny", "--run", "alone", *keys, "--comm.sync_every", "2")
+    assert alone.returncode == 0, alone.stderr
+    assert "replicas agree every 2 steps: not the result of one process" in " ".join(alone.stdout.split())

@@ -195,6 +195,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("validation", f"{summary.validation_loss:.4f}{tail}"))
     elif summary.loss is not None:
         rows.append(("training loss", f"{summary.loss:.4f}"))
+    if summary.lossy:
+        rows.append(("lossy", f"{', '.join(summary.lossy)}: not the result of one process"))
     if summary.tokens_per_second is not None:
         rows.append(("speed", f"{format_count(summary.tokens_per_second)} tokens/s"))
     if summary.mfu is not None and summary.peak_flops:

@@ -29,6 +29,8 @@ class Summary:
     world: int | None
     device: str | None
     precision: str | None
+    lossy: tuple[str, ...]
+    """What makes the losses differ from those of one process; empty: nothing."""
     loss: float | None
     validation_loss: float | None
     validation_bits_per_byte: float | None
@@ -50,7 +52,8 @@ def summarize(run: Run) -> Summary:
     start = _last(events, "start")
     validation = _last(events, "validation")
     last = metrics[-1] if metrics else {}
-    planned = run.job().train.steps
+    job = run.job()
+    planned = job.train.steps
     steps = int(last.get("step", 0))
     seconds = sum(line.get("step_seconds") or 0.0 for line in metrics)
     steady = metrics[min(_STEADY_STEPS, len(metrics) // 2) :]
@@ -66,6 +69,7 @@ def summarize(run: Run) -> Summary:
         world=start.get("world"),
         device=start.get("device"),
         precision=start.get("precision"),
+        lossy=job.comm.lossy if job.layout.dp > 1 else (),
         loss=last.get("loss"),
         validation_loss=validation.get("loss"),
         validation_bits_per_byte=validation.get("bits_per_byte"),
