@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from myriad.comm.config import CommConfig
+from myriad.comm.hierarchy import check_hierarchy
 from myriad.comm.layout import Layout, check_layout
 from myriad.config import Config
 from myriad.data.config import DataConfig
@@ -180,6 +181,17 @@ def _check_lossy(job: Job) -> None:
     )
 
 
+def _check_agreement(job: Job) -> None:
+    """Replicas that train alone save, validate and end only where they agree."""
+    every = job.comm.sync_every
+    for key, steps in (
+        ("train.steps", job.train.steps),
+        ("train.validate_every", job.train.validate_every),
+        ("checkpoint.every", job.checkpoint.every),
+    ):
+        _need(steps % every == 0, key, steps, f"must be a multiple of comm.sync_every = {every}")
+
+
 def _check_nodes(job: Job) -> None:
     comm, world = job.comm, job.layout.world
     node = comm.node_size
@@ -195,6 +207,7 @@ def _check_nodes(job: Job) -> None:
         comm.hierarchy,
         "needs comm.switch_size",
     )
+    check_hierarchy(job.layout, comm)
 
 
 def _check_warmup(job: Job) -> None:
@@ -214,6 +227,7 @@ _RULES: tuple[Callable[[Job], None], ...] = (
     _check_warmup,
     _check_credit,
     _check_lossy,
+    _check_agreement,
     _check_nodes,
 )
 

@@ -2,7 +2,7 @@
 
 import re
 
-__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes"]
+__all__ = ["format_bytes", "format_count", "format_rate", "format_seconds", "parse_bytes", "parse_rate"]
 
 _FACTORS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -16,6 +16,27 @@ def parse_bytes(text: str | int) -> int:
     if match is None or match.group(2).upper() not in _FACTORS:
         raise ValueError(f"{text!r} is not a size: a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
     return int(float(match.group(1)) * _FACTORS[match.group(2).upper()])
+
+
+def parse_rate(text: str | float) -> float:
+    """Bits per second: ``"200 Mbit/s"`` to 2e8, ``"25 GB/s"`` to 2e11; a number is bits per second already.
+    Raises ``ValueError`` with what is allowed."""
+    if isinstance(text, int | float):
+        return float(text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(bit|B)(/s)?\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a rate: a number with kbit/s, Mbit/s, Gbit/s, MB/s or GB/s")
+    number, factor, unit, _ = match.groups()
+    return float(number) * _FACTORS[f"{factor.upper()}B" if factor else ""] * (8 if unit == "B" else 1)
+
+
+def format_rate(bits_per_second: float) -> str:
+    """A link's rate as ``1.5 Gbit/s``."""
+    for unit in ("", "k", "M"):
+        if abs(bits_per_second) < 1000:
+            return f"{bits_per_second:.3g} {unit}bit/s"
+        bits_per_second /= 1000
+    return f"{bits_per_second:.3g} Gbit/s"
 
 
 def format_bytes(count: float) -> str:

@@ -1,5 +1,6 @@
 """Parameters or gradients that arrive wrong, late or not at all: a run that trains on garbage, or hangs."""
 
+import math
 import os
 import signal
 import subprocess
@@ -11,9 +12,11 @@ import pytest
 import torch
 from ranks import free_port, run_ranks
 
+from myriad.comm.by_collectives import ByCollectives
 from myriad.comm.config import CommConfig
 from myriad.comm.courier import Courier
 from myriad.comm.groups import close_world, open_world
+from myriad.comm.hierarchy import make_levels
 from myriad.comm.layout import Layout
 from myriad.program.config import OverlapConfig
 
@@ -31,7 +34,7 @@ def numbers(rank: int, count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(100 * seed + rank))
 
 
-def gather(world: int, count: int, dtype: torch.dtype, **comm: Any) -> bool:
+def gather(world: int, count: int, dtype: torch.dtype, comm: dict[str, Any]) -> bool:
     courier = make_courier(world, **comm)
     exchange, rank = courier.exchange(count, dtype), torch.distributed.get_rank()
     part = count // world
@@ -47,13 +50,27 @@ def gather(world: int, count: int, dtype: torch.dtype, **comm: Any) -> bool:
     return torch.equal(values, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("world", "count"), [(2, 2 * 77), (3, 3 * 16), (4, 4), (2, 0)])
-def test_every_rank_gets_every_slice(world, count, dtype):
-    assert all(run_ranks(world, gather, world, count, dtype))
+BY_NODE = {"hierarchy": "node", "node_size": 2}
+BY_SWITCH = {"hierarchy": "switch", "node_size": 2, "switch_size": 2}
 
 
-def reduce(world: int, count: int, **comm: Any) -> list[torch.Tensor]:
+@pytest.mark.parametrize(
+    ("world", "count", "dtype", "comm"),
+    [
+        (2, 2 * 77, torch.bfloat16, {}),
+        (3, 3 * 16, torch.float32, {}),
+        (4, 4, torch.float32, {}),
+        (2, 0, torch.float32, {}),
+        (4, 4 * 77, torch.bfloat16, BY_NODE),
+        (6, 6 * 20, torch.float32, BY_NODE),
+        (8, 8 * 20, torch.float32, BY_SWITCH),
+    ],
+)
+def test_every_rank_gets_every_slice(world, count, dtype, comm):
+    assert all(run_ranks(world, gather, world, count, dtype, comm))
+
+
+def reduce(world: int, count: int, comm: dict[str, Any]) -> list[torch.Tensor]:
     courier = make_courier(world, **comm)
     exchange, rank = courier.exchange(count, torch.float32), torch.distributed.get_rank()
     part = slice(rank * (count // world), (rank + 1) * (count // world))
@@ -74,10 +91,19 @@ def reduce(world: int, count: int, **comm: Any) -> list[torch.Tensor]:
     return [x.numpy() for x in found]
 
 
-@pytest.mark.parametrize(("world", "count"), [(2, 2 * 77), (3, 3 * 16), (4, 4 * 33), (2, 0)])
-def test_every_rank_gets_the_sum_of_its_slice_and_all_the_same_bits(world, count):
+@pytest.mark.parametrize(
+    ("world", "count", "comm"),
+    [
+        (2, 2 * 77, {}),
+        (3, 3 * 16, {}),
+        (2, 0, {}),
+        (4, 4 * 33, BY_NODE),
+        (8, 8 * 20, BY_SWITCH),
+    ],
+)
+def test_every_rank_gets_the_sum_of_its_slice_and_all_the_same_bits(world, count, comm):
     total = torch.stack([numbers(r, count) for r in range(world)]).double().sum(0)
-    results = run_ranks(world, reduce, world, count)
+    results = run_ranks(world, reduce, world, count, comm)
     for rank, (added, apart, inside, whole) in enumerate(results):
         part = total[rank * (count // world) : (rank + 1) * (count // world)]
         for found in (added, apart, inside):
@@ -115,6 +141,64 @@ def test_many_deliveries_of_different_urgency_do_not_mix():
     assert all(run_ranks(3, many_at_once, 3))
 
 
+def bytes_to_peers(comm: dict[str, Any]) -> tuple[str, dict[int, int]]:
+    courier, count = make_courier(4, OverlapConfig(), **comm), 4 * 256
+    exchange = courier.exchange(count, torch.float32)
+    exchange.all_reduce(torch.ones(count), 0).wait()
+    sent = dict(courier.bytes_sent)
+    courier.close()
+    close_world()
+    return courier.hierarchy, sent
+
+
+def leaves_node(sent: dict[int, int], rank: int) -> int:
+    return sum(count for peer, count in sent.items() if peer // 2 != rank // 2)
+
+
+def test_what_leaves_a_node_shrinks_by_the_number_of_its_ranks():
+    flat = run_ranks(4, bytes_to_peers, {"hierarchy": "flat", "node_size": 2})
+    by_node = run_ranks(4, bytes_to_peers, BY_NODE)
+    assert [kind for kind, _ in flat + by_node] == ["flat"] * 4 + ["node"] * 4
+    for rank in range(4):
+        assert leaves_node(by_node[rank][1], rank) * 2 == leaves_node(flat[rank][1], rank) == 2 * 2 * 1024
+
+
+def test_the_hierarchy_is_chosen_alike_by_all():
+    """Measured, so any choice is right here; but ranks that disagree wait for each other for ever."""
+    chosen = {kind for kind, _ in run_ranks(4, bytes_to_peers, {"node_size": 2})}
+    assert len(chosen) == 1
+    declared = {"node_size": 2, "node_bandwidth": "50 Gbit/s", "network_bandwidth": "1 Gbit/s"}
+    assert {kind for kind, _ in run_ranks(4, bytes_to_peers, declared)} == {"node"}
+
+
+def by_collectives(digits: tuple[int, ...]) -> bool:
+    """What NCCL would do, on gloo."""
+    world = math.prod(digits)
+    groups = open_world(Layout(dp=world), CPU)
+    rank, count = groups.grid.rank, world * 6
+    levels = make_levels(rank, digits)
+    exchange = ByCollectives([groups.of(level.members, "test") for level in levels], None)
+    values, own = torch.empty(count), slice(rank * 6, rank * 6 + 6)
+    exchange.gather(values, numbers(rank, 6), 0).wait()
+    assert torch.equal(values, torch.cat([numbers(r, 6) for r in range(world)]))
+    total = torch.stack([numbers(r, count) for r in range(world)]).sum(0)
+    apart, sums = torch.ones(6), numbers(rank, count)
+    exchange.reduce_scatter(sums.clone(), apart, 0, add=True).wait()
+    torch.testing.assert_close(apart - 1, total[own])
+    exchange.reduce_scatter(sums, sums[own], 0, add=False).wait()
+    torch.testing.assert_close(sums[own], total[own])
+    sums = numbers(rank, count)
+    exchange.all_reduce(sums, 0).wait()
+    torch.testing.assert_close(sums, total)
+    close_world()
+    return True
+
+
+@pytest.mark.parametrize("digits", [(2,), (3, 2)])
+def test_whole_collectives_give_the_same(digits):
+    assert all(run_ranks(math.prod(digits), by_collectives, digits))
+
+
 def leave_early(way: str) -> None:
     """Rank 1 ends in the middle of deliveries; rank 0 waits for what rank 1 will never send."""
     courier = make_courier(2, OverlapConfig())
@@ -133,7 +217,7 @@ def leave_early(way: str) -> None:
         delivery.wait()
 
 
-@pytest.mark.parametrize("way", ["killed", "raised", "both"])
+@pytest.mark.parametrize("way", ["killed", "both"])
 def test_a_rank_that_ends_ends_the_others_with_an_error_and_no_abort(way):
     """Not by SIGABRT and not never: threads that block in gloo while Python ends would do that."""
     environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}

@@ -1,12 +1,15 @@
 """How ranks meet and what they send. No torch here."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from myriad.config import Config
+from myriad.units import parse_rate
 
 __all__ = ["CommConfig"]
+
+_Rate = Annotated[float, BeforeValidator(parse_rate)]
 
 
 class CommConfig(Config):
@@ -23,6 +26,12 @@ class CommConfig(Config):
     """Ranks of one node, consecutive; off: as the launcher says."""
     switch_size: int | None = Field(None, ge=1)
     """Nodes under one switch, consecutive; off: all are."""
+    node_bandwidth: _Rate | None = Field(None, gt=0)
+    """Of one rank to another of its node, "100 Gbit/s", for comm.hierarchy = auto; off: measured at start."""
+    network_bandwidth: _Rate | None = Field(None, gt=0)
+    """Of a node to others, which its ranks share; off: measured at start."""
+    switch_bandwidth: _Rate | None = Field(None, gt=0)
+    """Of a switch to others, which its nodes share; off: measured at start."""
     compress_gradients: Literal["bfloat16", "int8"] | None = None
     """Lossy: gradients travel so, what is lost is added to the next step's; off: exact."""
     compress_parameters: Literal["bfloat16", "int8"] | None = None
@@ -37,6 +46,13 @@ class CommConfig(Config):
     """Of the outer optimizer, with sync_every > 1."""
 
     @property
-    def is_lossy(self) -> bool:
-        """Whether results differ from those of one process."""
-        return bool(self.compress_gradients or self.compress_parameters or self.sync_every > 1)
+    def lossy(self) -> tuple[str, ...]:
+        """What makes results differ from those of one process, in words; empty: nothing does."""
+        found = []
+        if self.compress_gradients:
+            found.append(f"gradients travel as {self.compress_gradients}")
+        if self.compress_parameters:
+            found.append(f"parameters travel as {self.compress_parameters}")
+        if self.sync_every > 1:
+            found.append(f"replicas agree every {self.sync_every} steps")
+        return tuple(found)

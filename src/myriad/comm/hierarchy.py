@@ -7,14 +7,35 @@ digit first; at each level the ranks that differ in one digit meet. Two nodes of
              level between: 0 sends 2 its sum of slice 2, gets 2's sum of slice 0, adds: slice 0 is done
     gather   the same backwards: slice 2 from 2, then 0 sends 1 slices 0 and 2, gets 1 and 3
 
-So what leaves a node shrinks by the number of ranks in it. One radix is the flat exchange among all.
+So what leaves a node shrinks by the number of ranks in it. One radix is the flat exchange among all. No torch
+here.
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["Level", "make_levels"]
+from myriad.comm.config import CommConfig
+from myriad.comm.grid import RankGrid
+from myriad.comm.layout import Layout
+from myriad.errors import BadInputError
+
+__all__ = [
+    "Hierarchy",
+    "Level",
+    "Sites",
+    "check_hierarchy",
+    "choose_hierarchy",
+    "declared_rates",
+    "make_levels",
+]
+
+Hierarchy = Literal["flat", "node", "switch"]
+
+_WORTH_IT = 0.9
+"""A hierarchy must promise a time below this share of the flat exchange's: measured rates are noisy."""
 
 
 @dataclass(frozen=True)
@@ -52,3 +73,86 @@ def make_levels(rank: int, radices: Sequence[int]) -> tuple[Level, ...]:
 def _alike(rank: int, modulus: int, size: int) -> tuple[int, ...]:
     """Slices that agree with a rank in every digit up to this level."""
     return tuple(range(rank % modulus, size, modulus))
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Where ranks stand: consecutive ranks share a node, consecutive nodes a switch."""
+
+    node_size: int
+    """Ranks."""
+    switch_size: int | None = None
+    """Nodes; ``None``: all are under one."""
+
+    def node(self, rank: int) -> int:
+        """The number of its node."""
+        return rank // self.node_size
+
+    def switch(self, rank: int) -> int:
+        """The number of its switch."""
+        return self.node(rank) // self.switch_size if self.switch_size else 0
+
+    def distance(self, a: int, b: int) -> int:
+        """0 in one node, 1 under one switch, 2 otherwise."""
+        return 0 if self.node(a) == self.node(b) else 1 if self.switch(a) == self.switch(b) else 2
+
+    def radices(self, ranks: Sequence[int], hierarchy: Hierarchy) -> tuple[int, ...] | None:
+        """The group's size in the hierarchy's digits, outermost first; ``None`` where nodes or switches hold
+        unequal numbers of its ranks."""
+        by_node = Counter(map(self.node, ranks))
+        by_switch = Counter(map(self.switch, ranks))
+        if hierarchy == "flat":
+            return (len(ranks),)
+        counts = {*by_node.values()}, {*by_switch.values()}
+        if len(counts[0]) > 1 or (hierarchy == "switch" and len(counts[1]) > 1):
+            return None
+        if hierarchy == "node":
+            return len(by_node), len(ranks) // len(by_node)
+        return len(by_switch), len(by_node) // len(by_switch), len(ranks) // len(by_node)
+
+
+def check_hierarchy(layout: Layout, comm: CommConfig) -> None:
+    """Whether the data-parallel groups fit the nodes that are asked for. Raises `BadInputError`."""
+    if comm.hierarchy not in ("node", "switch") or comm.node_size is None:
+        return
+    sites = Sites(comm.node_size, comm.switch_size)
+    for ranks in sorted({RankGrid(layout, rank).peers("dp") for rank in range(layout.world)}):
+        if sites.radices(ranks, comm.hierarchy) is None:
+            listed = ", ".join(map(str, ranks))
+            allowed = (
+                f"data-parallel ranks {listed} stand unevenly on nodes of {sites.node_size}; flat or auto"
+            )
+            raise BadInputError("comm.hierarchy", comm.hierarchy, allowed)
+
+
+def declared_rates(comm: CommConfig, sites: Sites) -> dict[int, float]:
+    """Bits a second that one rank gets when all ranks send so far, by distance, as far as declared."""
+    rates = {}
+    if comm.node_bandwidth is not None:
+        rates[0] = comm.node_bandwidth
+    if comm.network_bandwidth is not None:
+        rates[1] = comm.network_bandwidth / sites.node_size
+        if comm.switch_bandwidth is not None:
+            ranks_of_switch = sites.node_size * (sites.switch_size or 1)
+            rates[2] = min(rates[1], comm.switch_bandwidth / ranks_of_switch)
+    return rates
+
+
+def choose_hierarchy(sites: Sites, ranks: Sequence[int], rates: Mapping[int, float]) -> Hierarchy:
+    """What takes a rank the least time to send, of what the group's places allow. ``rates`` by distance."""
+    kinds: tuple[Hierarchy, ...] = ("flat", "node", "switch")
+    seconds: dict[Hierarchy, float] = {}
+    for kind in kinds:
+        radices = sites.radices(ranks, kind)
+        if radices is not None:
+            seconds[kind] = _seconds(sites, ranks, radices, rates) / (1.0 if kind == "flat" else _WORTH_IT)
+    return min(seconds, key=lambda kind: seconds[kind])
+
+
+def _seconds(sites: Sites, ranks: Sequence[int], radices: Sequence[int], rates: Mapping[int, float]) -> float:
+    """Of the first rank, to send slices of one bit."""
+    return sum(
+        len(level.slices[level.own]) / rates[sites.distance(ranks[0], ranks[level.members[place]])]
+        for level in make_levels(0, radices)
+        for place in level.others
+    )

@@ -14,10 +14,11 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from myriad.comm.exchange import Delivery, Exchange, copy_unless_same
 from myriad.comm.hierarchy import Level
 from myriad.comm.pairwise import Errand, Post
 
-__all__ = ["Trip"]
+__all__ = ["PairwiseExchange", "Trip"]
 
 _Arrival = tuple[dist.Work, torch.Tensor]
 
@@ -43,9 +44,7 @@ class Trip:
 
     def gather(self, own: torch.Tensor) -> "Trip":
         """Starts the way of every rank's slice to everybody; ``own`` is this rank's."""
-        mine = self.slices[self._post.rank]
-        if mine.data_ptr() != own.data_ptr():
-            mine.copy_(own)
+        copy_unless_same(self.slices[self._post.rank], own)
         self._expect_gathered()
         for index in range(len(self._cuts)):
             self._spread(self._post.rank, index, len(self._levels))
@@ -168,3 +167,25 @@ class Trip:
             into.add_(total.add_(parts[-1]))
         else:
             torch.add(total, parts[-1], out=into)
+
+
+class PairwiseExchange(Exchange):
+    """The transfers of one chunk on gloo."""
+
+    def __init__(self, post: Post, levels: tuple[Level, ...], cut_bytes: int) -> None:
+        self._post, self._levels, self._cut_bytes = post, levels, cut_bytes
+
+    def _trip(self, whole: torch.Tensor, priority: int) -> Trip:
+        return Trip(self._post, self._levels, whole, self._cut_bytes, priority)
+
+    def gather(self, values: torch.Tensor, master: torch.Tensor, priority: int) -> Delivery:
+        """Straight into place."""
+        return self._trip(values, priority).gather(master)
+
+    def reduce_scatter(self, sums: torch.Tensor, into: torch.Tensor, priority: int, *, add: bool) -> Delivery:
+        """Added up in rank order by a thread of its own."""
+        return self._trip(sums, priority).reduce_scatter(into, add=add)
+
+    def all_reduce(self, sums: torch.Tensor, priority: int) -> Delivery:
+        """Each partition's way back starts when its sum is there."""
+        return self._trip(sums, priority).all_reduce()
