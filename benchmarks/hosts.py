@@ -192,7 +192,8 @@ class Hosts:
         _run("ip", "netns", "add", self._switch)
         _run(*switch, "link", "add", "bridge", "type", "bridge")
         _run(*switch, "link", "set", "bridge", "up")
-        names = "".join(f"{self.address(host)} host{host}\n" for host in range(self.num_hosts))
+        known = [(self.address(host), f"host{host}") for host in range(self.num_hosts)]
+        names = "".join(f"{address} {name}\n::ffff:{address} {name}\n" for address, name in known)
         for host in range(self.num_hosts):
             name, port = self.namespace(host), f"port{host}"
             etc = _ETC / name
