@@ -36,7 +36,7 @@ class Row:
     seconds: float
     """Median step."""
     sent_bytes: float
-    """By the busiest host in a step, with headers."""
+    """By the busiest host in a step."""
     compute_seconds: float
     least_seconds: float
     """The bound: max(compute, bytes / rate)."""

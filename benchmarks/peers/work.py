@@ -121,7 +121,8 @@ class Timing:
     losses: list[float]
     """Means over the global batch, also of the step that warmed up."""
     sent_bytes: float
-    """That left this rank's host in a step, headers included; 0 where that is not known."""
+    """That left this rank's host in a step, as its eth0 counts (a header for each segment of up to 64 KiB); 0
+    where that is not known."""
 
 
 def time_steps(step: Callable[[int], float], budget_seconds: float) -> Timing:

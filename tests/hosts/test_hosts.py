@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from owner import start_a_grandchild
 
 from host_ranks import RankError
 from hosts import Hosts, bits_per_second
@@ -131,14 +132,8 @@ def die_or_wait() -> None:
     time.sleep(600)
 
 
-def start_a_grandchild(note: Path) -> None:
-    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    (note / os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")
-    time.sleep(600)
-
-
 def processes_noted(note: Path) -> list[int]:
-    return [int(pid) for path in note.iterdir() for pid in path.read_text().split()]
+    return [int(pid) for path in note.glob("[0-9]") for pid in path.read_text().split()]
 
 
 def test_a_failing_rank_is_named_and_ends_the_others(hosts):
@@ -164,23 +159,10 @@ def test_an_exception_leaves_nothing_behind(hosts, tmp_path):
     assert namespaces(os.getpid()) == before
 
 
-OWNER = """
-import sys, time
-from pathlib import Path
-sys.path[:0] = {paths!r}
-from hosts import Hosts
-from test_hosts import start_a_grandchild
-with Hosts(2, rate="100mbit") as hosts:
-    hosts.run_ranks(start_a_grandchild, Path({note!r}))
-"""
-
-
 def start_owner(note: Path) -> "subprocess.Popen[bytes]":
-    here = Path(__file__).parent
-    paths = [str(here), str(here.parents[1] / "benchmarks")]
-    script = OWNER.format(paths=paths, note=str(note))
-    owner = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
-    assert eventually(lambda: len(list(note.iterdir())) == 2 and len(processes_noted(note)) == 4, 60)
+    script = str(Path(__file__).parent / "owner.py")
+    owner = subprocess.Popen([sys.executable, script, str(note)], stderr=subprocess.DEVNULL)
+    assert eventually(lambda: len(processes_noted(note)) == 4, 60)
     return owner
 
 
