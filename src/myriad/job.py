@@ -263,7 +263,7 @@ def _as_bad_input(error: ErrorDetails) -> BadInputError:
         keys = ", ".join(known for known, _ in job_keys() if known.startswith(f"{key}."))
         return BadInputError(key, value, f"is a section with the keys {keys}")
     message = error["msg"][0].lower() + error["msg"][1:]
-    return BadInputError(key, value, message.removeprefix("input "))
+    return BadInputError(key, value, message.removeprefix("input ").removeprefix("value error, "))
 
 
 def _hint(key: str) -> str:

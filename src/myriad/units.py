@@ -8,22 +8,23 @@ _FACTORS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: object) -> int:
     """``"64 MiB"`` to 67108864; an ``int`` is bytes already. Raises ``ValueError`` with what is allowed."""
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
         return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
     if match is None or match.group(2).upper() not in _FACTORS:
         raise ValueError(f"{text!r} is not a size: a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
     return int(float(match.group(1)) * _FACTORS[match.group(2).upper()])
 
 
-def parse_rate(text: str | float) -> float:
+def parse_rate(text: object) -> float:
     """Bits per second: ``"200 Mbit/s"`` to 2e8, ``"25 GB/s"`` to 2e11; a number is bits per second already.
     Raises ``ValueError`` with what is allowed."""
-    if isinstance(text, int | float):
+    if isinstance(text, int | float) and not isinstance(text, bool):
         return float(text)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(bit|B)(/s)?\s*", text)
+    pattern = r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(bit|B)(/s)?\s*"
+    match = re.fullmatch(pattern, text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(f"{text!r} is not a rate: a number with kbit/s, Mbit/s, Gbit/s, MB/s or GB/s")
     number, factor, unit, _ = match.groups()

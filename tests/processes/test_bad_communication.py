@@ -1,0 +1,63 @@
+"""Communication that cannot be: told before anything starts, by the command line and by ranks that another
+launcher starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from myriad.job import load_job
+from myriad.run import Run
+
+
+def run_python(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=120, cwd=folder
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ("--overlap.credit 1 MiB", "overlap.credit = 1048576: at least overlap.partition = 4194304 bytes"),
+        ("--overlap.chunks 0", "overlap.chunks = 0: should be greater than or equal to 1"),
+        ("--comm.network_bandwidth fast", "comm.network_bandwidth = 'fast': "),
+        (
+            "--comm.compress_gradients int4",
+            "comm.compress_gradients = 'int4': should be 'bfloat16' or 'int8'",
+        ),
+        ("--comm.hierarchy switch", "comm.hierarchy = 'switch': needs comm.switch_size"),
+        ("--comm.node_size 2", "comm.node_size = 2: must divide the 1 ranks"),
+        ("--comm.sync_every 4 --layout.zero 1", "comm.sync_every = 4: needs layout.zero = 0"),
+    ],
+)
+def test_the_command_line_tells_it_in_one_line_and_leaves_no_trace(
+    tmp_path: Path, keys: str, told: str
+) -> None:
+    arguments = keys.replace("1 MiB", "1MiB").split()
+    done = run_python(tmp_path, "myriad.cli.main", "train", "tiny", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"myriad: error: {told}") and done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_keeps_its_files_when_its_communication_is_made_impossible(tmp_path: Path) -> None:
+    Run(tmp_path / "runs" / "tiny").create_or_resume(load_job("tiny"))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    done = run_python(tmp_path, "myriad.cli.main", "train", "runs/tiny", "--overlap.partition", "0")
+    assert done.returncode == 2 and done.stderr.startswith("myriad: error: overlap.partition = 0: ")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_ranks_that_another_launcher_starts_tell_it_too(tmp_path: Path) -> None:
+    """A job file that somebody edited by hand reaches the ranks unchecked."""
+    run = Run(tmp_path / "run")
+    run.create_or_resume(load_job("tiny"))
+    text = run.job_path.read_text()
+    assert "\ncredit = 16777216\n" in text
+    run.job_path.write_text(text.replace("\ncredit = 16777216\n", "\ncredit = 3\n"))
+    done = run_python(tmp_path, "myriad.train.worker", "run")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("myriad: error: overlap.credit = 3: at least overlap.partition")
+    assert {path.name for path in run.path.iterdir()} == {"job.toml", "logs", "checkpoints"}
