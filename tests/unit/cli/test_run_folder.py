@@ -29,7 +29,8 @@ def test_a_new_run_keeps_its_whole_job(run):
 @pytest.mark.parametrize(
     "override",
     ["layout.dp=2", "layout.zero=1", "train.threads=1", "train.steps=40", "train.validate_every=5",
-     "train.device=cpu", "checkpoint.every=3"],
+     "train.device=cpu", "checkpoint.every=3", "train.collect_garbage_every=0", "overlap.tensor_chunks=4",
+     "comm.hierarchy=node", "comm.timeout_seconds=60", "comm.network_bandwidth=1e9"],
 )  # fmt: skip
 def test_how_a_run_is_computed_may_change_when_it_goes_on(run, override):
     run.create_or_resume(load_job("tiny"))
@@ -38,7 +39,9 @@ def test_how_a_run_is_computed_may_change_when_it_goes_on(run, override):
     assert run.job() == changed
 
 
-@pytest.mark.parametrize("override", ["optimizer.learning_rate=2e-3", "train.seed=7", "model.layers=3"])
+@pytest.mark.parametrize(
+    "override", ["optimizer.learning_rate=2e-3", "train.seed=7", "model.layers=3", "comm.sync_every=2"]
+)
 def test_another_job_is_refused_with_both_values_and_the_folder_stays_as_it_was(run, override):
     run.create_or_resume(load_job("tiny"))
     before = files(run.path)
