@@ -86,7 +86,7 @@ def train(hosts: Hosts, job: Job, steps: int, setup: Setup = _SETUP) -> list[Ran
 def peak_flops(hosts: Hosts) -> float:
     """FLOP/s of a float32 matrix product on all cores at once, one thread each."""
     cores = min(len(hosts.cores), hosts.num_hosts)
-    return sum(hosts.run_ranks(_peak, world=cores))
+    return float(sum(hosts.run_ranks(_peak, world=cores)))
 
 
 def _peak() -> float:

@@ -108,7 +108,8 @@ def check_losses(before: RankRun, after: RankRun) -> None:
 def draw(hosts: Hosts, case: Case, rounds: int, steps: int, folder: Path) -> None:
     """Runs both settings in turns and writes the picture."""
     hosts.set_rate(case.rate)
-    jobs = {"false": make_job(MODEL | case.before), "true": make_job(MODEL | case.before | case.after)}
+    before = {**MODEL, **case.before}
+    jobs = {"false": make_job(before), "true": make_job({**before, **case.after})}
     visits = [{state: train(hosts, job, steps) for state, job in jobs.items()} for _ in range(rounds)]
     check_losses(visits[0]["false"][0], visits[0]["true"][0])
     panels = [panel_of(state, [visit[state] for visit in visits], case) for state in jobs]
