@@ -1,7 +1,7 @@
 """Output projection and cross-entropy in one, over chunks of tokens: the logits of all tokens never exist.
 
     for each chunk:   logits = x W^T          [C, V/tp]   stays in cache
-                      p = softmax(logits)                 over all ranks' parts: two small all-reduces
+                      p = softmax(logits)                 over all ranks' parts
                       loss += -log p[target]
                       dx = (p - onehot) W     [C, H]      this rank's part of the sum over the vocabulary
                       dW += (p - onehot)^T x  [V/tp, H]
@@ -11,9 +11,15 @@ the backward only scales them, so that the result is the gradient for any scale 
 nothing but the loss is computed. Rows of the weight from ``vocabulary`` on are padding and get no
 probability.
 
+Ranks that share the vocabulary tell each other, for each token, the maximum of their logits, the sum of the
+exponentials above it and the target's logit. While that travels, the next chunk's logits are computed, and
+whoever drives the steps may do something else.
+
 Legend: T tokens, C tokens of a chunk, H hidden, V vocabulary.
 """
 
+from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,7 +27,13 @@ from torch.nn import functional as F
 
 from myriad.kernels.gradient import accumulate_product, sink_of
 
-__all__ = ["VocabularyPeers", "linear_cross_entropy", "linear_cross_entropy_reference"]
+__all__ = [
+    "Shared",
+    "VocabularyPeers",
+    "linear_cross_entropy",
+    "linear_cross_entropy_reference",
+    "linear_cross_entropy_steps",
+]
 
 _CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**28}
 """Logits that exist at a time, unless that is fewer tokens than make an efficient product."""
@@ -29,6 +41,12 @@ _FEWEST_TOKENS = 512
 """Measured on a CPU at H = 384, V = 4,096 and 50,304: 256 take 5 to 10 % longer, 1,024 gain 3 %."""
 _TILE_BYTES = 2**20
 """Logits that the passes of the softmax go over together, so that they stay in a core's cache."""
+
+
+class Shared(Protocol):
+    """What every rank has told the others, on its way."""
+
+    def wait(self) -> torch.Tensor: ...
 
 
 class VocabularyPeers(Protocol):
@@ -40,9 +58,9 @@ class VocabularyPeers(Protocol):
     @property
     def size(self) -> int: ...
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def max(self, x: torch.Tensor) -> torch.Tensor: ...
+    def start_stack(self, x: torch.Tensor) -> Shared:
+        """Every rank's ``x``: ``[...]`` to ``[size, ...]``."""
+        ...
 
 
 class _Part(NamedTuple):
@@ -52,7 +70,6 @@ class _Part(NamedTuple):
     first_row: int
     num_valid: int
     """Rows that are not padding."""
-    peers: VocabularyPeers
 
     def logits(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Float32 ``[C, V/tp]``, -inf at padded rows; in ``out`` where possible."""
@@ -66,57 +83,104 @@ class _Part(NamedTuple):
             logits[:, self.num_valid :] = -torch.inf
         return logits
 
-    def losses(self, logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool) -> torch.Tensor:
-        """Sum of the losses; ``logits`` are overwritten with its gradient, or with nothing of use."""
-        top = self.peers.max(logits.amax(1, keepdim=True))
+    def rows(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row of each target ``[C, 1]``, and whether it is one of this rank's."""
         rows = targets[:, None] - self.first_row
-        mine = (rows >= 0) & (rows < logits.shape[1])
-        rows = rows.clamp(0, logits.shape[1] - 1)
-        at_target = (logits.gather(1, rows) - top).masked_fill_(~mine, 0.0)
-        exponentials = logits.sub_(top).exp_()
-        sums = torch.cat([exponentials.sum(1, keepdim=True), at_target], 1)
-        total, at_target = self.peers.sum(sums).split_with_sizes([1, 1], 1)
-        if gradient:
-            exponentials.div_(total).scatter_add_(1, rows, -mine.to(logits.dtype))
-        return (total.log() - at_target).sum()
-
-    def losses_by_tiles(self, logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool) -> torch.Tensor:
-        """`losses`, on a CPU a tile at a time; not where each would be two all-reduces."""
-        num_tokens = len(logits)
-        if logits.device.type == "cpu" and self.peers.size == 1:
-            num_tokens = max(1, _TILE_BYTES // (4 * logits.shape[1]))
-        tiles = zip(logits.split(num_tokens), targets.split(num_tokens), strict=True)
-        sums = [self.losses(*tile, gradient=gradient) for tile in tiles]
-        return torch.stack(sums).sum()
+        mine = (rows >= 0) & (rows < len(self.weight))
+        return rows.clamp_(0, len(self.weight) - 1), mine
 
 
-def _chunk_tokens(weight: torch.Tensor) -> int:
-    limit = _CHUNK_BYTES["cuda" if weight.is_cuda else "cpu"]
-    return max(_FEWEST_TOKENS, limit // (4 * len(weight)))
+def _losses_alone(logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool) -> torch.Tensor:
+    """Sum of the losses, where one rank has the whole vocabulary; ``logits`` are overwritten with its
+    gradient, or with nothing of use. On a CPU a tile at a time."""
+    num_tokens = len(logits)
+    if logits.device.type == "cpu":
+        num_tokens = max(1, _TILE_BYTES // (4 * logits.shape[1]))
+    tiles = zip(logits.split(num_tokens), targets.split(num_tokens), strict=True)
+    return torch.stack([_losses_of_tile(*tile, gradient=gradient) for tile in tiles]).sum()
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+def _losses_of_tile(logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool) -> torch.Tensor:
+    top = logits.amax(1, keepdim=True)
+    rows = targets[:, None]
+    at_target = logits.gather(1, rows) - top
+    exponentials = logits.sub_(top).exp_()
+    total = exponentials.sum(1, keepdim=True)
+    if gradient:
+        exponentials.div_(total)
+        exponentials.scatter_add_(1, rows, exponentials.new_full((1, 1), -1.0).expand_as(rows))
+    return (total.log() - at_target).sum()
+
+
+@dataclass
+class _Chunk:
+    """Some tokens, between the two halves of their softmax."""
+
+    start: int
+    stop: int
+    values: torch.Tensor
+    """Exponentials of the logits, then their gradient: ``[C, V/tp]``."""
+    shared: Shared | None = None
+    """``[tp, C, 3]``: maximum, sum, logit of the target."""
+
+
+class _Job:
+    """One call: its inputs, and its results so far."""
+
+    def __init__(self, x: torch.Tensor, targets: torch.Tensor, part: _Part, peers: VocabularyPeers) -> None:
+        self.x, self.targets, self.part, self.peers = x, targets, part, peers
+        differentiable = torch.is_grad_enabled()
+        needs_x, needs_weight = (differentiable and t.requires_grad for t in (x, part.weight))
+        self.grad_x = torch.empty_like(x.detach()) if needs_x else None
+        self.grad_weight = torch.zeros_like(part.weight, dtype=torch.float32) if needs_weight else None
+        self.loss = x.new_zeros((), dtype=torch.float32)
+        self._gradient = needs_x or needs_weight
+
+    @torch.no_grad()
+    def begin(self, start: int, stop: int, buffer: torch.Tensor) -> _Chunk:
+        targets = self.targets[start:stop]
+        logits = self.part.logits(self.x[start:stop], buffer[: stop - start])
+        if self.peers.size == 1:
+            self.loss += _losses_alone(logits, targets, gradient=self._gradient)
+            return _Chunk(start, stop, logits)
+        top = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)  # a part may be padding
+        rows, mine = self.part.rows(targets)
+        at_target = logits.gather(1, rows).masked_fill_(~mine, 0.0)
+        values = logits.sub_(top).exp_()
+        facts = torch.cat([top, values.sum(1, keepdim=True), at_target], 1)
+        return _Chunk(start, stop, values, self.peers.start_stack(facts))
+
+    @torch.no_grad()
+    def finish(self, chunk: _Chunk) -> None:
+        if chunk.shared is not None:
+            self._join(chunk, chunk.shared)
+        if not self._gradient:
+            return
+        x, grad_logits = self.x[chunk.start : chunk.stop], chunk.values.to(self.x.dtype)
+        if self.grad_x is not None:
+            torch.mm(grad_logits, self.part.weight, out=self.grad_x[chunk.start : chunk.stop])
+        if self.grad_weight is not None:
+            accumulate_product(self.grad_weight, grad_logits, x)
+
+    def _join(self, chunk: _Chunk, shared: Shared) -> None:
+        tops, sums, at_target = shared.wait().unbind(2)  # each [tp, C]
+        top = tops.amax(0)
+        scales = (tops - top).exp_()
+        total = (sums * scales).sum(0)
+        self.loss += (total.log() + top - at_target.sum(0)).sum()
+        if self._gradient:
+            rows, mine = self.part.rows(self.targets[chunk.start : chunk.stop])
+            chunk.values.mul_((scales[self.peers.rank] / total)[:, None])
+            chunk.values.scatter_add_(1, rows, -mine.to(chunk.values.dtype))
+
+
+class _Loss(torch.autograd.Function):
+    """The loss with gradients that are known already."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, part: _Part, chunk: int
-    ) -> torch.Tensor:
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        grad_x = torch.empty_like(x) if needs_x else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        loss = x.new_zeros((), dtype=torch.float32)
-        buffer = x.new_empty(min(chunk, len(x)), len(weight), dtype=torch.float32)
-        for start in range(0, len(x), chunk):
-            tokens = x[start : start + chunk]
-            logits = part.logits(tokens, buffer[: len(tokens)])
-            end = start + len(tokens)
-            loss += part.losses_by_tiles(logits, targets[start:end], gradient=needs_x or needs_weight)
-            grad_logits = logits.to(x.dtype)
-            if grad_x is not None:
-                torch.mm(grad_logits, weight, out=grad_x[start:end])
-            if grad_weight is not None:
-                accumulate_product(grad_weight, grad_logits, tokens)
-        ctx.grad_x, ctx.grad_weight, ctx.weight = grad_x, grad_weight, weight
-        return loss
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.Tensor:
+        ctx.grad_x, ctx.grad_weight, ctx.weight = job.grad_x, job.grad_weight, weight
+        return job.loss
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -128,7 +192,46 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = None
         elif grad_weight is not None:
             grad_weight = (grad_weight * scale).to(ctx.weight.dtype)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None
+
+
+def _chunk_tokens(weight: torch.Tensor, num_tokens: int, num_ranks: int) -> int:
+    """At least two chunks where ranks wait for each other, so that one has something to hide behind."""
+    limit = _CHUNK_BYTES["cuda" if weight.is_cuda else "cpu"] // (4 * len(weight))
+    if num_ranks > 1:
+        limit = min(limit, -(-num_tokens // 2))
+    return max(_FEWEST_TOKENS, limit)
+
+
+def linear_cross_entropy_steps(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    peers: VocabularyPeers,
+    vocabulary: int,
+    chunk: int | None = None,
+) -> Generator[None, None, torch.Tensor]:
+    """`linear_cross_entropy`; yields while something travels between the ranks."""
+    first_row = peers.rank * len(weight)
+    part = _Part(weight, first_row, min(max(vocabulary - first_row, 0), len(weight)))
+    job = _Job(x, targets, part, peers)
+    chunk = min(chunk or _chunk_tokens(weight, len(x), peers.size), len(x))
+    shape = (1 if peers.size == 1 else 2, chunk, len(weight))
+    buffers = x.new_empty(shape, dtype=torch.float32).unbind()
+    begun: _Chunk | None = None
+    for index, start in enumerate(range(0, len(x), chunk)):
+        if begun is not None and peers.size == 1:
+            job.finish(begun)
+        latest = job.begin(start, min(start + chunk, len(x)), buffers[index % len(buffers)])
+        if begun is not None and peers.size > 1:
+            job.finish(begun)
+        begun = latest
+        if peers.size > 1:
+            yield None
+    if begun is not None:
+        job.finish(begun)
+    loss: torch.Tensor = _Loss.apply(x, weight, job)
+    return loss
 
 
 def linear_cross_entropy(
@@ -142,13 +245,16 @@ def linear_cross_entropy(
     """Sum over tokens of ``-log softmax(x weight^T)[target]``, a float32 scalar.
 
     ``x`` is ``[T, H]``, whole on every rank; ``weight`` this rank's rows ``[V/tp, H]``; ``targets`` ``[T]``
-    below ``vocabulary``. The gradient of ``x`` is this rank's part of the sum: `Boundary.enter` adds them up.
+    below ``vocabulary``. The gradient of ``x`` is this rank's part of the sum: who gathered ``x`` adds them
+    up.
     """
-    first_row = peers.rank * len(weight)
-    part = _Part(weight, first_row, min(max(vocabulary - first_row, 0), len(weight)), peers)
-    chunk = chunk or _chunk_tokens(weight)
-    loss: torch.Tensor = _LinearCrossEntropy.apply(x, weight, targets, part, chunk)
-    return loss
+    steps = linear_cross_entropy_steps(x, weight, targets, peers, vocabulary, chunk)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            loss: torch.Tensor = end.value
+            return loss
 
 
 def linear_cross_entropy_reference(

@@ -74,10 +74,7 @@ class Boundary:
         """For models that keep the residual stream whole: sum over peers forward, identity backward."""
         return x
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over peers, in place; not differentiable (used inside autograd functions)."""
-        return x
-
-    def max(self, x: torch.Tensor) -> torch.Tensor:
-        """Maximum over peers, in place; not differentiable."""
-        return x
+    def start_stack(self, x: torch.Tensor) -> Arriving:
+        """Every rank's ``x``: ``[...]`` to ``[size, ...]``; not differentiable (used where gradients are
+        made)."""
+        return Arrived(x[None])

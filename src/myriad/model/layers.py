@@ -17,7 +17,7 @@ from torch import nn
 from myriad.kernels.activation import ACTIVATIONS
 from myriad.kernels.attention import attention, split_heads
 from myriad.kernels.attention_blocks import Heads
-from myriad.kernels.cross_entropy import linear_cross_entropy
+from myriad.kernels.cross_entropy import linear_cross_entropy_steps
 from myriad.kernels.embedding import embedding
 from myriad.kernels.gradient import DeferredProduct
 from myriad.kernels.linear import Linear, linear
@@ -260,9 +260,10 @@ class Head(SteppedLayer):
         arriving = self.boundary.start_enter(self.norm(x))
         yield None
         whole, targets = arriving.wait(), context.targets.flatten()
-        return linear_cross_entropy(
+        steps = linear_cross_entropy_steps(
             whole.flatten(0, 1), self.output.weight, targets, self.boundary, self.vocabulary
         )
+        return (yield from steps)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Float32 scores of the vocabulary, on one device: ``[..., H]`` to ``[..., V]``."""

@@ -26,7 +26,7 @@ from myriad.comm.groups import Group
 from myriad.kernels.gradient import DeferredProduct, apply_deferred
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["Direction", "Peers", "cross"]
+__all__ = ["Direction", "Peers", "cross", "stack"]
 
 
 class Direction(Enum):
@@ -68,8 +68,8 @@ class _Travelling:
         raise NotImplementedError
 
 
-class _Gathering(_Travelling):
-    """``[B, S/tp, H]`` of every rank to ``[B, S, H]``."""
+class _Stacking(_Travelling):
+    """``[...]`` of every rank to ``[tp, ...]``."""
 
     def __init__(self, x: torch.Tensor, peers: Peers) -> None:
         super().__init__(peers, x.contiguous())
@@ -81,12 +81,19 @@ class _Gathering(_Travelling):
             self._shares[peers.rank].copy_(self._kept)
         else:
             self._works = [
-                _all_gather(self._shares.flatten(0, 1), self._kept, group=peers.group, async_op=True)
+                _all_gather(self._shares.view(-1), self._kept.view(-1), group=peers.group, async_op=True)
             ]
 
     def wait(self) -> torch.Tensor:
         self._wait()
-        return self._shares.transpose(0, 1).flatten(1, 2)
+        return self._shares
+
+
+class _Gathering(_Stacking):
+    """``[B, S/tp, H]`` of every rank to ``[B, S, H]``."""
+
+    def wait(self) -> torch.Tensor:
+        return super().wait().transpose(0, 1).flatten(1, 2)
 
 
 class _Reducing(_Travelling):
@@ -197,3 +204,8 @@ def cross(x: torch.Tensor, peers: Peers, direction: Direction) -> _Posted:
     """Posts ``x``; what arrives is differentiable."""
     crossing = _Crossing(peers, direction)
     return _Posted(_Post.apply(x, crossing), crossing)
+
+
+def stack(x: torch.Tensor, peers: Peers) -> _Stacking:
+    """Posts ``x``; what arrives is every rank's, ``[tp, ...]``, and not differentiable."""
+    return _Stacking(x, peers)

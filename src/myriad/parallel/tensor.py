@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from myriad.comm.collectives import all_reduce, all_reduce_max
+from myriad.comm.collectives import all_reduce
 from myriad.comm.groups import Group
 from myriad.kernels.gradient import DeferredProduct
 from myriad.model.boundary import Arrived, Arriving, Boundary
-from myriad.parallel.crossing import Direction, cross
+from myriad.parallel.crossing import Direction, cross, stack
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["GroupBoundary"]
@@ -54,17 +54,15 @@ class GroupBoundary(Boundary):
     def join(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.size == 1 else _Join.apply(x, self)
 
+    def start_stack(self, x: torch.Tensor) -> Arriving:
+        return Arrived(x[None]) if self.size == 1 else stack(x, self)
+
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        if self.size == 1 or x.is_meta:
+        """Over the ranks, in place; not differentiable."""
+        if x.is_meta:
             return x
         with self.recorder.span("tensor_comm"):
             return all_reduce(x, self.group)
-
-    def max(self, x: torch.Tensor) -> torch.Tensor:
-        if self.size == 1 or x.is_meta:
-            return x
-        with self.recorder.span("tensor_comm"):
-            return all_reduce_max(x, self.group)
 
 
 class _Copy(torch.autograd.Function):
