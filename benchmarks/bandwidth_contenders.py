@@ -109,7 +109,7 @@ def _ours(work: Work, machines: Machines) -> Iterator[Setting]:
         ring = [stage % world for stage in range(num_stages)]
         moved = pipeline_bytes(work, ring, machines.ranks_per_host)
         for schedule in ("1f1b", "zero-bubble") if virtual_stages == 1 else ("interleaved",):
-            layout = {"pp": world, "virtual_stages": virtual_stages, "schedule": schedule}
+            layout: dict[str, Any] = {"pp": world, "virtual_stages": virtual_stages, "schedule": schedule}
             for size in _micro_batches(work, 1, (1, 2)):
                 yield _layout("pipeline", moved, **layout, micro_batch=size)
     yield from _our_mixes(work, machines)

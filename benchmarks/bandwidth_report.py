@@ -15,10 +15,17 @@ _ZERO_3 = ("FSDP2", "DeepSpeed ZeRO-3")
 class Described(Protocol):
     """What a row takes from a setting."""
 
-    contender: str
-    kind: str
-    knobs: str
-    least_bytes: float
+    @property
+    def contender(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def knobs(self) -> str: ...
+
+    @property
+    def least_bytes(self) -> float: ...
 
     @property
     def is_ours(self) -> bool: ...

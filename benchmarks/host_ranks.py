@@ -73,7 +73,7 @@ def _be_rank(place: Place, parent: int, function: Callable[[], Any], pipe: Conne
         os.environ |= place.environment
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(1)
-        answer = (function(), None)
+        answer: tuple[Any, str | None] = (function(), None)
     except BaseException:
         answer = (None, traceback.format_exc())
     try:

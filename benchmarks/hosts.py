@@ -222,7 +222,7 @@ class Hosts:
         self, host: int, command: Sequence[str], environment: Mapping[str, str] | None = None, **options: Any
     ) -> "subprocess.Popen[Any]":
         """Starts a command in a host; it is killed when the hosts go, if it has not ended."""
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0"} | (environment or {})
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **(environment or {})}
         enter = partial(enter_host, self.namespace(host), f"host{host}", os.getpid())
         return subprocess.Popen(command, env=environment, preexec_fn=enter, **options)
 

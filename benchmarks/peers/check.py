@@ -27,7 +27,7 @@ def largest_difference(contender: Peer, work: Work) -> float:
     found = contender.gradients()
     model = PlainGPT(work)
     mean_loss(model(tokens), targets).backward()
-    own, seen = 0.0, set()
+    own, seen = 0.0, set[str]()
     for name, parameter in model.named_parameters():
         if name in found and parameter.grad is not None:
             difference = (found[name] - parameter.grad).abs().max() / parameter.grad.abs().max()

@@ -29,15 +29,16 @@ class DataParallel:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.model = PlainGPT(work)
         self.group = None if reshard is None else dist.group.WORLD
+        self.run: nn.Module = self.model
         if reshard is None:
-            self.run: nn.Module = DistributedDataParallel(
+            self.run = DistributedDataParallel(
                 self.model, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True
             )
         else:
             mesh = init_device_mesh("cpu", (self.world,))
             for layer in self.model.layers.values():
                 fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-            self.run = fully_shard(self.model, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(self.model, mesh=mesh, reshard_after_forward=reshard)
         self.parameters = list(self.model.parameters())
         self.optimizer = new_adamw(self.parameters)
 

@@ -79,15 +79,15 @@ class TensorParallel:
 
     def _sum_partial(self) -> None:
         """Norms see a part of the sequence only; one all-reduce for all of them."""
-        partial = [
-            p for p in self.parameters if isinstance(p.grad, DTensor) and p.grad.placements[0].is_partial()
-        ]
+        sharded = [(p, p.grad) for p in self.parameters if isinstance(p.grad, DTensor)]
+        partial = [(p, gradient) for p, gradient in sharded if gradient.placements[0].is_partial()]
         if not partial:
             return
-        flat = torch.cat([p.grad.to_local() for p in partial])
+        flat = torch.cat([gradient.to_local() for _, gradient in partial])
         dist.all_reduce(flat)
-        for parameter, total in zip(partial, flat.split([p.numel() for p in partial]), strict=True):
-            parameter.grad = DTensor.from_local(total, parameter.device_mesh, [Replicate()], run_check=False)
+        totals = flat.split([parameter.numel() for parameter, _ in partial])
+        for (parameter, gradient), total in zip(partial, totals, strict=True):
+            parameter.grad = DTensor.from_local(total, gradient.device_mesh, [Replicate()], run_check=False)
 
     def update(self) -> None:
         self._sum_partial()

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -104,6 +104,7 @@ class Contender(Protocol):
         ...
 
 
+@runtime_checkable
 class Peer(Contender, Protocol):
     """A contender of `plain_gpt`, whose gradients can be checked."""
 
@@ -131,7 +132,7 @@ def time_steps(step: Callable[[int], float], budget_seconds: float) -> Timing:
 
     The loss shares that ``step`` gives are added up afterwards, outside of the timed steps."""
     shares, seconds = [step(0)], list[float]()
-    sent = _sent_bytes()
+    sent_before = _sent_bytes()
     num_steps = 2
     while len(shares) < num_steps:
         start = time.perf_counter()
@@ -139,7 +140,7 @@ def time_steps(step: Callable[[int], float], budget_seconds: float) -> Timing:
         seconds.append(time.perf_counter() - start)
         if len(shares) == 2:
             num_steps = 1 + _agreed(budget_seconds / seconds[0])
-    sent = (_sent_bytes() - sent) / len(seconds)
+    sent = (_sent_bytes() - sent_before) / len(seconds)
     losses = torch.tensor(shares, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(losses)
