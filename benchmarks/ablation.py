@@ -13,9 +13,9 @@ real text in float32, in four layouts, each with the rows that can change someth
 Two or more ranks on a core hide waiting by themselves: while one waits the other computes. So `dp2 pp2`
 understates what overlap gives, and the columns of two ranks say what each technique gives alone.
 
-A row's time is for the same number of tokens in every row, though a step with LAMB has 4 x as many. MFU: model
-FLOPs with attended pairs only, over a float32 matrix product on all cores at once (`peak`). Visits to rows
-are interleaved: medians over repeats, with the smallest and the largest.
+A row's time is for the same number of tokens in every row, though a step with LAMB has 4 x as many. MFU:
+model FLOPs with attended pairs only, over a float32 matrix product on all cores at once (`peak`). Visits to
+rows are interleaved: medians over repeats, with the smallest and the largest.
 """
 
 import argparse

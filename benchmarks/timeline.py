@@ -49,7 +49,7 @@ CASES = (
     Case(
         "pipeline",
         "2 pipeline ranks x 2 stages",
-        "200mbit",
+        "400mbit",
         {"layout.pp": 2, "layout.virtual_stages": 2, "train.global_batch": 8, "overlap.pipeline": False},
         {"overlap.pipeline": True},
     ),
