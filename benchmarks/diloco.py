@@ -1,11 +1,13 @@
 """Replicas that agree every H steps (DiLoCo) against exact data parallelism: the same text, the same tokens.
 
-    python benchmarks/diloco.py [--tokens 524288] [--every 8 32] [--svg docs/diloco.svg] [--quick] [--json]
+    python benchmarks/diloco.py [--tokens 524288] [--every 8 32] [--outer 0.7,0.9 1,0] [--svg docs/diloco.svg]
 
 Trains a small GPT on the standard library's source with two replicas: exact (`comm.sync_every = 1`), and with
-an outer optimizer every H steps, as the job's defaults have it. Validation losses are those of the parameters
-that the replicas have just agreed on, at each quarter of the way. Bytes are what the TCP connections of rank
-0 have sent (TCP_INFO), everything counted: start, gradients or parameters, losses, checkpoints' meetings.
+an outer optimizer every H steps: the paper's (Douillard et al., arXiv 2311.08105: rate 0.7, momentum 0.9; the
+job's default), and rate 1 without momentum, which is the plain mean of the replicas. The inner learning rate
+is the same for all. Validation losses are those of the parameters that the replicas have just agreed on, at
+each quarter of the way. Bytes are what the TCP connections of rank 0 have sent (TCP_INFO), everything
+counted: start, gradients or parameters, losses, checkpoints' meetings.
 """
 
 import argparse
@@ -30,10 +32,25 @@ BYTES_SENT = struct.Struct("200xQ")
 
 
 @dataclass(frozen=True)
+class Setting:
+    """When and how replicas agree."""
+
+    every: int
+    rate: float
+    momentum: float
+
+    @property
+    def name(self) -> str:
+        if self.every == 1:
+            return "every step, exact"
+        return f"every {self.every}, rate {self.rate:g}, momentum {self.momentum:g}"
+
+
+@dataclass(frozen=True)
 class Result:
     """What one training came to."""
 
-    every: int
+    setting: Setting
     steps: int
     losses: tuple[float, ...]
     """On held-out text at each quarter."""
@@ -66,7 +83,7 @@ def train_rank(run: Run) -> None:
     trainer.close()
 
 
-def train(every: int, tokens: int, slowest: int, folder: Path) -> Result:
+def train(setting: Setting, tokens: int, slowest: int, folder: Path) -> Result:
     """One training. Validations fall on steps at which all settings have just agreed."""
     unit = QUARTERS * slowest
     steps = max(1, round(tokens / (BATCH * SEQUENCE * unit))) * unit
@@ -83,20 +100,21 @@ def train(every: int, tokens: int, slowest: int, folder: Path) -> Result:
         "train.sample_prompt": "off",
         "data.validation_batches": 32,
         "optimizer.warmup_steps": max(1, steps // 20),
-        "comm.sync_every": every,
+        "comm.sync_every": setting.every,
+        "comm.outer_learning_rate": setting.rate,
+        "comm.outer_momentum": setting.momentum,
     }
-    run = Run(folder / f"every-{every}")
+    run = Run(folder / f"{setting.every}-{setting.rate}-{setting.momentum}")
     run.create_or_resume(load_job("embedded", [f"{key}={value}" for key, value in overrides.items()]))
     run_local(run, REPLICAS, command=[sys.executable, __file__, "--rank"])
     losses = [event["loss"] for event in run.read_events() if event["event"] == "validation"]
     curve = [(line["tokens"], line["loss"]) for line in run.read_metrics()]
-    return Result(every, steps, tuple(losses), int((run.path / "bytes").read_text()), curve)
+    return Result(setting, steps, tuple(losses), int((run.path / "bytes").read_text()), curve)
 
 
 def line(result: Result, exact: Result) -> str:
     """A line of the table."""
-    name = "every step, exact" if result.every == 1 else f"every {result.every} steps"
-    cells = [name, *(f"{loss:.4f}" for loss in result.losses)]
+    cells = [result.setting.name, *(f"{loss:.4f}" for loss in result.losses)]
     cells += [f"{result.losses[-1] - exact.losses[-1]:+.4f}", f"{result.bytes_sent / 2**20:,.1f}"]
     cells += [
         f"{result.bytes_sent / result.steps / 2**20:.3f}",
@@ -114,6 +132,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Losses of replicas that agree every H steps.")
     parser.add_argument("--tokens", type=int, default=524_288, help="of each training")
     parser.add_argument("--every", type=int, nargs="+", default=[8, 32], help="steps between agreements")
+    parser.add_argument(
+        "--outer", nargs="+", default=["0.7,0.9", "1,0"], help="RATE,MOMENTUM of the outer one"
+    )
     parser.add_argument("--svg", type=Path, help="where to draw the losses")
     parser.add_argument("--quick", action="store_true", help="a quarter of the tokens")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -122,14 +143,17 @@ def main() -> None:
     if options.rank:
         return train_rank(Run(options.rank))
     tokens = options.tokens // 4 if options.quick else options.tokens
+    outer = [tuple(map(float, text.split(","))) for text in options.outer]
+    settings = [Setting(1, 1, 0), *(Setting(every, *own) for every in options.every for own in outer)]
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
-        for every in (1, *options.every):
-            results.append(train(every, tokens, max(options.every), Path(folder)))
+        for setting in settings:
+            results.append(train(setting, tokens, max(options.every), Path(folder)))
             if not options.json:
-                print(HEAD + "\n" if every == 1 else "", line(results[-1], results[0]), sep="", flush=True)
+                first = setting is settings[0]
+                print(HEAD + "\n" if first else "", line(results[-1], results[0]), sep="", flush=True)
     if options.svg:
-        curves = {f"every {r.every}: {r.losses[-1]:.3f}": r.curve for r in results}
+        curves = {f"{r.setting.name}: {r.losses[-1]:.3f}": r.curve for r in results}
         options.svg.write_text(lines_svg(curves, "Replicas that agree every H steps, same tokens", "tokens"))
     if options.json:
         print(json.dumps([asdict(result) for result in results]))
