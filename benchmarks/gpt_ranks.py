@@ -106,7 +106,7 @@ def _train_rank(job: Job, steps: int, setup: Setup) -> RankRun:
 
 
 def _build_engine(job: Job, recorder: Recorder) -> Engine:
-    groups = open_world(job.layout, CPU, comm=job.comm)
+    groups = open_world(job.layout, CPU)
     definition = GPT(job.model, job.train.seed)
     tokens = torch.zeros(job.layout.micro_batch, job.model.sequence, dtype=torch.int64)
     sample = Batch(tokens, tokens, tokens[:, 0])
