@@ -7,7 +7,7 @@ an outer optimizer every H steps: the paper's (Douillard et al., arXiv 2311.0810
 job's default), and rate 1 without momentum, which is the plain mean of the replicas. The inner learning rate
 is the same for all. Validation losses are those of the parameters that the replicas have just agreed on, at
 each quarter of the way. Bytes are what the TCP connections of rank 0 have sent (TCP_INFO), everything
-counted: start, gradients or parameters, losses, checkpoints' meetings.
+counted but what was sent twice: start, gradients or parameters, losses, meetings of checkpoints.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from myriad.run import Run
 from myriad.train.loop import Trainer
 
 SEQUENCE, BATCH, REPLICAS, QUARTERS = 128, 8, 2, 4
-BYTES_SENT = struct.Struct("200xQ")
-"""Of Linux's struct tcp_info."""
+BYTES_SENT = struct.Struct("200xQQ")
+"""tcpi_bytes_sent and, of these, tcpi_bytes_retrans in Linux's struct tcp_info."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def tcp_bytes_sent() -> int:
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_SENT.size)
-                    total += BYTES_SENT.unpack(info)[0]
+                    sent, again = BYTES_SENT.unpack(info)
+                    total += sent - again
         except OSError:
             continue  # no socket, or closed by now
     return total
