@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import free_port, run_ranks
 
 from myriad.comm.by_collectives import ByCollectives
+from myriad.comm.codec import make_codec
 from myriad.comm.config import CommConfig
 from myriad.comm.courier import Courier
 from myriad.comm.groups import close_world, open_world
@@ -36,7 +38,7 @@ def numbers(rank: int, count: int, seed: int = 0) -> torch.Tensor:
 
 def gather(world: int, count: int, dtype: torch.dtype, comm: dict[str, Any]) -> bool:
     courier = make_courier(world, **comm)
-    exchange, rank = courier.exchange(count, dtype), torch.distributed.get_rank()
+    exchange, rank = courier.exchange(count, dtype), dist.get_rank()
     part = count // world
     expected = torch.cat([numbers(r, part) for r in range(world)]).to(dtype)
     for _ in range(2):
@@ -72,7 +74,7 @@ def test_every_rank_gets_every_slice(world, count, dtype, comm):
 
 def reduce(world: int, count: int, comm: dict[str, Any]) -> list[torch.Tensor]:
     courier = make_courier(world, **comm)
-    exchange, rank = courier.exchange(count, torch.float32), torch.distributed.get_rank()
+    exchange, rank = courier.exchange(count, torch.float32), dist.get_rank()
     part = slice(rank * (count // world), (rank + 1) * (count // world))
     found = []
     apart = torch.ones(count // world)
@@ -116,7 +118,7 @@ def test_every_rank_gets_the_sum_of_its_slice_and_all_the_same_bits(world, count
 def many_at_once(world: int) -> bool:
     """Deliveries of different urgency under way together, most urgent last, as a backward pass makes them."""
     courier, count = make_courier(world), world * 50
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     exchanges = [courier.exchange(count, torch.float32) for _ in range(6)]
     for step in range(3):
         sums = [numbers(rank, count, seed) for seed in range(6)]
@@ -171,6 +173,57 @@ def test_the_hierarchy_is_chosen_alike_by_all():
     assert {kind for kind, _ in run_ranks(4, bytes_to_peers, declared)} == {"node"}
 
 
+def lossy(world: int, codec: str, digits: tuple[int, ...] | None, comm: dict[str, Any]) -> list[torch.Tensor]:
+    """Twenty times the same gradients and parameters that stay: what is lost once must come later."""
+    compress = {"compress_gradients": codec, "compress_parameters": codec}
+    if digits:
+        groups = open_world(Layout(dp=world), CPU)
+        members = [groups.of(level.members, "test") for level in make_levels(groups.grid.rank, digits)]
+        scatter, whole = (ByCollectives(members, None, make_codec(codec), make_codec(codec)) for _ in "12")
+    else:
+        courier = make_courier(world, **comm, **compress)
+        scatter, whole = (courier.exchange(world * 300, torch.float32) for _ in "12")
+    rank, values, apart, mean = dist.get_rank(), torch.empty(world * 300), torch.zeros(300), 0.0
+    master = numbers(rank, 300)
+    for step in range(20):
+        scatter.reduce_scatter(numbers(rank, world * 300), apart, 0, add=True).wait()
+        sums = numbers(rank, world * 300)
+        whole.all_reduce(sums, 0).wait()
+        mean = mean + sums / 20
+        scatter.gather(values, master, 0).wait()
+        if step == 0:
+            assert torch.equal(values[rank * 300 : (rank + 1) * 300], master), "the first gather is exact"
+            master += 0.01 * numbers(rank, 300, seed=7)
+    sent = {} if digits else dict(courier.bytes_sent)
+    if not digits:
+        courier.close()
+    close_world()
+    return [(apart / 20).numpy(), sums.numpy(), mean.numpy(), values.numpy(), sent]
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("world", "digits", "comm"), [(3, None, {}), (4, None, BY_NODE), (4, (2, 2), {})], ids=str
+)
+def test_what_compression_loses_comes_with_the_next_transfers(world, digits, comm, codec):
+    results = run_ranks(world, lossy, world, codec, digits, comm)
+    total = torch.stack([numbers(r, world * 300) for r in range(world)]).sum(0).numpy()
+    masters = [numbers(r, 300) + 0.01 * numbers(r, 300, seed=7) for r in range(world)]
+    for rank, (scattered, once, mean, values, _) in enumerate(results):
+        assert abs(scattered - total[rank * 300 : (rank + 1) * 300]).max() < 0.005
+        assert abs(mean - total).max() < 0.005
+        assert 0 < abs(once - total).max() < 0.2
+        assert abs(values - torch.cat(masters).numpy()).max() < 1e-6
+        assert (once == results[0][1]).all() and (values == results[0][3]).all(), "all have the same"
+
+
+def test_compressed_gradients_are_a_quarter_of_the_bytes():
+    exact = run_ranks(4, bytes_to_peers, {"node_size": 2, "hierarchy": "flat"})
+    small = run_ranks(4, bytes_to_peers, {"node_size": 2, "hierarchy": "flat", "compress_gradients": "int8"})
+    ratio = sum(small[0][1].values()) / sum(exact[0][1].values())
+    assert ratio == pytest.approx((256 + 4) / 1024)
+
+
 def by_collectives(digits: tuple[int, ...]) -> bool:
     """What NCCL would do, on gloo."""
     world = math.prod(digits)
@@ -204,7 +257,7 @@ def leave_early(way: str) -> None:
     courier = make_courier(2, OverlapConfig())
     exchange, count = courier.exchange(2**20, torch.float32), 2**20
     sums = [torch.ones(count) for _ in range(4)]
-    if torch.distributed.get_rank() == 1:
+    if dist.get_rank() == 1:
         exchange.all_reduce(sums[0], 0)
         if way == "killed":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,16 +1,15 @@
-"""Collectives on one dimension of a tensor; with ``group = None`` (one rank) each is the identity.
+"""Collectives on flat tensors; with ``group = None`` (one rank) each is the identity.
 
-Sums of half-precision tensors are taken in float32. gloo's own reduce-scatter moves as many bytes as an
-all-reduce, twice what is needed; here it is an all-to-all and a local sum in rank order, which is also the
-same bits every time.
+The ``start_`` forms give a handle at once: `Pending.wait` blocks until the result is there (on CUDA: makes
+the stream wait). The tensors must stay as they are until then.
 
-The ``start_`` forms work on flat tensors and give a handle at once: `Pending.wait` blocks until the result is
-there (on CUDA: makes the stream wait).
+gloo's own reduce-scatter moves as many bytes as an all-reduce, twice what is needed; here it is an all-to-all
+and a local sum in rank order, in float32, which is also the same bits every time.
 
-Legend: D size of the chosen dimension, n ranks.
+Legend: D size, n ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,14 +18,11 @@ from myriad.comm.groups import Group
 
 __all__ = [
     "Pending",
-    "all_gather",
-    "all_gather_flat",
     "all_reduce",
-    "all_reduce_max",
-    "reduce_scatter",
-    "reduce_scatter_flat",
     "start_all_gather",
     "start_all_reduce",
+    "start_all_to_all",
+    "start_broadcast",
     "start_reduce_scatter",
 ]
 
@@ -85,6 +81,30 @@ def start_reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group | None
     return Pending(work, lambda: out.copy_(_sum_rows(rows)))
 
 
+def start_all_to_all(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    group: Group | None,
+    out_splits: Sequence[int] | None = None,
+    splits: Sequence[int] | None = None,
+) -> Pending:
+    """Piece ``i`` of ``x`` to rank ``i``, whose piece for this rank becomes piece ``i`` of ``out``. Equal
+    pieces, or ``splits`` and ``out_splits`` elements long: what rank ``i`` sends here is its
+    ``splits[this rank]`` and here ``out_splits[i]``. An ``x`` without pieces of equal length needs both."""
+    if group is None:
+        out.copy_(x)
+        return Pending()
+    lengths = (list(out_splits) if out_splits else None, list(splits) if splits else None)
+    return Pending(dist.all_to_all_single(out, x, *lengths, group=group, async_op=True))
+
+
+def start_broadcast(x: torch.Tensor, source: int, group: Group | None) -> Pending:
+    """``x`` of group rank ``source`` to all, in place."""
+    if group is None:
+        return Pending()
+    return Pending(dist.broadcast(x, group=group, group_src=source, async_op=True))
+
+
 def all_reduce(x: torch.Tensor, group: Group | None) -> torch.Tensor:
     """Sum over ranks, in place."""
     if group is not None:
@@ -92,58 +112,8 @@ def all_reduce(x: torch.Tensor, group: Group | None) -> torch.Tensor:
     return x
 
 
-def all_reduce_max(x: torch.Tensor, group: Group | None) -> torch.Tensor:
-    """Maximum over ranks, in place."""
-    if group is not None:
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
-    return x
-
-
-def all_gather_flat(out: torch.Tensor, part: torch.Tensor, group: Group | None) -> None:
-    """``part [D/n]`` of every rank into ``out [D]``; ``part`` may be this rank's slice of ``out``."""
-    if group is not None:
-        _all_gather(out, part, group=group)
-    elif out.data_ptr() != part.data_ptr():
-        out.copy_(part)
-
-
-def reduce_scatter_flat(x: torch.Tensor, group: Group | None) -> torch.Tensor:
-    """This rank's slice ``[D/n]`` of the sum over ranks of ``x [D]``; the slice may be memory of ``x``."""
-    if group is None:
-        return x
-    size = dist.get_world_size(group)
-    if not _is_gloo(group):
-        out = x.new_empty(x.numel() // size)
-        _reduce_scatter(out, x, group=group)
-        return out
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=group)
-    return _sum_rows(received.view(size, -1))
-
-
 def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
     total = rows[0].to(torch.float32, copy=True)
     for row in rows[1:]:
         total += row
     return total.to(rows.dtype)
-
-
-def all_gather(x: torch.Tensor, group: Group | None, dim: int) -> torch.Tensor:
-    """``[..., D/n, ...]`` of every rank to ``[..., D, ...]``, in rank order."""
-    if group is None:
-        return x
-    size = dist.get_world_size(group)
-    moved = x.movedim(dim, 0).contiguous()
-    out = moved.new_empty((size * moved.shape[0], *moved.shape[1:]))
-    _all_gather(out, moved, group=group)
-    return out.movedim(0, dim)
-
-
-def reduce_scatter(x: torch.Tensor, group: Group | None, dim: int) -> torch.Tensor:
-    """This rank's part ``[..., D/n, ...]`` of the sum over ranks of ``x [..., D, ...]``."""
-    if group is None:
-        return x
-    size = dist.get_world_size(group)
-    moved = x.movedim(dim, 0).contiguous()
-    part = reduce_scatter_flat(moved.view(-1), group)
-    return part.view(moved.shape[0] // size, *moved.shape[1:]).movedim(0, dim)

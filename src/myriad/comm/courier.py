@@ -8,7 +8,7 @@ so that an urgent chunk waits for one credit of bytes at most (BytePS, Jiang et 
     reduce-scatter   slice i of everybody to rank i, which adds them in rank order: the same bits every time
     all-reduce       both, each partition's way back as soon as its sum is there
 
-On gloo these are messages between pairs of ranks (`myriad.comm.trip`), on NCCL collectives
+On gloo these are messages between pairs of ranks (`myriad.comm.by_pairs`), on NCCL collectives
 (`myriad.comm.by_collectives`), level by level of a hierarchy where that is quicker. No deadlock on gloo: a
 rank that waits for a delivery waits for sends that come before the same wait in every other rank's order, and
 all that can hold those back is sends of calls before that wait, whose receives each rank posts before it
@@ -21,13 +21,14 @@ from collections import Counter
 import torch
 
 from myriad.comm.by_collectives import ByCollectives
+from myriad.comm.by_pairs import ByPairs
+from myriad.comm.codec import make_codec
 from myriad.comm.config import CommConfig
 from myriad.comm.exchange import Alone, Delivery, Exchange
 from myriad.comm.groups import Group, Groups
 from myriad.comm.hierarchy import Hierarchy, Sites, choose_hierarchy, declared_rates, make_levels
 from myriad.comm.links import measure_rates
 from myriad.comm.pairwise import Post
-from myriad.comm.trip import PairwiseExchange
 from myriad.errors import BadInputError
 from myriad.program.config import OverlapConfig
 
@@ -43,6 +44,7 @@ class Courier:
         """``axis`` off: this rank goes alone."""
         self._group = None if axis is None else groups.along(axis, purpose=f"{axis} courier")
         self._cut_bytes = overlap.partition
+        self._compress = (comm.compress_gradients, comm.compress_parameters)
         self._post: Post | None = None
         self.hierarchy: Hierarchy = "flat"
         """What was chosen."""
@@ -67,9 +69,10 @@ class Courier:
         if self._group is None:
             return Alone()
         assert num_elements % self._group.size() == 0, (num_elements, self._group.size())
+        codecs = [make_codec(name) if name else None for name in self._compress]
         if self._post is None:
-            return ByCollectives(self._level_groups, self._stream)
-        return PairwiseExchange(self._post, self._levels, self._cut_bytes)
+            return ByCollectives(self._level_groups, self._stream, *codecs)
+        return ByPairs(self._post, self._levels, num_elements, self._cut_bytes, *codecs)
 
     @property
     def bytes_sent(self) -> Counter[int]:

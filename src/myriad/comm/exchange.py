@@ -25,7 +25,7 @@ class Exchange(ABC):
     @abstractmethod
     def gather(self, values: torch.Tensor, master: torch.Tensor, priority: int) -> Delivery:
         """``master [P]``, float32, of every rank into its slice of ``values [n * P]``. It may be that slice's
-        own memory."""
+        own memory, unless parameters travel compressed. It stays as it is until the delivery's `wait`."""
 
     @abstractmethod
     def reduce_scatter(self, sums: torch.Tensor, into: torch.Tensor, priority: int, *, add: bool) -> Delivery:
@@ -35,6 +35,10 @@ class Exchange(ABC):
     @abstractmethod
     def all_reduce(self, sums: torch.Tensor, priority: int) -> Delivery:
         """The sum over ranks, in place; the same bits on every rank."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Values were loaded: what earlier transfers lost counts no more. On every rank."""
 
 
 class Alone(Exchange):
@@ -53,6 +57,9 @@ class Alone(Exchange):
     def all_reduce(self, sums: torch.Tensor, priority: int) -> Delivery:
         """Nothing to add."""
         return _Done()
+
+    def restart(self) -> None:
+        """Nothing was lost."""
 
 
 class _Done:
