@@ -16,14 +16,16 @@ from statistics import median
 
 from gpt_ranks import RankRun, make_job, train
 from hosts import Hosts
+from myriad.data.cache import prepare_embedded
 from myriad.telemetry.draw import Lane, Panel, draw_spans
 
+VOCABULARY = 1024
 MODEL = {
     "model.layers": 6,
     "model.hidden": 256,
     "model.sequence": 256,
-    "model.vocabulary": 1024,
-    "data.vocabulary": 1024,
+    "model.vocabulary": VOCABULARY,
+    "data.vocabulary": VOCABULARY,
     "model.block": "parallel",
     "overlap.pipeline": True,
     "overlap.data": True,
@@ -132,6 +134,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="counted iterations of a visit, at least 2")
     parser.add_argument("--quick", action="store_true", help="one round")
     options = parser.parse_args()
+    prepare_embedded(vocabulary=VOCABULARY)
     print("| pass | layout | links | off, ms | on, ms | ratio | picture |\n|---|---|---|---|---|---|---|")
     with Hosts(2) as hosts:
         for case in CASES:
