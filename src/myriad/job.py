@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from myriad.comm.config import CommConfig
 from myriad.comm.hierarchy import check_hierarchy
 from myriad.comm.layout import Layout, check_layout
+from myriad.comm.store_address import check_store
 from myriad.config import Config
 from myriad.data.config import DataConfig
 from myriad.errors import BadInputError
@@ -210,6 +211,10 @@ def _check_nodes(job: Job) -> None:
     check_hierarchy(job.layout, comm)
 
 
+def _check_store(job: Job) -> None:
+    check_store(job.comm)
+
+
 def _check_warmup(job: Job) -> None:
     warmup, steps = job.optimizer.warmup_steps, job.train.steps
     _need(warmup <= steps, "optimizer.warmup_steps", warmup, f"at most train.steps = {steps}")
@@ -229,6 +234,7 @@ _RULES: tuple[Callable[[Job], None], ...] = (
     _check_lossy,
     _check_agreement,
     _check_nodes,
+    _check_store,
 )
 
 

@@ -50,7 +50,7 @@ class Case:
 def make_engine(case: Case, recorder: Recorder | None = None) -> Engine:
     layout = Layout(**case.layout)
     config = ModelConfig(**(TINY | case.model))
-    groups = open_world(layout, torch.device("cpu"))
+    groups = open_world(layout, torch.device("cpu"), comm=CommConfig(**case.comm))
     definition = GPT(config, seed=3)
     tokens = torch.zeros(layout.micro_batch, config.sequence, dtype=torch.int64)
     costs = [1.0 + (7 * layer) % 5 for layer in range(config.layers + 2)]

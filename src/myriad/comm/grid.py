@@ -37,3 +37,8 @@ class RankGrid:
         """Ranks that differ from this one along ``axes`` only, itself included, ascending."""
         where = tuple(slice(None) if axis in axes else self.index(axis) for axis in AXES)
         return tuple(int(rank) for rank in self.ranks[where].ravel())
+
+    def rows(self, axis: str) -> list[list[int]]:
+        """The peers along ``axis`` of every rank: each rank stands in one row."""
+        size = getattr(self.layout, axis)
+        return np.moveaxis(self.ranks, AXES.index(axis), -1).reshape(-1, size).tolist()

@@ -1,33 +1,73 @@
 """Process groups, made when first used and only among their members.
 
-A group of one is ``None``: every collective of `myriad.comm.collectives` is then the identity. Creation
-synchronises the members through the store and nobody else, so the whole start costs O(n), not O(n^2)
-(MegaScale, section 3.5).
+A group of one is ``None``: every collective of `myriad.comm.collectives` is then the identity.
+
+Start-up costs each rank a fixed number of requests to the store, so O(n) in all (MegaScale, section 3.5):
+
+    world of n       gloo: publish an address, one read of those of the ranks it will talk to (`meeting`),
+                     connections at the first collective;  NCCL: one identity read, tensor- and data-parallel
+                     groups split from the world's communicator, without the store
+    any other group  the same, among its members alone; gloo connects all of them (up to `MESH_RANKS`) before
+                     a group is handed out, so that posting a send or a receive never waits for a peer
+
+A group is named by its members and purpose, not by how many groups a rank has (as `dist.new_group` does):
+ranks that have made different groups before still meet. What has been run is gloo; the NCCL path has the same
+shape and has run on no machine yet.
 """
 
+import hashlib
 import os
+from contextlib import nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import GroupName
 
+from myriad.comm.config import CommConfig
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import Layout
+from myriad.comm.meeting import MESH_RANKS, MeetingStore, connecting
+from myriad.comm.store import open_store
 
 __all__ = ["Groups", "close_world", "open_world"]
 
 Group = dist.ProcessGroup
+_COMM = CommConfig()
+_SPLIT_AXES = ("dp", "tp")
+"""Axes whose groups come from the world's communicator where the backend can: in this order on every rank."""
 
 
-def open_world(layout: Layout, device: torch.device, timeout_seconds: float = 600.0) -> "Groups":
+def open_world(layout: Layout, device: torch.device, *, comm: CommConfig = _COMM) -> "Groups":
     """Joins the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (a world of one needs none
-    of them)."""
+    of them). Raises `RunFailedError` when the ranks do not meet."""
     rank, world = int(os.environ.get("RANK", "0")), layout.world
-    if world > 1:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(seconds=timeout_seconds)
-        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
-    return Groups(RankGrid(layout, rank))
+    groups = Groups(RankGrid(layout, rank))
+    if world == 1:
+        return groups
+    store, timeout = open_store(comm, rank, world), timedelta(seconds=comm.timeout_seconds)
+    options: dict[str, Any] = {"rank": rank, "world_size": world, "timeout": timeout}
+    if device.type == "cuda":
+        dist.init_process_group("nccl", store=store, device_id=device, **options)
+        _keep_store(store)
+        groups.split(timeout)
+    else:
+        store = MeetingStore(store)
+        with store.meeting("the world", range(world), rank), connecting(lazily=True):
+            dist.init_process_group("gloo", store=store, **options)
+        _keep_store(store)
+    return groups
+
+
+def _keep_store(store: Store) -> None:
+    """Makes torch hold the Python object of the store as long as the world lives: it holds only the C++ half,
+    and the other half has the methods."""
+    world = dist.group.WORLD
+    assert world is not None
+    c10d._world.pg_map[world] = (c10d._world.pg_map[world][0], store)
 
 
 def close_world() -> None:
@@ -54,12 +94,48 @@ class Groups:
         if len(ranks) == 1:
             return None
         if (ranks, purpose) not in self._made:
-            group = dist.new_group(list(ranks), use_local_synchronization=True)
-            assert isinstance(group, Group)
-            self._made[ranks, purpose] = group
+            self._made[ranks, purpose] = _make_group(tuple(sorted(ranks)), self.grid.rank, purpose)
         return self._made[ranks, purpose]
 
     @property
     def world(self) -> Group | None:
         """All ranks."""
         return dist.group.WORLD if self.grid.layout.world > 1 else None
+
+    def split(self, timeout: timedelta) -> None:
+        """Makes groups from the world's NCCL communicator: a call of all ranks, so at a moment that all
+        share. Groups made later are not split: only their members ask for them."""
+        for axis in _SPLIT_AXES:
+            peers = self.grid.peers(axis)
+            if len(peers) > 1:
+                rows = self.grid.rows(axis)
+                group = dist.split_group(split_ranks=rows, timeout=timeout, group_desc=axis)
+                assert isinstance(group, Group)
+                self._made[peers, ""] = group
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.bound_device_id = None  # else torch splits every later group as well, and hangs
+
+
+def _make_group(ranks: tuple[int, ...], rank: int, purpose: str) -> Group:
+    world = dist.group.WORLD
+    assert world is not None, "open_world comes first"
+    backend: str = c10d._world.pg_map[world][0]
+    store: Any = c10d._world.pg_map[world][1]
+    index, name = ranks.index(rank), _group_name(ranks, purpose)
+    lazily = len(ranks) > MESH_RANKS
+    met = store.meeting(f"group {purpose or ranks}", ranks, index) if backend == "gloo" else nullcontext()
+    with met, connecting(lazily=lazily):
+        group, _ = c10d._new_process_group_helper(
+            len(ranks), index, list(ranks), backend, store, name, timeout=store.timeout, group_desc=purpose
+        )
+    c10d._world.pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
+    if lazily and backend == "gloo":
+        dist.barrier(group=group)  # neighbours are connected from here on
+    return group
+
+
+def _group_name(ranks: tuple[int, ...], purpose: str) -> GroupName:
+    """The same on every member: of purpose, members, and how many such groups each of them has made."""
+    members = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+    name = f"{purpose or 'group'}:{members}:"
+    return GroupName(name + str(sum(made.startswith(name) for made in c10d._world.pg_names.values())))

@@ -56,7 +56,7 @@ def fit(
     place = find_place(layout.world)
     on = pick_device(device, 0, place)
     dtype = resolve_precision(precision, on)
-    groups = open_world(layout, on)
+    groups = open_world(layout, on, comm=comm)
     try:
         load = partial(_load, batch, dtype, on)
         share = global_batch // layout.dp

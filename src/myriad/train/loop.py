@@ -63,7 +63,7 @@ class Trainer:
         open_inputs(job, _LOG.info)
         self.device = pick_device(job.train.device, job.train.threads, self.place)
         self.dtype = resolve_precision(job.train.precision, self.device)
-        self.groups = open_world(job.layout, self.device)
+        self.groups = open_world(job.layout, self.device, comm=job.comm)
         self.recorder = Recorder()
         self.garbage = GarbageSchedule(job.train.collect_garbage_every, self.recorder)
         self.is_first = self.place.rank == 0

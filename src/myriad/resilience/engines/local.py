@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,12 +137,13 @@ def _catch_signals() -> Iterator[_Caught]:
 @contextlib.contextmanager
 def _ranks(run: Run, world: int, threads: int, command: Sequence[str]) -> Iterator[list[_Rank]]:
     attempt, port = run.next_attempt(), _free_port()
+    name = f"{run.path.name}.{attempt}.{uuid.uuid4().hex}"
     threads = threads or max(1, num_cores() // world)
     ranks: list[_Rank] = []
     try:
         for number in range(world):
             log_path = run.log_path(number, attempt)
-            environment = _environment(number, world, port, threads)
+            environment = _environment(number, world, port, threads) | {"MYRIAD_ATTEMPT_ID": name}
             ranks.append(_Rank(number, _start([*command, str(run.path)], environment, log_path), log_path))
         yield ranks
     finally:

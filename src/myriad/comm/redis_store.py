@@ -1,0 +1,223 @@
+"""A store for `torch.distributed` in a Redis server.
+
+Every value is a stream of one entry, because that is what Redis can wait for on many clients at once:
+``XREAD BLOCK`` answers at once when the entry is there, else when it comes; nobody polls, and one connection
+a rank is enough. What reads and writes (add, append, compare and set) is a script, and carries a token: asked
+again after a lost connection, it is not done twice.
+
+Keys live under the name of one attempt of one run and expire a day after they were last written, so runs,
+and attempts of one run, never meet in one server, and nothing has to be tidied up.
+
+A lost connection is tried again for `_RETRY_SECONDS`; a server that has come back without the run's keys is
+an error, as nobody would ever write them again.
+
+torch calls a Python store by the names of `torch._C._distributed_c10d`'s C++ trampoline: some of them are in
+camel case there (`deleteKey`, `getNumKeys`).
+"""
+
+import random
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import redis
+import torch.distributed as dist
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from torch._C._distributed_c10d import Store
+
+from myriad.comm.store_address import RedisAddress
+from myriad.errors import RunFailedError
+
+__all__ = ["RedisStore"]
+
+_KEEP_SECONDS = 24 * 3600
+_RETRY_SECONDS = 4.0
+_WAIT_SECONDS = 5.0
+"""One blocking read; a longer wait is several, so that a server that is gone without a word is noticed."""
+
+_READ = """
+local function read(key)
+  local entry = redis.call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
+  return entry and entry[2][2]
+end
+local function write(key, value)
+  redis.call('XADD', key, 'MAXLEN', 1, '*', 'v', value)
+  redis.call('EXPIRE', key, ARGV[2])
+end
+local done = redis.call('GET', KEYS[2])
+if done then return done end
+local function finish(answer)
+  redis.call('SET', KEYS[2], answer, 'EX', 600)
+  return answer
+end
+"""
+_ADD = """
+local sum = string.format('%.0f', (read(KEYS[1]) or 0) + ARGV[1])
+write(KEYS[1], sum)
+return finish(sum)
+"""
+_APPEND = """
+local whole = (read(KEYS[1]) or '') .. ARGV[1]
+write(KEYS[1], whole)
+return finish(string.len(whole))
+"""
+_COMPARE_SET = """
+local now = read(KEYS[1])
+if (now == false or now == nil) and ARGV[1] ~= '' then return finish(ARGV[1]) end
+if now and now ~= ARGV[1] then return finish(now) end
+write(KEYS[1], ARGV[3])
+return finish(ARGV[3])
+"""
+T = TypeVar("T")
+
+
+class RedisStore(Store):
+    """Keys of one attempt of one run in one Redis server."""
+
+    timeout: timedelta
+    """torch's own; missing in its type hints."""
+
+    def __init__(self, address: RedisAddress, attempt: str, timeout: timedelta) -> None:
+        super().__init__()
+        self.set_timeout(timeout)
+        self._address, self._attempt = address, attempt
+        self._client = redis.Redis(
+            address.host,
+            address.port,
+            address.database,
+            protocol=2,
+            socket_connect_timeout=_RETRY_SECONDS,
+            socket_timeout=2 * _WAIT_SECONDS,
+            socket_keepalive=True,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._marked = False
+        scripts = {"add": _ADD, "append": _APPEND, "compare_set": _COMPARE_SET}
+        self._scripts = {name: self._client.register_script(_READ + body) for name, body in scripts.items()}
+        self._mark = f"myriad/{attempt}\0mark/{uuid.uuid4().hex}"
+        self._call("a first answer", lambda: self._client.set(self._mark, 1, ex=_KEEP_SECONDS))
+        self._marked = True
+
+    def __str__(self) -> str:
+        """As an error names it."""
+        return str(self._address)
+
+    def _name(self, key: str) -> str:
+        return f"myriad/{self._attempt}/{key}"
+
+    def _call(self, what: str, ask: Callable[[], T]) -> T:
+        """``ask``, asked again after a lost connection. Raises `RunFailedError`."""
+        started, delay, lost = time.monotonic(), 0.05, False
+        while True:
+            try:
+                if lost and self._marked and not self._client.exists(self._mark):
+                    raise RunFailedError(f"{self} has restarted and lost the keys of this run")
+                return ask()
+            except (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError) as error:
+                lost = True
+                if time.monotonic() - started > _RETRY_SECONDS:
+                    raise RunFailedError(
+                        f"{self} does not answer (waited for {what}; tried for {_RETRY_SECONDS:g} s): {error}"
+                    ) from None
+                time.sleep(delay * (0.5 + random.random()))
+                delay = min(2 * delay, 1.0)
+            except redis.RedisError as error:
+                raise RunFailedError(f"{self} refuses (waited for {what}): {error}") from None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Writes a value; whoever waits for it goes on."""
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Writes several values in one request."""
+
+        def write() -> None:
+            with self._client.pipeline(transaction=False) as pipeline:
+                for key, value in zip(keys, values, strict=True):
+                    pipeline.xadd(self._name(key), {"v": value}, maxlen=1, approximate=False)
+                    pipeline.expire(self._name(key), _KEEP_SECONDS)
+                pipeline.execute()
+
+        self._call(f"writing {keys[0]}", write)
+
+    def get(self, key: str) -> bytes:
+        """The value, when it is there."""
+        return self._read([key], self.timeout)[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """All values, when they are there."""
+        return self._read(keys, self.timeout)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Returns when all keys are there. Raises `torch.distributed.DistStoreError` after the timeout."""
+        self._read(keys, timeout or self.timeout)
+
+    def _read(self, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
+        missing = {self._name(key): key for key in keys}
+        found: dict[str, bytes] = {}
+        deadline = time.monotonic() + timeout.total_seconds()
+        while missing:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                waited = f"{timeout.total_seconds():g} s for {', '.join(sorted(missing.values()))}"
+                raise dist.DistStoreError(f"{self}: timed out after waiting {waited}")
+            for name, entries in self._read_some(list(missing), min(left, _WAIT_SECONDS)):
+                found[missing.pop(name.decode())] = entries[-1][1][b"v"]
+        return [found[key] for key in keys]
+
+    def _read_some(self, names: list[str], seconds: float) -> Any:
+        """Those values that are there; when none is, the first to come."""
+        streams: Any = dict.fromkeys(names, "0")
+        block = max(1, int(seconds * 1000))
+        what = names[0].split("/", 2)[2]
+        return self._call(what, lambda: self._client.xread(streams, block=block)) or []
+
+    def add(self, key: str, value: int) -> int:
+        """Adds to a number (0 when it is not there); gives the sum."""
+        return int(self._run("add", key, value, _KEEP_SECONDS))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Adds bytes at the end of a value."""
+        self._run("append", key, value, _KEEP_SECONDS)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Writes ``desired`` if the value is ``expected`` (or, when that is empty, not there); gives what is
+        there then, or ``expected`` when nothing is."""
+        return self._run("compare_set", key, expected, _KEEP_SECONDS, desired)
+
+    def _run(self, script: str, key: str, *arguments: Any) -> Any:
+        keys = [self._name(key), f"myriad/{self._attempt}\0once/{uuid.uuid4().hex}"]
+        return self._call(f"{script} {key}", lambda: self._scripts[script](keys, arguments))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are there."""
+        names = {self._name(key) for key in keys}
+        return self._call(f"looking for {keys[0]}", lambda: self._client.exists(*names)) == len(names)
+
+    def delete_key(self, key: str) -> bool:
+        """Whether it was there."""
+        return self._call(f"deleting {key}", lambda: self._client.delete(self._name(key))) == 1
+
+    def list_keys(self) -> list[str]:
+        """All keys of this attempt."""
+        start = self._name("")
+        pattern = "".join(f"[{letter}]" if letter in "*?[\\" else letter for letter in start) + "*"
+        found = self._call("listing keys", lambda: list(self._client.scan_iter(match=pattern, count=1000)))
+        return sorted(name.decode().removeprefix(start) for name in set(found))
+
+    def num_keys(self) -> int:
+        """How many keys this attempt has."""
+        return len(self.list_keys())
+
+    deleteKey, getNumKeys = delete_key, num_keys  # the C++ trampoline's names
+
+    def has_extended_api(self) -> bool:
+        """append, multi_get and multi_set are there."""
+        return True
+
+    def clone(self) -> "RedisStore":
+        """The same keys over a connection of its own."""
+        return RedisStore(self._address, self._attempt, self.timeout)
