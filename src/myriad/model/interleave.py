@@ -206,22 +206,25 @@ def _sizes(length: int, most: int) -> list[int]:
 
 
 def take_turns(parts: Sequence[Steps], cut: Cut) -> list[torch.Tensor]:
-    """Runs every part to its end, some turns behind the one before it."""
+    """Runs every part to its end, a turn behind the one before it."""
     parts = [cut.steps(part) for part in parts]
+    reached = _run_round(parts, together=False)
     while True:
-        reached = _run_round(parts)
         wishes = [wish for wish in reached if isinstance(wish, Whole)]
         if not wishes:
             return [output for output in reached if isinstance(output, torch.Tensor)]
         cut.fulfil(wishes)
+        reached = _run_round(parts, together=True)
 
 
-def _run_round(parts: Sequence[Steps]) -> list[Whole | torch.Tensor]:
-    """Runs every part up to its next wish or its end. Each takes a step, then part p lets p turns go by."""
+def _run_round(parts: Sequence[Steps], *, together: bool) -> list[Whole | torch.Tensor]:
+    """Runs every part up to its next wish or its end. Part p lets p turns go by, first of all or, when they
+    come ``together`` from a wish, after a step."""
     reached: dict[int, Whole | torch.Tensor] = {}
+    first = int(together)
     for turn in count():
         for index, part in enumerate(parts):
-            if index not in reached and not 0 < turn <= index:
+            if index not in reached and not first <= turn < first + index:
                 step = _next(part)
                 if step is not None:
                     reached[index] = step

@@ -1,0 +1,131 @@
+"""If these break: parts of a micro-batch compute out of order, see each other's positions, or wait idle where
+another part could run."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from myriad.model.boundary import Arrived, Boundary
+from myriad.model.config import ModelConfig
+from myriad.model.definition import Context
+from myriad.model.gpt import GPT, build_full
+from myriad.model.interleave import SteppedLayer, Whole, run_layers
+
+TINY = ModelConfig(layers=2, hidden=32, heads=4, vocabulary=100, vocabulary_multiple=8, sequence=24)
+
+
+class Pair(Boundary):
+    """One of two ranks that hold the same: what comes from the other is what this one has, as far as shapes
+    and order go."""
+
+    size = 2
+
+    def __init__(self, chunks):
+        self.chunks = chunks
+
+    def start_enter(self, x):
+        return Arrived(torch.cat([x, x], 1))
+
+    def start_leave(self, x):
+        return Arrived(x.chunk(2, 1)[0])
+
+    def start_stack(self, x):
+        return Arrived(torch.stack([x, x]))
+
+
+class Noted(SteppedLayer):
+    """Notes who runs when."""
+
+    def __init__(self, boundary, name, notes, num_steps=1):
+        super().__init__()
+        self.boundary, self.name, self.notes, self.num_steps = boundary, name, notes, num_steps
+
+    def steps(self, x, context):
+        part = x.flatten()[0].item()
+        for step in range(self.num_steps):
+            self.notes.append((self.name, step, part))
+            yield None
+        return x + 0
+
+
+class Meeting(SteppedLayer):
+    """Needs every position: gives the sum of those before each."""
+
+    def __init__(self, boundary):
+        super().__init__()
+        self.boundary = boundary
+
+    def steps(self, x, context):
+        whole = Whole(lambda all_positions: all_positions.cumsum(1), torch.cat([x, x], 1))
+        yield whole
+        return whole.result[:, : x.shape[1]]
+
+
+def test_while_a_part_waits_the_next_one_runs_a_turn_behind():
+    notes, boundary = [], Pair(2)
+    run_layers(
+        [Noted(boundary, "a", notes, 2), Noted(boundary, "b", notes)],
+        torch.arange(2.0)[:, None, None],
+        Context(),
+    )
+    assert notes == [("a", 0, 0), ("a", 1, 0), ("a", 0, 1), ("b", 0, 0), ("a", 1, 1), ("b", 0, 1)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 7), st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
+def test_any_cut_gives_what_no_cut_gives(batch, share, chunks, num_layers, num_steps):
+    x = torch.randn(batch, share, 3)
+    notes = []
+    outputs = []
+    for boundary in (Pair(1), Pair(chunks)):
+        layers = [Noted(boundary, str(layer), notes, num_steps) for layer in range(num_layers)]
+        outputs.append(run_layers([*layers, Meeting(boundary), *layers], x, Context()))
+    torch.testing.assert_close(outputs[1], outputs[0])
+
+
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+@pytest.mark.parametrize(("batch", "chunks"), [(4, 2), (3, 2), (1, 2), (1, 5), (5, 3), (2, 16)])
+def test_a_model_in_parts_gives_the_loss_and_gradients_of_one_in_one_piece(block, batch, chunks):
+    config = TINY.model_copy(update={"block": block, "position": "learned", "dropout": 0.1})
+    tokens = torch.randint(config.vocabulary, (batch, config.sequence + 1))
+    context = Context(targets=tokens[:, 1:], samples=torch.arange(batch), seed=5)
+    found = []
+    for boundary in (Pair(1), Pair(chunks)):
+        definition = GPT(config, 1)
+        layers = [definition.build(index, boundary) for index in range(config.layers + 2)]
+        generator = torch.Generator().manual_seed(2)
+        for layer in layers:
+            for parameter in layer.parameters():
+                parameter.data.normal_(0.0, 0.1, generator=generator)
+        loss = run_layers(layers, tokens[:, :-1], context)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for layer in layers for p in layer.parameters())])
+    for whole, parts in zip(*found, strict=True):
+        torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_ordinary_layers_between_ones_that_say_where_they_wait_run_whole():
+    seen = []
+
+    class Plain(torch.nn.Module):
+        def forward(self, x, context):
+            seen.append(x.shape)
+            return x * 2
+
+    notes, boundary = [], Pair(3)
+    layers = [Noted(boundary, "a", notes), Plain(), Noted(boundary, "b", notes)]
+    x = torch.randn(3, 4, 2)
+    torch.testing.assert_close(run_layers(layers, x, Context()), 2 * x)
+    assert seen == [x.shape]
+    assert len(notes) == 6
+
+
+def test_on_one_device_nothing_is_cut():
+    layers = build_full(TINY, 1)
+    tokens = torch.randint(TINY.vocabulary, (4, TINY.sequence + 1))
+    context = Context(targets=tokens[:, 1:], samples=torch.arange(4))
+    x = tokens[:, :-1]
+    for layer in layers:
+        x = layer(x, context)
+    assert torch.equal(run_layers(layers, tokens[:, :-1], context), x)
