@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from parity_case import Case, run_case
 from ranks import free_port, run_ranks
 
 from myriad.comm.by_collectives import ByCollectives
@@ -289,3 +291,22 @@ def test_a_rank_that_ends_ends_the_others_with_an_error_and_no_abort(way):
     expected = -signal.SIGKILL if way == "killed" else 1
     assert [process.returncode for process in processes] == [1, expected], said
     assert "Error" in said[0]
+
+
+LOSSY = {"compress_gradients": "int8", "compress_parameters": "int8"}
+
+
+def train(layout: dict[str, Any], comm: dict[str, Any]) -> list[float]:
+    case = Case(layout=layout, comm=comm, steps=6)
+    with tempfile.TemporaryDirectory() as folder:
+        losses, _ = run_ranks(case.world, run_case, case, Path(folder))[0]
+    return [loss for loss, _ in losses]
+
+
+def test_a_hierarchy_changes_no_loss_and_compression_little():
+    alone = train({"micro_batch": 4}, {})
+    assert train({"dp": 4, "zero": 2}, BY_NODE) == pytest.approx(alone, rel=1e-5)
+    compressed = train({"dp": 4, "zero": 2}, BY_NODE | LOSSY)
+    assert compressed == pytest.approx(alone, rel=1e-3)
+    assert compressed != alone
+    assert train({"dp": 4, "zero": 2}, BY_NODE | LOSSY) == compressed

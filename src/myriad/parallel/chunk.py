@@ -242,6 +242,11 @@ class Chunk:
         partial = ((max(a, self.start), min(b, self.stop)) for entry, (a, b) in spans if entry.sums_over_tp)
         return [self.gradients[a - self.start : b - self.start] for a, b in partial if a < b]
 
+    def restart(self) -> None:
+        """The master values were loaded: whatever transfers kept for later counts no more."""
+        self._exchange.restart()
+        self.end_iteration()
+
     def end_iteration(self) -> None:
         """After the optimizer step: gradients start from zero again, values are stale."""
         self._fresh = True

@@ -279,7 +279,7 @@ class Engine:
     def loaded(self) -> None:
         """The state was written into: whole parameters must be gathered anew."""
         for chunk in self.pieces.chunks:
-            chunk.end_iteration()
+            chunk.restart()
         if self._agreement is not None:
             self._agreement.restart()
 
