@@ -108,6 +108,11 @@ def under_way(spans: Iterable[Span]) -> list[tuple[float, float]]:
     return _union(found)
 
 
+def _strip(lane: Lane) -> list[Span]:
+    """What is under way, as spans without a name."""
+    return [Span("", -1, -1, start, stop - start) for start, stop in under_way(lane.spans)]
+
+
 def _union(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     merged: list[tuple[float, float]] = []
     for start, stop in sorted(stretches):
@@ -135,8 +140,9 @@ class _Picture:
         self.title, self.panels = title, panels
         self.seconds = max((panel.seconds for panel in panels), default=0.0) or 1.0
         self.scale = _WIDTH / self.seconds
-        spans = [span for panel in panels for lane in panel.lanes for span in lane.spans]
-        self.names = {span.name for span in spans}
+        lanes = [(panel, lane) for panel in panels for lane in panel.lanes]
+        self.names = {span.name for panel, lane in lanes for span in self._visible(panel, lane.spans)}
+        self.shows_strip = any(self._visible(panel, _strip(lane)) for panel, lane in lanes)
         self.stages = {
             lane.name: sorted({span.stage for span in lane.spans if span.name in _COMPUTE})
             for panel in panels
@@ -174,16 +180,13 @@ class _Picture:
     def _lane(self, panel: Panel, lane: Lane, top: float) -> Iterator[str]:
         yield _text(_LEFT - 8, top + 16, lane.name, 12, _INK, anchor="end")
         yield _box(_LEFT, top, panel.seconds * self.scale, _BAR, _IDLE)
-        inside = [span for span in _in_order(lane.spans) if self._width(panel, span) >= _NARROWEST]
+        visible = self._visible(panel, _in_order(lane.spans))
         for draw in (self._span, self._number):
-            for span in inside:
+            for span in visible:
                 yield from draw(panel, lane, span, top)
-        for start, stop in under_way(lane.spans):
-            whole = Span("", -1, -1, start, stop - start)
-            left, right = _clipped(whole, panel)
-            if (right - left) * self.scale >= _NARROWEST:
-                x = self._x(panel, left)
-                yield _box(x, top + _BAR + 1, (right - left) * self.scale, _STRIP, _POSTED)
+        for span in self._visible(panel, _strip(lane)):
+            x = self._x(panel, _clipped(span, panel)[0])
+            yield _box(x, top + _BAR + 1, self._width(panel, span), _STRIP, _POSTED)
         words = f"computes {compute_share(panel, lane):.0%}"
         yield _text(_LEFT + panel.seconds * self.scale + 8, top + 16, words, 12, _SOFT)
 
@@ -193,6 +196,9 @@ class _Picture:
     def _width(self, panel: Panel, span: Span) -> float:
         start, stop = _clipped(span, panel)
         return (stop - start) * self.scale
+
+    def _visible(self, panel: Panel, spans: Iterable[Span]) -> list[Span]:
+        return [span for span in spans if self._width(panel, span) >= _NARROWEST]
 
     def _span(self, panel: Panel, lane: Lane, span: Span, top: float) -> Iterator[str]:
         x, width = self._x(panel, _clipped(span, panel)[0]), self._width(panel, span)
@@ -228,7 +234,7 @@ class _Picture:
         entries += [
             (colour, words) for words, (colour, names) in _OTHER.items() if self.names & {*names.split()}
         ]
-        if self.names & _POSTS.keys():
+        if self.shows_strip:
             entries.append((_POSTED, "posted, not yet waited for"))
         x = _LEFT
         for colour, words in entries:

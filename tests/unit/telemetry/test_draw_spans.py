@@ -97,3 +97,12 @@ def test_what_is_posted_counts_until_somebody_waits_for_it():
 def test_an_iteration_in_which_nothing_was_recorded_is_a_picture_too():
     assert ElementTree.fromstring(draw_spans("t", [panel([])])).tag == f"{SVG}svg"
     assert ElementTree.fromstring(draw_spans("t", [])).tag == f"{SVG}svg"
+
+
+def test_the_legend_names_what_is_drawn_and_nothing_else():
+    svg = draw_spans(
+        "t", [panel([span("forward", 0.0, 0.5), span("step", 0.6, 0.6), span("load", 2.0, 3.0)])]
+    )
+    words = {element.text for element in ElementTree.fromstring(svg).iter(f"{SVG}text")}
+    legend = {"forward", "backward", "waiting for others", "optimizer", "load", "posting"}
+    assert words & legend == {"forward"}
