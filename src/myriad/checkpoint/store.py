@@ -73,9 +73,15 @@ class CheckpointFolder:
 
 
 def save(
-    folder: CheckpointFolder, step: int, rectangles: Sequence[Rectangle], progress: dict[str, Any]
+    folder: CheckpointFolder,
+    step: int,
+    rectangles: Sequence[Rectangle],
+    progress: dict[str, Any],
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Writes a checkpoint; every rank of the world calls it. Gives its folder once it is committed."""
+    """Writes a checkpoint; every rank of the world calls it. Gives its folder once it is committed.
+
+    ``group``: of all ranks, for its messages; off: the world itself."""
     final = folder.of_step(step)
     partial = final.with_name(final.name + ".partial")
     is_first, alone = not dist.is_initialized() or dist.get_rank() == 0, not dist.is_initialized()
@@ -83,15 +89,15 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     if not alone:
-        dist.barrier()
+        dist.barrier(group)
     writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
     planner = RectangleSavePlanner(rectangles, progress)
     with _one_line(f"{final.name} cannot be written"):
-        state_dict_saver.save({}, storage_writer=writer, planner=planner, no_dist=alone)
+        state_dict_saver.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
     if is_first:
         _commit(partial, final, progress)
     if not alone:
-        dist.barrier()
+        dist.barrier(group)
     return final
 
 

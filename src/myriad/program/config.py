@@ -34,3 +34,6 @@ class OverlapConfig(Config):
     optimizer: bool = True
     """Each chunk's parameters travel as soon as it is updated, while the next chunk is; off: all chunks
     are updated first."""
+    checkpoint: bool = True
+    """A checkpoint is written from a copy while training goes on; off: training waits until it is
+    committed."""

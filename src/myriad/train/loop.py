@@ -8,6 +8,7 @@ a signal on any rank stops all of them after the same step, with a checkpoint
 import logging
 import signal
 import time
+from collections.abc import Iterable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from myriad.checkpoint.store import CheckpointFolder, load, save
+from myriad.checkpoint.store import CheckpointFolder, load
 from myriad.comm.groups import close_world, open_world
 from myriad.data.loader import LoaderClient
 from myriad.errors import MyriadError
@@ -34,6 +35,7 @@ from myriad.train.inputs import open_inputs
 from myriad.train.metrics import StepMeter
 from myriad.train.peak import Peak, find_peak
 from myriad.train.sample import continue_text
+from myriad.train.saving import Saved, Saver
 
 __all__ = ["Trainer"]
 
@@ -71,6 +73,7 @@ class Trainer:
         self.validation = Validation(job, self.groups.grid, self.device)
         self.engine = self._build_engine()
         self.checkpoints = CheckpointFolder(run.checkpoints_path)
+        self.saver = Saver(self.checkpoints, self.job.checkpoint.keep, background=self.job.overlap.checkpoint)
         self.meter = self._build_meter()
         self.step = self._resume()
 
@@ -129,6 +132,7 @@ class Trainer:
             except MyriadError as error:
                 step = self.step + 1
                 self._event("fault", step=step, problem=str(error).removeprefix(f"step {step}: "))
+                self._tell_saved(self.saver.finish())
                 raise
             self._after_step(is_last=self.step == steps, stopping=stopping)
             self.garbage.after_step(self.step)
@@ -190,6 +194,7 @@ class Trainer:
             self._validate()
         if is_last or stopping or (every and self.step % every == 0):
             self._save()
+        self._tell_saved(self.saver.finish() if is_last or stopping else self.saver.take_saved())
 
     def _validate(self) -> None:
         if self.validation.num_batches == 0:
@@ -203,13 +208,12 @@ class Trainer:
             )
 
     def _save(self) -> None:
-        started = time.perf_counter()
         progress: dict[str, Any] = {"step": self.step, "optimizer_steps": self.engine.optimizer.steps_done}
-        path = save(self.checkpoints, self.step, list(self.engine.rectangles()), progress)
-        if self.is_first:
-            self.checkpoints.prune(self.job.checkpoint.keep, self.step)
-        seconds = time.perf_counter() - started
-        self._event("checkpoint", step=self.step, path=path.name, seconds=seconds)
+        self.saver.start(self.step, list(self.engine.rectangles()), progress)
+
+    def _tell_saved(self, saved: Iterable[Saved]) -> None:
+        for one in saved:
+            self._event("checkpoint", step=one.step, path=one.name, seconds=one.seconds)
 
     def _finish(self) -> None:
         if self.is_first and self.job.train.sample_prompt is not None:
