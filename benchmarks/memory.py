@@ -29,11 +29,14 @@ from myriad.parallel.chunk import Chunk
 from myriad.parallel.engine import Engine
 from myriad.parallel.partition import partition_layers
 from myriad.parallel.runtime import Batch
+from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder
 
 MODEL = ModelConfig(layers=8, hidden=96, heads=4, sequence=16, vocabulary=1024, tied=False)
 MICRO_BATCHES = 2
 VIRTUAL_STAGES = 4
+NO_OVERLAP = OverlapConfig(data=False, optimizer=False)
+"""What travels while something else is computed is held meanwhile: the formula is without."""
 SETTINGS = ((0, "last"), (1, "last"), (2, "last"), (2, "each"), (3, "last"), (3, "each"))
 """(ZeRO stage, when gradients are reduced)."""
 
@@ -132,6 +135,7 @@ def _measure(groups: Groups, dtype: torch.dtype, model: ModelConfig) -> tuple[Me
     engine = Engine(
         definition, groups, stages, sample, MICRO_BATCHES, OptimizerConfig(),
         seed=1, dtype=dtype, device=torch.device("cpu"), recorder=watcher,
+        overlap=NO_OVERLAP,
     )  # fmt: skip
     built, watcher.engine = memory_of(engine), engine
     engine.train_step(lambda: batch, 1e-3, tokens.numel() * layout.dp)

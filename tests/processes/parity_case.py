@@ -36,11 +36,11 @@ class Case:
     layout: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
-    overlap: dict[str, Any] = field(default_factory=dict)
-    comm: dict[str, Any] = field(default_factory=dict)
     steps: int = 20
     global_batch: int = 8
     dtype: torch.dtype = torch.float32
+    overlap: dict[str, Any] = field(default_factory=dict)
+    comm: dict[str, Any] = field(default_factory=dict)
 
     @property
     def world(self) -> int:

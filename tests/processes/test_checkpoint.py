@@ -40,6 +40,7 @@ def go(case: Case, read: Path | None, write: Path, steps: tuple[int, ...]) -> li
         done = step
         progress = {"step": step, "optimizer_steps": engine.optimizer.steps_done}
         save(CheckpointFolder(write), step, list(engine.rectangles()), progress)
+    engine.close()
     close_world()
     return found
 

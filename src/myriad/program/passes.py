@@ -36,6 +36,8 @@ __all__ = ["apply_passes", "decouple", "overlap_data", "overlap_optimizer"]
 
 _GATHER_AHEAD = 2
 """With ZeRO 3: computes between posting a gather and using it. Two chunks are whole at a time then."""
+_REDUCE_BEHIND = 1
+"""With reductions after each backward, which are there to save memory: computes that one travels behind."""
 
 
 def apply_passes(program: Program, overlap: OverlapConfig, num_chunks: int = 1) -> Program:
@@ -104,7 +106,8 @@ def _overlapped(program: Program, actions: Sequence[Action]) -> Iterator[Action]
                 released = last + 1
                 after[released].append(Action(Kind.RELEASE, stage))
     for index, stage in _reduces(gaps):
-        waits[_next_sum(gaps, index, stage)].append(Action(Kind.AWAIT_REDUCE, stage))
+        latest = index + _REDUCE_BEHIND if program.lowering.reduce == "each" else len(gaps)
+        waits[min(_next_sum(gaps, index, stage), latest)].append(Action(Kind.AWAIT_REDUCE, stage))
     for gap, *added in zip(gaps, after, starts, waits, strict=True):
         yield from _overlapped_gap(gap, *added)
 
