@@ -3,12 +3,19 @@
 Activations and gradients travel in groups of their own: a receive posted in one direction never waits behind
 a send in the other. gloo matches by tag; NCCL by order, which the program's checker has proved equal on both
 sides.
+
+Where tensor-parallel ranks all hold the same tensor, each sends its share and the receivers gather in their
+own, faster, group: the slow link between stages carries it once, not once for each of them (Megatron-LM's
+scatter-gather, Narayanan et al., arXiv 2104.04473, section 4.1).
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from myriad.comm.groups import Groups
+from myriad.comm.collectives import start_all_gather
+from myriad.comm.groups import Group, Groups
 
 __all__ = ["Channel", "Posted"]
 
@@ -16,13 +23,20 @@ __all__ = ["Channel", "Posted"]
 class Posted:
     """One transfer under way. A sent tensor is kept alive until `wait`."""
 
-    def __init__(self, work: "dist.Work | None", tensor: torch.Tensor) -> None:
-        self._work, self.tensor = work, tensor
+    def __init__(
+        self, work: "dist.Work | None", tensor: torch.Tensor, then: Callable[[], object] | None = None
+    ) -> None:
+        """``then`` completes the tensor after the transfer."""
+        self._work, self.tensor, self._then = work, tensor, then
 
     def wait(self) -> torch.Tensor:
         """Blocks until the transfer is complete; gives its tensor."""
-        if self._work is not None:
-            self._work.wait()
+        work, then = self._work, self._then
+        self._work = self._then = None
+        if work is not None:
+            work.wait()
+        if then is not None:
+            then()
         return self.tensor
 
 
@@ -33,7 +47,9 @@ class Channel:
     pipeline rank's pieces feed the first's): then each way has a group too.
     """
 
-    def __init__(self, groups: Groups, purpose: str, *, both_ways: bool) -> None:
+    def __init__(self, groups: Groups, purpose: str, *, both_ways: bool, split: Group | None = None) -> None:
+        """``split``: ranks that hold the same tensors and share the transfers; off: each sends its own."""
+        self._split = split
         self._ranks, self._rank = groups.grid.peers("pp"), groups.grid.index("pp")
         upwards = groups.along("pp", purpose=f"{purpose} up")
         downwards = groups.along("pp", purpose=f"{purpose} down") if both_ways else upwards
@@ -43,9 +59,20 @@ class Channel:
         """Posts a send to pipeline rank ``peer``."""
         tensor = tensor.contiguous()
         group = self._groups[peer > self._rank]
-        return Posted(dist.isend(tensor, self._ranks[peer], group=group, tag=tag), tensor)
+        return Posted(dist.isend(self._share(tensor), self._ranks[peer], group=group, tag=tag), tensor)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Posted:
-        """Posts a receive into ``tensor`` from pipeline rank ``peer``."""
-        group = self._groups[peer < self._rank]
-        return Posted(dist.irecv(tensor, self._ranks[peer], group=group, tag=tag), tensor)
+        """Posts a receive into ``tensor`` from pipeline rank ``peer``. Where transfers are shared, all who
+        share wait for theirs in the same order."""
+        group, share = self._groups[peer < self._rank], self._share(tensor)
+        work = dist.irecv(share, self._ranks[peer], group=group, tag=tag)
+        if share.numel() == tensor.numel():
+            return Posted(work, tensor)
+        return Posted(work, tensor, lambda: start_all_gather(tensor.view(-1), share, self._split).wait())
+
+    def _share(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank transfers of a tensor, flat; the whole where it cannot be cut in equal shares."""
+        flat = tensor.view(-1)
+        if self._split is None or len(flat) % self._split.size():
+            return flat
+        return flat.view(self._split.size(), -1)[self._split.rank()]
