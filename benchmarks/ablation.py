@@ -91,7 +91,7 @@ def columns_of(rate: str, tensor_rate: str) -> tuple[Column, ...]:
     """Tensor parallelism sends far more, and is never spread over links as slow as the others can bear."""
     both = {"layout.dp": 2, "layout.zero": 2, "layout.pp": 2, "layout.virtual_stages": 2}
     pipeline = {key: both[key] for key in ("layout.pp", "layout.virtual_stages")}
-    data = {key: both[key] for key in ("layout.dp", "layout.zero")}
+    data = {key: both[key] for key in ("layout.dp", "layout.zero")} | {"layout.micro_batch": 2}
     all_but_tensor = tuple(row for row in range(len(ROWS)) if row != TENSOR)
     return (
         Column("dp2 pp2", both, all_but_tensor, rate, plain_first=True),

@@ -51,7 +51,7 @@ CASES = (
     Case(
         "pipeline",
         "2 pipeline ranks x 2 stages",
-        "400mbit",
+        "200mbit",
         {"layout.pp": 2, "layout.virtual_stages": 2, "train.global_batch": 8, "overlap.pipeline": False},
         {"overlap.pipeline": True},
     ),
@@ -62,6 +62,7 @@ CASES = (
         {
             "layout.dp": 2,
             "layout.zero": 2,
+            "layout.micro_batch": 2,
             "train.global_batch": 8,
             "overlap.data": False,
             "overlap.optimizer": False,
@@ -72,7 +73,13 @@ CASES = (
         "optimizer",
         "2 data-parallel ranks, ZeRO 2",
         "400mbit",
-        {"layout.dp": 2, "layout.zero": 2, "train.global_batch": 8, "overlap.optimizer": False},
+        {
+            "layout.dp": 2,
+            "layout.zero": 2,
+            "layout.micro_batch": 2,
+            "train.global_batch": 8,
+            "overlap.optimizer": False,
+        },
         {"overlap.optimizer": True},
         shift=0.5,
     ),
