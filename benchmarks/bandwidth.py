@@ -143,7 +143,7 @@ class Bench:
 
     def _on_ranks(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         return self.hosts.run_ranks(
-            function, *arguments, ranks_per_host=self.machines.ranks_per_host, timeout_seconds=180
+            function, *arguments, ranks_per_host=self.machines.ranks_per_host, timeout_seconds=120
         )
 
 

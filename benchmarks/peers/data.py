@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from peers.plain_gpt import PlainGPT, mean_loss
-from peers.work import Work, clip_gradients, new_adamw
+from peers.work import EndsWithProcess, Work, clip_gradients, new_adamw
 
 __all__ = ["DataParallel"]
 
 
-class DataParallel:
+class DataParallel(EndsWithProcess):
     """Each rank its rows of the batch; gradients are means over ranks."""
 
     def __init__(self, work: Work, *, bucket_mib: float | None = None, reshard: bool | None = None) -> None:
@@ -52,9 +52,6 @@ class DataParallel:
         clip_gradients(self.parameters, self.group)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def close(self) -> None:
-        dist.destroy_process_group()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         named = ((name, p.grad) for name, p in self.model.named_parameters())

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from peers.plain_gpt import PlainGPT, mean_loss
-from peers.work import CLIP_NORM, Work, new_adamw
+from peers.work import CLIP_NORM, EndsWithProcess, Work, new_adamw
 
 __all__ = ["DeepSpeed", "missing"]
 
@@ -57,7 +57,7 @@ class _WithLoss(nn.Module):
         return mean_loss(self.model(tokens), targets)
 
 
-class DeepSpeed:
+class DeepSpeed(EndsWithProcess):
     """``zero`` 1 to 3 is data parallelism; ``micro_batch`` instead makes a pipeline of all ranks."""
 
     def __init__(self, work: Work, *, zero: int = 0, micro_batch: int | None = None) -> None:
@@ -106,9 +106,6 @@ class DeepSpeed:
         """A pipeline has done it in `forward_backward`."""
         if not self.is_pipeline:
             self.engine.step()
-
-    def close(self) -> None:
-        dist.destroy_process_group()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         if self.is_pipeline:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from peers.plain_gpt import PlainGPT, mean_loss
-from peers.work import Work, clip_gradients, new_adamw
+from peers.work import EndsWithProcess, Work, clip_gradients, new_adamw
 
 __all__ = ["SCHEDULES", "Pipeline"]
 
@@ -22,7 +22,7 @@ SCHEDULES: dict[str, Callable[..., schedules._PipelineSchedule]] = {
 }
 
 
-class Pipeline:
+class Pipeline(EndsWithProcess):
     """Each rank its stages; the batch in micro-batches."""
 
     def __init__(self, work: Work, *, schedule: str, virtual_stages: int, micro_batch: int) -> None:
@@ -60,9 +60,6 @@ class Pipeline:
         clip_gradients(self.parameters, dist.group.WORLD)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def close(self) -> None:
-        dist.destroy_process_group()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         models = self.models.values()

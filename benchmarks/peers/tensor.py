@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from peers.plain_gpt import PlainGPT, mean_loss
-from peers.work import Work, clip_gradients, new_adamw
+from peers.work import EndsWithProcess, Work, clip_gradients, new_adamw
 
 __all__ = ["TensorParallel"]
 
@@ -53,7 +53,7 @@ def _head_plan(sequence: bool) -> dict[str, ParallelStyle]:
     return {"output": output} | ({"norm": SequenceParallel()} if sequence else {})
 
 
-class TensorParallel:
+class TensorParallel(EndsWithProcess):
     """Every rank the whole batch, and its part of each matrix."""
 
     def __init__(self, work: Work, *, sequence: bool) -> None:
@@ -94,9 +94,6 @@ class TensorParallel:
         clip_gradients(self.parameters, dist.group.WORLD, plain_copies=self.world)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def close(self) -> None:
-        dist.destroy_process_group()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         named = ((name, p.grad) for name, p in self.model.named_parameters())

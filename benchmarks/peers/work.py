@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 __all__ = [
     "Contender",
+    "EndsWithProcess",
     "Peer",
     "Timing",
     "Work",
@@ -102,6 +103,14 @@ class Contender(Protocol):
     def close(self) -> None:
         """Leaves the world."""
         ...
+
+
+class EndsWithProcess:
+    """Leaves the world by ending: freeing a process group that DDP's reducer still holds can wait for ever
+    (its destructor joins threads with the interpreter lock held; torch 2.13)."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 @runtime_checkable
