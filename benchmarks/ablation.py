@@ -164,10 +164,8 @@ def measure(columns: Sequence[Column], repeats: int, steps: int) -> tuple[list[C
             peaks.append(peak_flops(hosts))
             for number, (column, cell) in enumerate(cells, 1):
                 visit(hosts, column, cell, steps)
-                print(
-                    f"\rrepeat {repeat + 1}, {number} of {len(cells)} ", end="", file=sys.stderr, flush=True
-                )
-    print(file=sys.stderr)
+                _tell(f"repeat {repeat + 1} of {repeats}: {number} of {len(cells)}")
+    _tell("")
     found = [cell for _, cell in cells]
     for cell in found:
         cell.mfu = cell.flops / cell.median_seconds / max(peaks)
