@@ -1,13 +1,19 @@
 """Communication that cannot be: told before anything starts, by the command line and by ranks that another
-launcher starts."""
+launcher starts. Communication that stops: told in one line, and nothing is left running."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tiny_corpora import make_corpus
 
+from myriad.checkpoint.store import CheckpointFolder
+from myriad.errors import RunFailedError
 from myriad.job import load_job
+from myriad.resilience.engines.local import run_local
 from myriad.run import Run
 
 
@@ -61,3 +67,55 @@ def test_ranks_that_another_launcher_starts_tell_it_too(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("myriad: error: overlap.credit = 3: at least overlap.partition")
     assert {path.name for path in run.path.iterdir()} == {"job.toml", "logs", "checkpoints"}
+
+
+class _Freeze:
+    """Watches a run as the launcher's screen does, and stops rank 1 dead (SIGSTOP) at a step."""
+
+    def __init__(self, run: Run, step: int) -> None:
+        self._run, self._step = run, step
+        self.pids: dict[int, int] = {}
+        """Process of each rank, once it has been done."""
+
+    def tick(self) -> None:
+        lines = self._run.read_metrics()
+        if not self.pids and lines and lines[-1]["step"] >= self._step:
+            self.pids = {rank: pid for pid in children() if (rank := rank_of(pid)) is not None}
+            os.kill(self.pids[1], signal.SIGSTOP)
+
+    def stopping(self) -> None:
+        """Nothing to show."""
+
+
+def children() -> list[int]:
+    listed = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for of_thread in listed for pid in of_thread.read_text().split()]
+
+
+def rank_of(pid: int) -> int | None:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    found = [variable for variable in variables if variable.startswith(b"RANK=")]
+    return int(found[0].removeprefix(b"RANK=")) if found else None
+
+
+@pytest.mark.parametrize("keys", [["layout.dp=2", "layout.zero=3"], ["layout.pp=2"]], ids=str)
+def test_a_rank_that_hangs_ends_the_run_in_one_line_and_leaves_nothing_running(
+    tmp_path: Path, keys: list[str]
+) -> None:
+    """Nobody hangs up, so only comm.timeout_seconds ends the others' waiting."""
+    corpus = make_corpus(tmp_path, count=300)
+    run = Run(tmp_path / "run")
+    more = ["comm.timeout_seconds=6", "model.layers=2", "train.steps=5000", "checkpoint.every=4"]
+    run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", "train.threads=1", *more, *keys]))
+    freeze = _Freeze(run, step=5)
+    with pytest.raises(
+        RunFailedError, match=r"^rank 0: timed out: another rank did not answer for 6 s"
+    ) as caught:
+        run_local(run, 2, threads=1, observer=freeze)
+    assert "\n" not in str(caught.value)
+    assert sorted(freeze.pids) == [0, 1]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in freeze.pids.values())
+    (fault,) = (event for event in run.read_events() if event["event"] == "fault")
+    assert fault["problem"].startswith("timed out") and fault["step"] == run.read_metrics()[-1]["step"] + 1
+    saved = CheckpointFolder(run.checkpoints_path).newest()
+    assert saved is not None and saved[0] >= 4 and saved[1] == [], "what was saved is still whole"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from myriad.checkpoint.store import CheckpointFolder, load
 from myriad.comm.groups import close_world, open_world
+from myriad.comm.lost_peers import lost_peers_told
 from myriad.data.loader import LoaderClient
 from myriad.errors import MyriadError
 from myriad.model.gpt import GPT
@@ -125,13 +126,20 @@ class Trainer:
     def train(self) -> None:
         """Runs to the last step, or to the step in which somebody asked to stop."""
         self._announce()
+        try:
+            with lost_peers_told(self.job.comm.timeout_seconds):
+                self._run_steps()
+        except MyriadError as error:
+            step = self.step + 1
+            self._event("fault", step=step, problem=str(error).removeprefix(f"step {step}: "))
+            raise
+
+    def _run_steps(self) -> None:
         steps = self.job.train.steps
         while self.step < steps:
             try:
                 stopping = self._train_step()
-            except MyriadError as error:
-                step = self.step + 1
-                self._event("fault", step=step, problem=str(error).removeprefix(f"step {step}: "))
+            except MyriadError:  # on every rank: what was being saved is good
                 self._tell_saved(self.saver.finish())
                 raise
             self._after_step(is_last=self.step == steps, stopping=stopping)
