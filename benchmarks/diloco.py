@@ -99,6 +99,7 @@ def train(setting: Setting, tokens: int, slowest: int, folder: Path) -> Result:
         "train.global_batch": BATCH,
         "train.validate_every": steps // QUARTERS,
         "train.sample_prompt": "off",
+        "checkpoint.every": 0,
         "data.validation_batches": 32,
         "optimizer.warmup_steps": max(1, steps // 20),
         "comm.sync_every": setting.every,
