@@ -1,7 +1,6 @@
 """A benchmark whose settings are not what their names say compares something else."""
 
-from compression import SETTINGS, Result, Setting, line, overrides
-
+from lossy import SETTINGS, Result, Setting, line, overrides
 from myriad.job import load_job
 
 

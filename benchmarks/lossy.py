@@ -1,6 +1,6 @@
 """Compressed gradients and parameters against exact ones: the same text, the same tokens.
 
-    python benchmarks/compression.py [--tokens 524288] [--svg docs/compression.svg] [--quick]
+    python benchmarks/lossy.py [--tokens 524288] [--svg docs/lossy.svg] [--quick]
 
 Trains a small GPT on the standard library's source with two ranks that shard optimizer state and gradients
 (`layout.zero = 2`): exact, and with gradients, parameters or both travelling in bfloat16 or in int8 (blocks
