@@ -108,7 +108,16 @@ class Engine:
         )
         shapes = shapes_between_stages(definition, layers, self.boundary, sample.inputs, dtype)
         self._runtime = Runtime(
-            self.pieces, self.boundary, groups, shapes, stage_rank, layout.micro_batch, device, seed, recorder
+            self.pieces,
+            self.boundary,
+            groups,
+            shapes,
+            stage_rank,
+            layout.micro_batch,
+            device,
+            seed,
+            recorder,
+            stream_is_cut=definition.sequence_parallel,
         )
         self._plans = {
             training: Plan.of(program.ranks[groups.grid.index("pp")], self.pieces.tied_stages)

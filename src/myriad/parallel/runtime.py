@@ -120,14 +120,21 @@ class Runtime:
         device: torch.device,
         seed: int,
         recorder: Recorder,
+        *,
+        stream_is_cut: bool,
     ) -> None:
+        """``stream_is_cut``: what travels between stages differs among tensor-parallel ranks; else they hold
+        the same and share its transfers."""
         self._pieces, self._boundary, self._groups, self._shapes = pieces, boundary, groups, shapes
         self._stage_rank, self._micro_batch, self._device = stage_rank, micro_batch, device
         self._seed, self._recorder = seed, recorder
         self._channels: dict[Payload, Channel] = {}
         if groups.grid.layout.pp > 1:
             both_ways = groups.grid.layout.virtual_stages > 1
-            self._channels = {payload: Channel(groups, payload, both_ways=both_ways) for payload in Payload}
+            split = None if stream_is_cut else groups.along("tp", purpose="shared transfers")
+            self._channels = {
+                payload: Channel(groups, payload, both_ways=both_ways, split=split) for payload in Payload
+            }
         self._do: Mapping[Kind, Callable[[Action, _Iteration], None]] = {
             Kind.LOAD: self._load,
             Kind.GATHER: self._gather,
