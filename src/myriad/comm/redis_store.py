@@ -83,7 +83,8 @@ class RedisStore(Store):
     def __init__(self, address: RedisAddress, attempt: str, timeout: timedelta) -> None:
         super().__init__()
         self.set_timeout(timeout)
-        self._address, self._attempt = address, attempt
+        self._address, self._attempt, self._mark = address, attempt, ""
+        greet: Any = self._greet  # redis-py's hints forget that it is given the connection
         self._client = redis.Redis(
             address.host,
             address.port,
@@ -93,13 +94,13 @@ class RedisStore(Store):
             socket_timeout=2 * _WAIT_SECONDS,
             socket_keepalive=True,
             retry=Retry(NoBackoff(), 0),
+            redis_connect_func=greet,
         )
-        self._marked = False
         scripts = {"add": _ADD, "append": _APPEND, "compare_set": _COMPARE_SET}
         self._scripts = {name: self._client.register_script(_READ + body) for name, body in scripts.items()}
-        self._mark = f"myriad/{attempt}\0mark/{uuid.uuid4().hex}"
-        self._call("a first answer", lambda: self._client.set(self._mark, 1, ex=_KEEP_SECONDS))
-        self._marked = True
+        mark = f"myriad/{attempt}\0mark/{uuid.uuid4().hex}"
+        self._call("a first answer", lambda: self._client.set(mark, 1, ex=_KEEP_SECONDS))
+        self._mark = mark
 
     def __str__(self) -> str:
         """As an error names it."""
@@ -108,16 +109,21 @@ class RedisStore(Store):
     def _name(self, key: str) -> str:
         return f"myriad/{self._attempt}/{key}"
 
+    def _greet(self, connection: Any) -> None:
+        """On every connection: is this still the server that this rank has written to?"""
+        connection.on_connect()
+        if self._mark:
+            connection.send_command("EXISTS", self._mark)
+            if not connection.read_response():
+                raise RunFailedError(f"{self} has restarted and lost the keys of this run")
+
     def _call(self, what: str, ask: Callable[[], T]) -> T:
         """``ask``, asked again after a lost connection. Raises `RunFailedError`."""
-        started, delay, lost = time.monotonic(), 0.05, False
+        started, delay = time.monotonic(), 0.05
         while True:
             try:
-                if lost and self._marked and not self._client.exists(self._mark):
-                    raise RunFailedError(f"{self} has restarted and lost the keys of this run")
                 return ask()
             except (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError) as error:
-                lost = True
                 if time.monotonic() - started > _RETRY_SECONDS:
                     raise RunFailedError(
                         f"{self} does not answer (waited for {what}; tried for {_RETRY_SECONDS:g} s): {error}"
@@ -219,5 +225,5 @@ class RedisStore(Store):
         return True
 
     def clone(self) -> "RedisStore":
-        """The same keys over a connection of its own."""
-        return RedisStore(self._address, self._attempt, self.timeout)
+        """Itself, which many threads may use; of a new one torch would keep the C++ half alone."""
+        return self
