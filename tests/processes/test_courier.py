@@ -266,10 +266,13 @@ def leave_early(way: str) -> None:
         raise RuntimeError("rank 1 gives up")
     deliveries = [exchange.all_reduce(x, 0) for x in sums]
     deliveries.append(exchange.gather(sums[3], torch.ones(count // 2), 0))
-    if way == "both":
-        raise RuntimeError("rank 0 gives up")
-    for delivery in deliveries:
-        delivery.wait()
+    try:
+        if way == "both":
+            raise RuntimeError("rank 0 gives up")
+        for delivery in deliveries:
+            delivery.wait()
+    finally:
+        close_world()
 
 
 @pytest.mark.parametrize("way", ["killed", "both"])
@@ -284,7 +287,7 @@ def test_a_rank_that_ends_ends_the_others_with_an_error_and_no_abort(way):
         for rank in range(2)
     ]
     try:
-        said = [process.communicate(timeout=60)[1] for process in processes]
+        said = [process.communicate(timeout=150)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
