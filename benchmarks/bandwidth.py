@@ -25,7 +25,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,10 @@ from hosts import Hosts
 from peers import deepspeed_peer
 from peers.check import largest_difference
 from peers.myriad_side import alone
-from peers.work import Peer, Work, run_contender
+from peers.work import Contender, Peer, Timing, Work, run_contender
 
 UNSHAPED = "unshaped"
+_MOST_STEPS = 8
 _TOO_SLOW = {True: 1.15, False: 1.3}
 """Than the best setting of the same contender, on shaped links or not, to be tried again at lower rates."""
 _TINY = Work(layers=7, hidden=64, heads=4, vocabulary=256, sequence=32, global_batch=8)
@@ -107,6 +108,7 @@ class Bench:
 
     def __init__(self, hosts: Hosts, machines: Machines, work: Work, seconds: float) -> None:
         self.hosts, self.machines, self.work, self.seconds = hosts, machines, work, seconds
+        self._last: dict[Hashable, float] = {}
 
     def check(self, settings: Sequence[Setting]) -> None:
         """Prints how far each peer's gradients are from one process's."""
@@ -126,20 +128,30 @@ class Bench:
         found = []
         for size in (size for size in (1, 2, 4) if share % size == 0):
             make = partial(alone, micro_batch=size)
-            timings = self._on_ranks(run_contender, make, _share(self.work, share), self.seconds)
+            timings = self._train(make, _share(self.work, share), size)
             found.append(max(statistics.median(timing.seconds) for timing in timings))
         return min(found)
 
     def visit(self, entry: Entry) -> bool:
         """Adds steps to the entry; False when the setting does not run."""
         try:
-            timings = self._on_ranks(run_contender, entry.setting.make, self.work, self.seconds)
+            timings = self._train(entry.setting.make, self.work, entry.setting)
         except RankError as error:
             print(f"{entry.setting.contender}, {entry.setting.knobs}: {_last_line(error)}", flush=True)
             return False
         entry.seconds += timings[0].seconds
         entry.sent_bytes = max(timing.sent_bytes for timing in timings)
         return True
+
+    def _train(self, make: Callable[[Work], Contender], work: Work, key: Hashable) -> list[Timing]:
+        """As many steps as the budget allows, going by the last visit of ``key``, but at least two (one without
+        a budget)."""
+        last = self._last.get(key)
+        num_steps = 0 if last is None else min(_MOST_STEPS, round(self.seconds / last))
+        num_steps = max(num_steps, 2 if self.seconds else 1)
+        timings = self._on_ranks(run_contender, make, work, num_steps)
+        self._last[key] = statistics.median(timings[0].seconds)
+        return timings
 
     def _on_ranks(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         return self.hosts.run_ranks(

@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP_NORM = 1e-3, 0.1, (0.9, 0.95), 1.0
-_MOST_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -135,21 +134,18 @@ class Timing:
     where that is not known."""
 
 
-def time_steps(step: Callable[[int], float], budget_seconds: float) -> Timing:
-    """One step to warm up, then steps until the budget is spent: at least one and at most eight, on all ranks
-    alike.
+def time_steps(step: Callable[[int], float], num_steps: int) -> Timing:
+    """One step to warm up, then the timed ones.
 
-    The loss shares that ``step`` gives are added up afterwards, outside of the timed steps."""
+    Nothing happens in between: in a pause, what the step before left under way would travel for free. So the
+    loss shares that ``step`` gives are added up afterwards."""
     shares, seconds = [step(0)], list[float]()
     sent_before = _sent_bytes()
-    num_steps = 2
-    while len(shares) < num_steps:
+    for index in range(1, num_steps + 1):
         start = time.perf_counter()
-        shares.append(step(len(shares)))
+        shares.append(step(index))
         seconds.append(time.perf_counter() - start)
-        if len(shares) == 2:
-            num_steps = 1 + _agreed(budget_seconds / seconds[0])
-    sent = (_sent_bytes() - sent_before) / len(seconds)
+    sent = (_sent_bytes() - sent_before) / num_steps
     losses = torch.tensor(shares, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(losses)
@@ -161,15 +157,7 @@ def _sent_bytes() -> int:
     return int(counter.read_text()) if counter.exists() else 0
 
 
-def _agreed(num_steps: float) -> int:
-    """What rank 0 says."""
-    number = torch.tensor(min(_MOST_STEPS, max(1, round(num_steps))))
-    if dist.is_initialized():
-        dist.broadcast(number, src=0)
-    return int(number)
-
-
-def run_contender(make: Callable[[Work], Contender], work: Work, budget_seconds: float) -> Timing:
+def run_contender(make: Callable[[Work], Contender], work: Work, num_steps: int) -> Timing:
     """Trains on the work's batches."""
     contender = make(work)
 
@@ -178,7 +166,7 @@ def run_contender(make: Callable[[Work], Contender], work: Work, budget_seconds:
         contender.update()
         return loss
 
-    timing = time_steps(step, budget_seconds)
+    timing = time_steps(step, num_steps)
     contender.close()
     return timing
 
