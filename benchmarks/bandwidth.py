@@ -35,7 +35,7 @@ from bandwidth_chart import draw
 from bandwidth_contenders import Machines, Setting, all_settings
 from bandwidth_report import Row, print_rate, print_summary, rows_of
 from host_ranks import RankError
-from hosts import Hosts
+from hosts import Hosts, bits_per_second
 from peers import deepspeed_peer
 from peers.check import largest_difference
 from peers.myriad_side import alone
@@ -78,9 +78,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{words} ({default})")
     rates = [UNSHAPED, "1gbit", "400mbit", "200mbit", "100mbit", "50mbit"]
-    parser.add_argument("--rates", nargs="+", default=rates, help="highest first, as tc writes them")
+    parser.add_argument("--rates", nargs="+", type=_rate, default=rates, help="highest first, as tc has them")
     parser.add_argument(
-        "--seconds", type=float, default=1.5, help="of timed steps in a visit, at least one step"
+        "--seconds", type=float, default=1.5, help="of timed steps in a visit; at least 2 steps"
     )
     parser.add_argument("--only", default="", help="contenders whose names contain this")
     parser.add_argument("--quick", action="store_true", help="two rates, one timed step in a visit")
@@ -88,10 +88,24 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write all rows there")
     parser.add_argument("--svg", type=Path, help="draw step time against rate there")
     chosen = parser.parse_args(arguments)
+    world = chosen.hosts * chosen.ranks_per_host
+    if world < 2 or chosen.global_batch % world:
+        parser.error(
+            f"--global-batch {chosen.global_batch} must be a multiple of the {world} ranks, at least 2"
+        )
+    if chosen.heads % world or chosen.hidden % chosen.heads:
+        parser.error(f"--heads {chosen.heads} must be a multiple of the {world} ranks, and divide --hidden")
     if chosen.quick:
         chosen.seconds = 0.0
         chosen.rates = [UNSHAPED, "200mbit"] if chosen.rates == rates else chosen.rates[:2]
     return chosen
+
+
+def _rate(text: str) -> str:
+    try:
+        return text if text == UNSHAPED or bits_per_second(text) else ""
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def chosen_settings(work: Work, machines: Machines, only: str) -> list[Setting]:
@@ -144,8 +158,8 @@ class Bench:
         return True
 
     def _train(self, make: Callable[[Work], Contender], work: Work, key: Hashable) -> list[Timing]:
-        """As many steps as the budget allows, going by the last visit of ``key``, but at least two (one without
-        a budget)."""
+        """As many steps as the budget allows, going by the last visit of ``key``, but at least two (one
+        without a budget)."""
         last = self._last.get(key)
         num_steps = 0 if last is None else min(_MOST_STEPS, round(self.seconds / last))
         num_steps = max(num_steps, 2 if self.seconds else 1)
