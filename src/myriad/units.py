@@ -2,7 +2,7 @@
 
 import re
 
-__all__ = ["format_bytes", "format_count", "format_rate", "format_seconds", "parse_bytes", "parse_rate"]
+__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes", "parse_rate"]
 
 _FACTORS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -29,15 +29,6 @@ def parse_rate(text: object) -> float:
         raise ValueError(f"{text!r} is not a rate: a number with kbit/s, Mbit/s, Gbit/s, MB/s or GB/s")
     number, factor, unit, _ = match.groups()
     return float(number) * _FACTORS[f"{factor.upper()}B" if factor else ""] * (8 if unit == "B" else 1)
-
-
-def format_rate(bits_per_second: float) -> str:
-    """A link's rate as ``1.5 Gbit/s``."""
-    for unit in ("", "k", "M"):
-        if abs(bits_per_second) < 1000:
-            return f"{bits_per_second:.3g} {unit}bit/s"
-        bits_per_second /= 1000
-    return f"{bits_per_second:.3g} Gbit/s"
 
 
 def format_bytes(count: float) -> str:

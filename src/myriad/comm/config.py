@@ -20,8 +20,8 @@ class CommConfig(Config):
     timeout_seconds: float = Field(600.0, gt=0)
     """How long a rank waits for others before it gives up."""
     hierarchy: Literal["auto", "flat", "node", "switch"] = "auto"
-    """Data-parallel sums: flat among all, by node, by node and switch, or what is quickest on these
-    links."""
+    """Data-parallel sums: flat among all, by node, by node and switch; auto: what is quickest on these links,
+    and a run whose links change may then add up in another order."""
     node_size: int | None = Field(None, ge=1)
     """Ranks of one node, consecutive; off: as the launcher says."""
     switch_size: int | None = Field(None, ge=1)

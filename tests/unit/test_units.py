@@ -1,0 +1,22 @@
+"""A rate read eight times too high makes the planner and the choice of a hierarchy wrong without a word."""
+
+import pytest
+
+from myriad.errors import BadInputError
+from myriad.job import load_job
+from myriad.units import parse_rate
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_second"),
+    [("200 Mbit/s", 2e8), ("1.5Gbit", 1.5e9), ("25 GB/s", 2e11), ("800 bit/s", 800), (9600, 9600)],
+)
+def test_bits_and_bytes_are_told_apart(text, bits_per_second):
+    assert parse_rate(text) == bits_per_second
+
+
+@pytest.mark.parametrize("text", ["fast", "200 mb/s", "-1 Gbit/s", "0 bit/s"])
+def test_a_rate_that_cannot_be_is_refused_in_one_line(text):
+    with pytest.raises(BadInputError, match=r"^comm\.network_bandwidth = .*") as refused:
+        load_job("tiny", [f"comm.network_bandwidth={text}"])
+    assert "\n" not in str(refused.value)
