@@ -191,8 +191,8 @@ class _ParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._rule == "column":
-            return linear(self._boundary.copy(x), self.weight, self.bias)
+            return linear(self._boundary.copy(x), self.weight, self.bias, self._boundary.later)
         if self._rule == "row":
-            y = self._boundary.join(linear(x, self.weight))
+            y = self._boundary.join(linear(x, self.weight, later=self._boundary.later))
             return y if self.bias is None else y + self.bias
         return linear(x, self.weight, self.bias)

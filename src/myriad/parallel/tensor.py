@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from myriad.comm.collectives import all_reduce
+from myriad.comm.collectives import all_reduce, start_all_reduce
 from myriad.comm.groups import Group
-from myriad.kernels.gradient import DeferredProduct
+from myriad.kernels.gradient import DeferredProduct, apply_deferred
 from myriad.model.boundary import Arrived, Arriving, Boundary
-from myriad.parallel.crossing import Direction, cross, stack
+from myriad.parallel.crossing import Direction, cross
+from myriad.parallel.travelling import Stacking
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["GroupBoundary"]
@@ -55,7 +56,7 @@ class GroupBoundary(Boundary):
         return x if self.size == 1 else _Join.apply(x, self)
 
     def start_stack(self, x: torch.Tensor) -> Arriving:
-        return Arrived(x[None]) if self.size == 1 else stack(x, self)
+        return Arrived(x[None]) if self.size == 1 else Stacking(x, self)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Over the ranks, in place; not differentiable."""
@@ -73,7 +74,12 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.boundary.sum(gradients[0].clone()), None
+        boundary: GroupBoundary = ctx.boundary
+        pending = start_all_reduce(total := gradients[0].clone(), boundary.group)
+        apply_deferred(boundary.later or [])
+        with boundary.recorder.span("tensor_comm"):
+            pending.wait()
+        return total, None
 
 
 class _Join(torch.autograd.Function):
