@@ -60,22 +60,18 @@ def real(sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
 
 
 def bound(rows: Sequence[dict[str, Any]], world: int) -> None:
-    """Whether the aim is met, and what part of a start is no way of starting."""
+    """Whether the aim is met, and what part of a start has nothing to do with the way of starting."""
     torch, mine, least = (row for row in rows if row["ranks"] == world)
     print(f"aim: {AIM_RATIO:g} x quicker than torch at {AIM_RANKS} ranks; at {world}: {mine['ratio']:.1f} x")
-    print(
-        f"bound: {world} processes that only reach the store take {least['used_seconds']:.3f} s, so nothing is"
-        f" more than {torch['used_seconds'] / least['used_seconds']:.1f} x quicker than torch here; past that"
-        f" torch takes {torch['used_seconds'] - least['used_seconds']:.3f} s and"
-        f" {torch['cpu_seconds'] - least['cpu_seconds']:.2f} CPU seconds,"
-        f" Myriad {mine['used_seconds'] - least['used_seconds']:.3f} s and"
-        f" {mine['cpu_seconds'] - least['cpu_seconds']:.2f}"
-    )
-    for side in ("torch", "myriad"):
-        growth = exponent(
-            [{"ranks": r["ranks"], "seconds": r["cpu_seconds"]} for r in rows if r["side"] == side]
+    most = torch["used_seconds"] / least["used_seconds"]
+    print(f"bound: only to reach the store takes {least['used_seconds']:.3f} s: {most:.1f} x is the most")
+    for side, row in (("torch", torch), ("Myriad", mine)):
+        more, cpu = (row[key] - least[key] for key in ("used_seconds", "cpu_seconds"))
+        own = [each for each in rows if each["side"] == row["side"]]
+        growth = exponent([{"ranks": each["ranks"], "seconds": each["cpu_seconds"]} for each in own])
+        print(
+            f"past that {side} takes {more:.3f} s, {cpu:.2f} CPU seconds; its CPU time grows as n^{growth:.2f}"
         )
-        print(f"growth exponent of the CPU time of {side}: {growth:.2f}")
 
 
 def simulated(wire: Wire, way: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
@@ -100,9 +96,7 @@ def store_alone(*, quick: bool) -> list[dict[str, Any]]:
     sizes = [world for world in SIMULATED[: 2 if quick else None] if world <= most]
     if len(sizes) < len(SIMULATED) and not quick:
         print(f"no more than {most} connections here (open files, ports): larger sizes are left out")
-    print(
-        "\nsimulated ranks: seconds from the start of all to the end of the last, messages and round trips of one"
-    )
+    print("\nsimulated ranks: seconds from the start of all to the end of the last; messages, replies of one")
     print(f"{'ranks':>7} {'store':24}{'seconds':>10}{'messages':>12}{'replies':>14}")
     rows = simulated(TcpStore(libuv=True), "myriad", sizes)
     rows += simulated(TcpStore(libuv=False), "myriad", WITHOUT_LIBUV[: 2 if quick else None])

@@ -22,15 +22,16 @@ from typing import Any
 
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import Layout
-from myriad.comm.meeting import partners
-from startup_wire import Step, Wire
+from myriad.comm.meeting import MESH_RANKS, partners
+from startup_wire import ADDRESS_BYTES, Step, Wire
 
 _OPENING = 1000
 _PROCESSES = 2
 _LIMIT_SECONDS = 240.0
 
-Exchange = tuple[str, int, Sequence[int]]
-"""A group's name, this rank's place in it, and the places of those whose addresses it reads."""
+Exchange = tuple[str, int, Sequence[int], int]
+"""A group's name, this rank's place in it, the places of those whose addresses it reads, and an address's
+bytes."""
 
 
 def layout_of(world: int) -> Layout:
@@ -41,12 +42,13 @@ def layout_of(world: int) -> Layout:
 def exchanges_of(rank: int, layout: Layout) -> list[Exchange]:
     """World, dp, pp and tp."""
     grid = RankGrid(layout, rank)
-    found: list[Exchange] = [("world", rank, partners(rank, layout.world))]
+    found: list[Exchange] = [("world", rank, partners(rank, layout.world), ADDRESS_BYTES)]
     for axis in ("dp", "pp", "tp"):
         members = grid.peers(axis)
         if len(members) > 1:
-            index = members.index(rank)
-            found.append((f"{axis}:{members[0]}", index, partners(index, len(members))))
+            index, count = members.index(rank), len(members)
+            size = ADDRESS_BYTES + (8 * count if count <= MESH_RANKS else 0)
+            found.append((f"{axis}:{members[0]}", index, partners(index, count), size))
     return found
 
 

@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-__all__ = ["Redis", "Step", "TcpStore", "Wire"]
-
-ADDRESS_BYTES = 154
-"""What gloo writes for one rank: host name and socket address."""
+ADDRESS_BYTES = 152 + len(socket.gethostname())
+"""What gloo writes for one rank of a group: host name and socket address, and 8 bytes for each member when it
+connects to all at once."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class Wire(Protocol):
     def hello(self, rank: int) -> list[Step]:
         """What a client sends when it has connected."""
 
-    def exchange(self, group: str, index: int, members: Sequence[int]) -> list[Step]:
-        """Writes one's own address and reads those of ``members``."""
+    def exchange(self, group: str, index: int, members: Sequence[int], size: int) -> list[Step]:
+        """Writes one's own address, ``size`` bytes, and reads those of ``members``."""
 
 
 def _text(value: bytes) -> bytes:
@@ -67,11 +66,11 @@ class TcpStore:
         ping = b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x0d" + struct.pack("<I", rank)
         return [Step(ping, "bytes", 4), Step(b"\x04" + _text(b"init/") + struct.pack("<q", 1), "bytes", 8)]
 
-    def exchange(self, group: str, index: int, members: Sequence[int]) -> list[Step]:
+    def exchange(self, group: str, index: int, members: Sequence[int], size: int) -> list[Step]:
         """SET; then WAIT and MULTI_GET."""
         keys = [f"/{group}/{member}".encode() for member in members]
         asked = struct.pack("<Q", len(keys)) + b"".join(map(_text, keys))
-        own = b"\x01" + _text(f"/{group}/{index}".encode()) + _text(b"a" * ADDRESS_BYTES)
+        own = b"\x01" + _text(f"/{group}/{index}".encode()) + _text(b"a" * size)
         return [Step(own), Step(b"\x06" + asked, "bytes", 1), Step(b"\x0a" + asked, "values", len(keys))]
 
     def mesh(self, group: str, index: int, size: int) -> Iterator[Step]:
@@ -115,10 +114,10 @@ class Redis:
         mark = self._command(b"SET", b"myriad/a\0mark/%d" % rank, b"1", b"EX", b"86400")
         return [Step(b"".join(info), "lines", 2), Step(mark, "lines", 1)]
 
-    def exchange(self, group: str, index: int, members: Sequence[int]) -> list[Step]:
+    def exchange(self, group: str, index: int, members: Sequence[int], size: int) -> list[Step]:
         """XADD and EXPIRE in one message; XREAD BLOCK until all are there."""
         own = f"myriad/a/{group}/{index}".encode()
-        add = self._command(b"XADD", own, b"MAXLEN", b"1", b"*", b"v", b"a" * ADDRESS_BYTES)
+        add = self._command(b"XADD", own, b"MAXLEN", b"1", b"*", b"v", b"a" * size)
         names = tuple(f"myriad/a/{group}/{member}".encode() for member in members)
         write = Step(add + self._command(b"EXPIRE", own, b"86400"), "lines", 3)  # a length, an id, a number
         return [write, Step(self.read(names), "streams", len(names), names)]

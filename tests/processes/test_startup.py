@@ -12,6 +12,10 @@ import torch.distributed as dist
 from ranks import free_port, run_ranks
 from torch.distributed import distributed_c10d as c10d
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import startup_clients
+import startup_wire
 from myriad.comm import groups as groups_module
 from myriad.comm import meeting
 from myriad.comm.config import CommConfig
@@ -68,22 +72,22 @@ class Counting(meeting.MeetingStore):
 
     def __init__(self, inner):
         super().__init__(inner)
-        self.requests = 0
+        self.requests = []
 
     def set(self, key, value):
-        self.requests += 1
+        self.requests.append(("set", len(value)))
         self._inner.set(key, value)
 
     def multi_get(self, keys):
-        self.requests += 1
+        self.requests.append(("multi_get", len(keys)))
         return self._inner.multi_get(keys)
 
     def get(self, key):
-        self.requests += 1
+        self.requests.append(("get", 1))
         return self._inner.get(key)
 
 
-def requests_of_a_start(layout: Layout) -> int:
+def requests_of_a_start(layout: Layout) -> list[tuple[str, int]]:
     opened, counting = groups_module.open_store, []
 
     def open_counting(*arguments):
@@ -101,9 +105,20 @@ def requests_of_a_start(layout: Layout) -> int:
     return done
 
 
-@pytest.mark.parametrize("layout", [CUBE, Layout(dp=3, pp=2, tp=2)], ids=str)
-def test_a_start_costs_each_rank_the_same_requests_however_many_there_are(layout):
-    assert set(run_ranks(layout.world, requests_of_a_start, layout)) == {2 * 4}
+@pytest.mark.parametrize("layout", [CUBE, Layout(dp=3, pp=2, tp=2)], ids=lambda layout: str(layout.world))
+def test_a_start_costs_each_rank_two_requests_a_group_as_the_benchmark_simulates(layout):
+    for rank, found in enumerate(run_ranks(layout.world, requests_of_a_start, layout)):
+        exchanges = startup_clients.exchanges_of(rank, layout)
+        reads = [("multi_get", len(members)) for _, _, members, _ in exchanges]
+        writes = [("set", size) for *_, size in exchanges]
+        assert sorted(found) == sorted(reads + writes)
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+@pytest.mark.parametrize("way", ["myriad", "mesh"])
+def test_simulated_ranks_speak_the_language_of_the_store(libuv, way):
+    found = startup_clients.measure(startup_wire.TcpStore(libuv=libuv), 64, way)
+    assert found["replies_per_rank"] == (2 + 2 * 3 if way == "myriad" else 2 + 3 * 64)
 
 
 def all_pairs_in_a_large_group() -> bool:
