@@ -69,9 +69,7 @@ def bound(rows: Sequence[dict[str, Any]], world: int) -> None:
         more, cpu = (row[key] - least[key] for key in ("used_seconds", "cpu_seconds"))
         own = [each for each in rows if each["side"] == row["side"]]
         growth = exponent([{"ranks": each["ranks"], "seconds": each["cpu_seconds"]} for each in own])
-        print(
-            f"past that {side} takes {more:.3f} s, {cpu:.2f} CPU seconds; its CPU time grows as n^{growth:.2f}"
-        )
+        print(f"past that {side} takes {more:.3f} s, {cpu:.2f} CPU seconds, growing as n^{growth:.2f}")
 
 
 def simulated(wire: Wire, way: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
