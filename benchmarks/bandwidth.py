@@ -103,9 +103,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _rate(text: str) -> str:
     try:
-        return text if text == UNSHAPED or bits_per_second(text) else ""
+        if text != UNSHAPED:
+            bits_per_second(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def chosen_settings(work: Work, machines: Machines, only: str) -> list[Setting]:
