@@ -67,10 +67,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, default, words in (
-        ("layers", 7, "blocks of the model; the head weighs about as much as one more"),
+        ("layers", 7, "blocks of the model; the head multiplies about as much as one more"),
         ("hidden", 256, "width"),
         ("heads", 4, "attention heads"),
-        ("vocabulary", 4096, "tokens known"),
+        ("vocabulary", 3072, "tokens known"),
         ("sequence", 256, "tokens in a sequence"),
         ("global-batch", 8, "sequences in a step, over all ranks"),
         ("hosts", 2, "namespaces"),
@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     rates = [UNSHAPED, "1gbit", "400mbit", "200mbit", "100mbit", "50mbit"]
     parser.add_argument("--rates", nargs="+", type=_rate, default=rates, help="highest first, as tc has them")
     parser.add_argument(
-        "--seconds", type=float, default=1.5, help="of timed steps in a visit; at least 2 steps"
+        "--seconds", type=float, default=1.0, help="of timed steps in a visit; at least 2 steps"
     )
     parser.add_argument("--only", default="", help="contenders whose names contain this")
     parser.add_argument("--quick", action="store_true", help="two rates, one timed step in a visit")
