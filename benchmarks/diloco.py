@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from myriad.cli.plot import Series, lines_svg
+from myriad.errors import RunFailedError
 from myriad.job import load_job
 from myriad.resilience.engines.local import run_local
 from myriad.run import Run
@@ -109,6 +110,8 @@ def train(setting: Setting, tokens: int, slowest: int, folder: Path) -> Result:
     run = Run(folder / f"{setting.every}-{setting.rate}-{setting.momentum}")
     run.create_or_resume(load_job("embedded", [f"{key}={value}" for key, value in overrides.items()]))
     run_local(run, REPLICAS, command=[sys.executable, __file__, "--rank"])
+    if (done := run.read_metrics()[-1]["step"]) < steps:
+        raise RunFailedError(f"{setting.name}: somebody stopped it after {done} of {steps} steps")
     losses = [event["loss"] for event in run.read_events() if event["event"] == "validation"]
     curve = [(line["tokens"], line["loss"]) for line in run.read_metrics()]
     return Result(setting, steps, tuple(losses), int((run.path / "bytes").read_text()), curve)
