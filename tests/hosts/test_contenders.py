@@ -46,8 +46,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_sends_what_it_must_and_little_more(hosts, name):
-    """The rest: headers, the global norm, the loss of vocabulary-parallel ranks."""
+    """The rest: headers, the global norm, the loss of vocabulary-parallel ranks. A little may be missing:
+    what is still under way at the end of the last step."""
     layout, least = LAYOUTS[name]
     timings = hosts(2).run_ranks(run_contender, partial(Myriad, layout=layout), WORK, 8)
     sent = max(timing.sent_bytes for timing in timings)
-    assert 0.99 * least < sent < 1.1 * least + 20_000
+    assert 0.95 * least < sent < 1.1 * least + 20_000
