@@ -85,13 +85,14 @@ def _run(*words: str) -> str:
 
 
 def _shape(namespace: str, device: str, rate: str | None) -> None:
-    """The queue holds 50 ms; the bucket one segment of 64 KiB as the kernel hands it down, or 1 ms of fast
-    links, whose timer would otherwise be late."""
+    """The queue holds 50 ms; the bucket one segment of 64 KiB as the kernel hands it down, with its
+    headers (a smaller bucket has it cut in packets of 1,500 bytes: up to nine times the processor time and
+    half the rate, measured), or 1 ms of fast links, whose timer would otherwise be late."""
     tc = ("tc", "-n", namespace, "qdisc")
     if rate is None:
         subprocess.run([*tc, "delete", "dev", device, "root"], capture_output=True)
         return
-    burst = max(2**16, int(bits_per_second(rate) / 8 * 1e-3))
+    burst = max(80_000, int(bits_per_second(rate) / 8 * 1e-3))
     _run(*tc, "replace", "dev", device, "root", "tbf", "rate", rate, "burst", str(burst), "latency", "50ms")
 
 
