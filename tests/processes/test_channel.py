@@ -29,6 +29,7 @@ def transfer(shape: tuple[int, ...], is_split: bool) -> tuple[bool, set[int]]:
         found = [each.wait().transpose(0, 1) for each in posted]
         channel.send(found[0] * 2, 0, 7).wait()
         expected = tensors
+    dist.barrier()  # rank 0 keeps the store that other pairs may still need to make their groups
     close_world()
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), lengths
 

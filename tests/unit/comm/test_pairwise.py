@@ -57,7 +57,8 @@ def drain(wire: Wire, credit: int, count: int) -> list[int]:
         try:
             under_way.append(wire.sent.get(timeout=0.02))
         except Empty:
-            under_way.pop(0).done.set()  # the next one does not fit yet
+            if under_way:
+                under_way.pop(0).done.set()  # the next one does not fit yet
             continue
         tags.append(under_way[-1].tag)
         assert len(under_way) == 1 or sum(sent.data.nbytes for sent in under_way) <= credit
