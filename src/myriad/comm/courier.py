@@ -19,6 +19,7 @@ import os
 from collections import Counter
 
 import torch
+import torch.distributed as dist
 
 from myriad.comm.by_collectives import ByCollectives
 from myriad.comm.by_pairs import ByPairs
@@ -106,5 +107,7 @@ def _decide(group: Group, ranks: tuple[int, ...], sites: Sites, comm: CommConfig
     distances = [sites.distance(here, ranks[level.members[level.others[0]]]) for level in levels]
     rates = declared_rates(comm, sites)
     if not set(distances) <= set(rates):
+        if dist.get_backend(group) != "gloo":
+            return "flat"  # NCCL knows its links and finds its own way through nodes
         rates = dict(zip(distances, measure_rates(group, levels), strict=True))
     return choose_hierarchy(sites, ranks, rates)
