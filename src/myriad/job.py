@@ -180,6 +180,12 @@ def _check_lossy(job: Job) -> None:
         comm.sync_every,
         "needs layout.zero = 0: each replica trains alone and holds everything",
     )
+    _need(
+        comm.sync_every == 1 or comm.compress_gradients is None,
+        "comm.compress_gradients",
+        comm.compress_gradients,
+        "needs comm.sync_every = 1: replicas that train alone send no gradients",
+    )
 
 
 def _check_agreement(job: Job) -> None:

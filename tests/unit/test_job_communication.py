@@ -57,6 +57,11 @@ CANNOT_BE = [
     (["comm.timeout_seconds=inf"], "comm.timeout_seconds", "finite number"),
     (["comm.sync_every=0"], "comm.sync_every", "greater than or equal to 1"),
     (["comm.sync_every=4", "layout.dp=2", "layout.zero=1"], "comm.sync_every", "needs layout.zero = 0"),
+    (
+        ["comm.sync_every=4", "layout.dp=2", "comm.compress_gradients=int8"],
+        "comm.compress_gradients",
+        "needs comm.sync_every = 1",
+    ),
     (["comm.sync_every=3"], "train.steps", "multiple of comm.sync_every = 3"),
     (["comm.sync_every=4", "train.validate_every=6"], "train.validate_every", "multiple of comm.sync_every"),
     (["comm.sync_every=4", "checkpoint.every=5"], "checkpoint.every", "multiple of comm.sync_every"),
