@@ -22,6 +22,7 @@ from myriad.comm.courier import Courier
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.hierarchy import make_levels
 from myriad.comm.layout import Layout
+from myriad.errors import BadInputError
 from myriad.program.config import OverlapConfig
 
 CPU = torch.device("cpu")
@@ -224,6 +225,24 @@ def test_compressed_gradients_are_a_quarter_of_the_bytes():
     small = run_ranks(4, bytes_to_peers, {"node_size": 2, "hierarchy": "flat", "compress_gradients": "int8"})
     ratio = sum(small[0][1].values()) / sum(exact[0][1].values())
     assert ratio == pytest.approx((256 + 4) / 1024)
+
+
+def kind_on_unequal_nodes(hierarchy: str) -> str:
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if int(os.environ["RANK"]) < 2 else "1"
+    try:
+        courier = make_courier(3, hierarchy=hierarchy)
+    except BadInputError as error:
+        return str(error)
+    courier.close()
+    close_world()
+    return courier.hierarchy
+
+
+def test_nodes_of_unequal_size_are_flat_or_refused():
+    for hierarchy in ("auto", "flat"):
+        assert run_ranks(3, kind_on_unequal_nodes, hierarchy) == ["flat"] * 3
+    for said in run_ranks(3, kind_on_unequal_nodes, "node"):
+        assert said.startswith("comm.hierarchy = 'node': nodes hold 1 to 2 ranks")
 
 
 def by_collectives(digits: tuple[int, ...]) -> bool:

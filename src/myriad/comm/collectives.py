@@ -19,6 +19,7 @@ from myriad.comm.groups import Group
 __all__ = [
     "Pending",
     "all_reduce",
+    "all_reduce_max",
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",
@@ -109,6 +110,13 @@ def all_reduce(x: torch.Tensor, group: Group | None) -> torch.Tensor:
     """Sum over ranks, in place."""
     if group is not None:
         dist.all_reduce(x, group=group)
+    return x
+
+
+def all_reduce_max(x: torch.Tensor, group: Group | None) -> torch.Tensor:
+    """Maximum over ranks, in place."""
+    if group is not None:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
     return x
 
 

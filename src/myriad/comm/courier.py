@@ -24,6 +24,7 @@ import torch.distributed as dist
 from myriad.comm.by_collectives import ByCollectives
 from myriad.comm.by_pairs import ByPairs
 from myriad.comm.codec import make_codec
+from myriad.comm.collectives import all_reduce_max
 from myriad.comm.config import CommConfig
 from myriad.comm.exchange import Alone, Delivery, Exchange
 from myriad.comm.groups import Group, Groups
@@ -52,7 +53,7 @@ class Courier:
         if axis is None or self._group is None:
             return
         ranks = groups.grid.peers(axis)
-        sites = _find_sites(comm, groups.grid.layout.world)
+        sites = _find_sites(comm, groups.grid.layout.world, self._group, device)
         self.hierarchy = _decide(self._group, ranks, sites, comm)
         radices = sites.radices(ranks, self.hierarchy)
         assert radices is not None
@@ -87,10 +88,19 @@ class Courier:
             self._post.close()
 
 
-def _find_sites(comm: CommConfig, world: int) -> Sites:
-    """As the job says, else as the launcher says."""
-    node_size = comm.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return Sites(node_size, comm.switch_size)
+def _find_sites(comm: CommConfig, world: int, group: Group, device: torch.device) -> Sites:
+    """As the job says, else as the launcher says, when it says the same to all."""
+    if comm.node_size is not None:
+        return Sites(comm.node_size, comm.switch_size)
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    extremes = torch.tensor([size, -size], device=device)
+    largest, smallest = all_reduce_max(extremes, group).abs().tolist()
+    if largest == smallest:
+        return Sites(size)
+    if comm.hierarchy in ("auto", "flat"):
+        return Sites(world)
+    allowed = f"nodes hold {smallest} to {largest} ranks; equally many, or comm.hierarchy = flat or auto"
+    raise BadInputError("comm.hierarchy", comm.hierarchy, allowed)
 
 
 def _decide(group: Group, ranks: tuple[int, ...], sites: Sites, comm: CommConfig) -> Hierarchy:
