@@ -87,15 +87,20 @@ def _cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _rank(side: str, shape: tuple[int, int, int], rank: int, port: int, gate: Any, results: Any) -> None:
+def _rank(
+    side: str, shape: tuple[int, int, int], rank: int, port: int, gate: Any, release: Any, results: Any
+) -> None:
     world = int(np.prod(shape))
     places = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {key: str(value) for key, value in places.items()}
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if gate.wait(_LIMIT_SECONDS) == 0:
+        release.value = time.monotonic() + 0.2 + 0.01 * world  # so that none starts when others still wake up
     gate.wait(_LIMIT_SECONDS)
-    started, cpu = time.monotonic(), _cpu_seconds()
+    time.sleep(max(0.0, release.value - time.monotonic()))
+    started, cpu = release.value, _cpu_seconds()
     there, groups, _kept = SIDES[side](shape)
     made = time.monotonic()
     for group in [*groups, None] if groups else []:
@@ -112,7 +117,8 @@ def start_once(side: str, world: int) -> Start:
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
     gate, results = context.Barrier(world), context.SimpleQueue()
-    arguments = ((side, LAYOUTS[world], rank, port, gate, results) for rank in range(world))
+    release = context.Value("d", 0.0)
+    arguments = ((side, LAYOUTS[world], rank, port, gate, release, results) for rank in range(world))
     ranks = [context.Process(target=_rank, args=each, daemon=True) for each in arguments]
     for process in ranks:
         process.start()

@@ -37,6 +37,7 @@ def sums_along_each_axis() -> list[tuple[float, float]]:
     groups = open_world(CUBE, CPU)
     found = [(total(groups, axis), sum(groups.grid.peers(axis))) for axis in ("tp", "pp", "dp")]
     found.append((total(groups, "dp", "pp"), sum(groups.grid.peers("dp", "pp"))))
+    assert dist.get_backend(groups.on_host("saving")) == "gloo"
     world = torch.ones(1)
     dist.all_reduce(world)
     dist.barrier()

@@ -52,22 +52,21 @@ def open_world(layout: Layout, device: torch.device, *, comm: CommConfig = _COMM
     options: dict[str, Any] = {"rank": rank, "world_size": world, "timeout": timeout}
     if device.type == "cuda":
         dist.init_process_group("nccl", store=store, device_id=device, **options)
-        _keep_store(store)
+        _keep_store(dist.group.WORLD, store)
         groups.split(timeout)
     else:
         store = MeetingStore(store)
         with store.meeting("the world", range(world), rank), connecting(lazily=True):
             dist.init_process_group("gloo", store=store, **options)
-        _keep_store(store)
+        _keep_store(dist.group.WORLD, store)
     return groups
 
 
-def _keep_store(store: Store) -> None:
-    """Makes torch hold the Python object of the store as long as the world lives: it holds only the C++ half,
+def _keep_store(group: Group | None, store: Store) -> None:
+    """Makes torch hold the Python object of the store as long as the group lives: it holds only the C++ half,
     and the other half has the methods."""
-    world = dist.group.WORLD
-    assert world is not None
-    c10d._world.pg_map[world] = (c10d._world.pg_map[world][0], store)
+    assert group is not None
+    c10d._world.pg_map[group] = (c10d._world.pg_map[group][0], store)
 
 
 def close_world() -> None:
@@ -88,13 +87,19 @@ class Groups:
         behind each other)."""
         return self.of(self.grid.peers(*axes), purpose)
 
-    def of(self, ranks: tuple[int, ...], purpose: str = "") -> Group | None:
+    def on_host(self, purpose: str) -> Group | None:
+        """All ranks over gloo, also where the world's backend is another: for threads that agree on something
+        while the device computes."""
+        return self.of(tuple(range(self.grid.layout.world)), purpose, backend="gloo")
+
+    def of(self, ranks: tuple[int, ...], purpose: str = "", *, backend: str | None = None) -> Group | None:
         """The group of these ranks, this one among them. All of them must ask for it, in the same order of
-        asking."""
+        asking. ``backend``: the world's when left out."""
         if len(ranks) == 1:
             return None
         if (ranks, purpose) not in self._made:
-            self._made[ranks, purpose] = _make_group(tuple(sorted(ranks)), self.grid.rank, purpose)
+            group = _make_group(tuple(sorted(ranks)), self.grid.rank, purpose, backend)
+            self._made[ranks, purpose] = group
         return self._made[ranks, purpose]
 
     @property
@@ -116,19 +121,21 @@ class Groups:
         dist.group.WORLD.bound_device_id = None  # else torch splits every later group as well, and hangs
 
 
-def _make_group(ranks: tuple[int, ...], rank: int, purpose: str) -> Group:
+def _make_group(ranks: tuple[int, ...], rank: int, purpose: str, backend: str | None) -> Group:
     world = dist.group.WORLD
     assert world is not None, "open_world comes first"
-    backend: str = c10d._world.pg_map[world][0]
     store: Any = c10d._world.pg_map[world][1]
-    index, name = ranks.index(rank), _group_name(ranks, purpose)
-    lazily = len(ranks) > MESH_RANKS
+    backend = backend or c10d._world.pg_map[world][0]
+    if backend == "gloo" and not isinstance(store, MeetingStore):
+        store = MeetingStore(store)
+    index, name, lazily = ranks.index(rank), _group_name(ranks, purpose), len(ranks) > MESH_RANKS
     met = store.meeting(f"group {purpose or ranks}", ranks, index) if backend == "gloo" else nullcontext()
     with met, connecting(lazily=lazily):
         group, _ = c10d._new_process_group_helper(
             len(ranks), index, list(ranks), backend, store, name, timeout=store.timeout, group_desc=purpose
         )
     c10d._world.pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
+    _keep_store(group, store)
     if lazily and backend == "gloo":
         dist.barrier(group=group)  # neighbours are connected from here on
     return group

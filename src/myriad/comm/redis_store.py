@@ -34,7 +34,7 @@ from myriad.errors import RunFailedError
 __all__ = ["RedisStore"]
 
 _KEEP_SECONDS = 24 * 3600
-_RETRY_SECONDS = 4.0
+_RETRY_SECONDS = 3.0
 _WAIT_SECONDS = 5.0
 """One blocking read; a longer wait is several, so that a server that is gone without a word is noticed."""
 

@@ -74,7 +74,10 @@ class Trainer:
         self.validation = Validation(job, self.groups.grid, self.device)
         self.engine = self._build_engine()
         self.checkpoints = CheckpointFolder(run.checkpoints_path)
-        self.saver = Saver(self.checkpoints, self.job.checkpoint.keep, background=self.job.overlap.checkpoint)
+        together = self.groups.on_host("checkpoints")
+        self.saver = Saver(
+            self.checkpoints, self.job.checkpoint.keep, together, background=self.job.overlap.checkpoint
+        )
         self.meter = self._build_meter()
         self.step = self._resume()
 

@@ -34,10 +34,13 @@ class Saved:
 class Saver:
     """Writes one checkpoint at a time."""
 
-    def __init__(self, folder: CheckpointFolder, keep: int, *, background: bool) -> None:
-        """``background`` off: training waits until a checkpoint is committed."""
+    def __init__(
+        self, folder: CheckpointFolder, keep: int, group: dist.ProcessGroup | None, *, background: bool
+    ) -> None:
+        """``group``: all ranks, on the host. ``background`` off: training waits until a checkpoint is
+        committed."""
         self._folder, self._keep, self._background = folder, keep, background
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group = group
         self._thread: threading.Thread | None = None
         self._done: list[Saved] = []
         self._error: BaseException | None = None
