@@ -39,8 +39,9 @@ class Wire:
         return 0
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Sent:
-        self.sent.put(Sent(tensors[0], tag))
-        return self.sent.queue[-1]
+        one = Sent(tensors[0], tag)
+        self.sent.put(one)
+        return one
 
 
 @pytest.fixture(scope="module", autouse=True)
