@@ -9,8 +9,11 @@ figure is the quickest repeat, of the slower rank.
     compute   the same step with every tensor-parallel transfer left out (results are wrong, shapes right)
     wire      bytes that one rank has to send in a step, at the nominal rate of the link
     bound     the larger of the two: nothing that sends so many bytes and computes so much can be quicker
+    phases    the same for forward and backward apart: with one micro-batch in a step, the forward's half of
+              the bytes has only the forward's third of the compute to hide behind
 
-In the serial block each layer sends eight times in forward and backward, in the parallel block four.
+In the serial block each layer sends eight times in forward and backward, in the parallel block four. Sending
+and receiving cost processor time too, which no bound counts: about 1 ns a byte each way here.
 """
 
 import argparse
@@ -82,8 +85,13 @@ class Measured:
     """One setting on one rank."""
 
     seconds: list[float] = field(default_factory=list)
-    waited_seconds: list[float] = field(default_factory=list)
+    spans: list[dict[str, float]] = field(default_factory=list)
+    """Seconds by name of span, of each step."""
     loss: float = 0.0
+
+    def least(self, name: str) -> float:
+        """Seconds in such spans, in the step that had fewest."""
+        return min(spans.get(name, 0.0) for spans in self.spans)
 
 
 class Contender:
@@ -118,7 +126,7 @@ class Contender:
         num_targets = self.work.sequences * self.work.model.sequence
         self.measured.loss = self.engine.train_step(lambda: self.batch, 1e-3, num_targets).loss
         self.measured.seconds.append(time.perf_counter() - start)
-        self.measured.waited_seconds.append(self.recorder.take_totals().get("tensor_comm", 0.0))
+        self.measured.spans.append(self.recorder.take_totals())
 
 
 def measure(work: Work, settings: list[str], repeats: int) -> dict[str, Measured]:
@@ -130,7 +138,7 @@ def measure(work: Work, settings: list[str], repeats: int) -> dict[str, Measured
             contender.step()
     for contender in contenders.values():
         contender.engine.close()
-        del contender.measured.seconds[0], contender.measured.waited_seconds[0]
+        del contender.measured.seconds[0], contender.measured.spans[0]
     close_world()
     return {setting: contender.measured for setting, contender in contenders.items()}
 
@@ -143,6 +151,9 @@ class Row:
     block: str
     setting: str
     compute_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    """Parts of ``compute_seconds``; what is left is the optimizer."""
     wire_seconds: float
     step_seconds: float
     off_seconds: float
@@ -157,18 +168,25 @@ class Row:
     def of_bound(self) -> float:
         return max(self.compute_seconds, self.wire_seconds) / self.step_seconds
 
+    @property
+    def of_phases(self) -> float:
+        phases = self.forward_seconds, self.backward_seconds
+        return (
+            self.compute_seconds + sum(max(0.0, self.wire_seconds / 2 - phase) for phase in phases)
+        ) / self.step_seconds
+
     def line(self) -> str:
         compute, wire = self.compute_seconds, self.wire_seconds
         return (
             f"{self.rate:>9} {self.block:>9} {compute:8.3f} {wire:8.3f} {wire / compute:6.2f}"
             f" {self.setting:>7} {self.step_seconds:8.3f} {self.waited_seconds:8.3f}"
-            f" {self.speed_up:8.2f} x {self.of_bound:8.0%}  {self.loss:.6f}"
+            f" {self.speed_up:8.2f} x {self.of_bound:8.0%} {self.of_phases:9.0%}  {self.loss:.6f}"
         )
 
 
 HEADER = (
     f"{'rate':>9} {'block':>9} {'compute':>8} {'wire':>8} {'ratio':>6} {'chunks':>7} {'step':>8} {'waits':>8}"
-    f" {'speed-up':>10} {'of bound':>8}  loss      (seconds)"
+    f" {'speed-up':>10} {'of bound':>8} {'of phases':>9}  loss  (seconds)"
 )
 
 
@@ -186,10 +204,12 @@ def rows_of(rate: str, work: Work, ranks: list[dict[str, Measured]]) -> Iterator
                 work.model.block,
                 setting,
                 seconds[COMPUTE],
+                ranks[0][COMPUTE].least("forward"),
+                ranks[0][COMPUTE].least("backward"),
                 wire,
                 step_seconds,
                 seconds[OFF],
-                min(ranks[0][setting].waited_seconds),
+                ranks[0][setting].least("tensor_comm"),
                 ranks[0][setting].loss,
             )
 

@@ -19,7 +19,7 @@ SHORT = {"layers": 2}
 CUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("serial", {"tp": 2, "micro_batch": 6}, {"tensor_chunks": 4}),  # 2, 2, 1, 1 sequences
     ("serial", {"tp": 2, "micro_batch": 3}, {"tensor_chunks": 2}),  # 2, 1
-    ("serial", {"tp": 2, "micro_batch": 1}, {"tensor_chunks": 3}),  # 3, 3, 2 of a rank's positions
+    ("serial", {"tp": 2, "micro_batch": 1}, {"tensor_chunks": 3}),  # 2, 2, 1, 1, 1, 1 of a rank's positions
     ("parallel-window", {"tp": 2, "micro_batch": 1}, {"tensor_chunks": 2}),
     (
         "parallel-window",
@@ -112,7 +112,7 @@ def test_the_backward_takes_the_turns_of_the_forward_backwards(block: str, micro
     for what, number in notes:
         (under_way.add if what.startswith("post") else under_way.remove)(number)
         most = max(most, len(under_way))
-    assert most == 2, "nothing travelled while another part computed"
+    assert most > 1, "nothing travelled while another part computed"
     assert not under_way
     assert left_over == 0
     assert waited > 0

@@ -31,6 +31,11 @@ from myriad.model.definition import Context
 
 __all__ = ["SteppedLayer", "Steps", "Whole", "run_layers"]
 
+_MORE_PARTS = 2
+"""Times as many parts of positions as of sequences: what travels when they meet has nothing to hide behind,
+and it is one part. Six layers of 512 and 1,024 positions whose transfers take as long as the compute: steps
+1.38 x as fast with 2 parts, 1.47 x with 4, 1.52 x with 8, counting products and bytes alone."""
+
 
 class Whole:
     """A layer's wish for ``function`` of every position's ``x`` ``[B, S, ...]``, of which it has its part;
@@ -196,7 +201,8 @@ def _choose_cut(layer: SteppedLayer, x: torch.Tensor) -> Cut | None:
     if len(x) > 1:
         return _Sequences(_sizes(len(x), boundary.chunks))
     share = x.shape[1] // boundary.size if layer.takes_tokens else x.shape[1]
-    return _Positions(_sizes(share, boundary.chunks), boundary.rank, boundary.size) if share > 1 else None
+    sizes = _sizes(share, _MORE_PARTS * boundary.chunks)
+    return _Positions(sizes, boundary.rank, boundary.size) if share > 1 else None
 
 
 def _sizes(length: int, most: int) -> list[int]:
