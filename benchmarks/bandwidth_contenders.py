@@ -93,6 +93,9 @@ def _micro_batches(work: Work, replicas: int, sizes: Sequence[int]) -> list[int]
     return [size for size in sizes if work.global_batch % (replicas * size) == 0]
 
 
+_ONE_STAGE = ("zero-bubble", "eager-1f1b", "eager-zero-bubble")
+
+
 def _ours(work: Work, machines: Machines) -> Iterator[Setting]:
     """The layouts and overlap settings that Myriad is tried in: the one place to add to."""
     world, share = machines.world, work.global_batch // machines.world
@@ -101,14 +104,15 @@ def _ours(work: Work, machines: Machines) -> Iterator[Setting]:
         yield _layout("data", moved, dp=world, zero=zero, micro_batch=share)
     moved = tensor_bytes(work, world, machines.num_hosts)
     for size in _micro_batches(work, 1, (2, 4, 8)):
-        yield _layout("tensor", moved, tp=world, micro_batch=size)
+        for hides in (True, False):
+            yield _layout("tensor", moved, {"tensor": hides}, tp=world, micro_batch=size)
     for virtual_stages in (1, 2, 4):
         num_stages = world * virtual_stages
         if num_stages > work.layers + 2:
             continue
         ring = [stage % world for stage in range(num_stages)]
         moved = pipeline_bytes(work, ring, machines.ranks_per_host)
-        for schedule in ("1f1b", "zero-bubble") if virtual_stages == 1 else ("interleaved",):
+        for schedule in _ONE_STAGE if virtual_stages == 1 else ("interleaved",):
             layout: dict[str, Any] = {"pp": world, "virtual_stages": virtual_stages, "schedule": schedule}
             for size in _micro_batches(work, 1, (1, 2)):
                 yield _layout("pipeline", moved, **layout, micro_batch=size)

@@ -206,3 +206,6 @@ def _refuse_other_job(old: Job, new: Job, path: Path) -> None:
         if before.get(key) != value and not _MAY_CHANGE.fullmatch(key):
             allowed = f"{path} is a run folder of another job, with {before.get(key)!r}; choose another --run"
             raise BadInputError(key, value, allowed)
+        if key == "layout.dp" and before[key] != value and old.comm.sync_every > 1:
+            allowed = f"must stay {before[key]}: with comm.sync_every > 1 each replica has a state of its own"
+            raise BadInputError(key, value, allowed)

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from test_parity import MODELS, assert_equal, train
 
 from myriad.comm.groups import close_world
-from myriad.parallel import crossing, travelling
+from myriad.parallel import crossing
 from myriad.telemetry.spans import Recorder
 
 SHORT = {"layers": 2}
@@ -49,14 +49,6 @@ def test_any_cut_gives_the_loss_and_parameters_of_one_process(
 ) -> None:
     case = Case(layout=layout, model=short(model), overlap=overlap, **STEPS)
     assert_equal(case, one_process[model])
-
-
-@pytest.mark.parametrize("layout", [{"tp": 2, "micro_batch": 3}, {"tp": 4, "micro_batch": 2}], ids=str)
-def test_tensors_sent_from_where_they_stand_arrive_where_they_belong(
-    layout: dict[str, Any], one_process: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(travelling, "_LONG_BYTES", 0)  # as if these were long; ranks are forked from here
-    assert_equal(Case(layout=layout, model=short("gpt2"), **STEPS), one_process["gpt2"])
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3])

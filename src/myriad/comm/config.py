@@ -21,7 +21,7 @@ class CommConfig(Config):
     """How long a rank waits for others before it gives up."""
     hierarchy: Literal["auto", "flat", "node", "switch"] = "auto"
     """Data-parallel sums: flat among all, by node, by node and switch; auto: what is quickest on these links,
-    and a run whose links change may then add up in another order."""
+    measured once and kept in the run's hierarchy.json, so that a resumed run adds up in the same order."""
     node_size: int | None = Field(None, ge=1)
     """Ranks of one node, consecutive; off: as the launcher says."""
     switch_size: int | None = Field(None, ge=1)
@@ -41,7 +41,8 @@ class CommConfig(Config):
     """Steps between synchronisations of data-parallel replicas; more than 1 is DiLoCo (each replica
     trains alone in between) and gives other losses."""
     outer_learning_rate: float = Field(0.7, gt=0)
-    """Of the outer optimizer (Nesterov), with sync_every > 1."""
+    """Of the outer optimizer (Nesterov), with sync_every > 1; 1 with momentum 0 is the plain mean, which
+    loses less in a short training."""
     outer_momentum: float = Field(0.9, ge=0, lt=1)
     """Of the outer optimizer, with sync_every > 1."""
 

@@ -15,23 +15,19 @@ all that can hold those back is sends of calls before that wait, whose receives 
 comes to that wait.
 """
 
-import os
 from collections import Counter
 
 import torch
-import torch.distributed as dist
 
 from myriad.comm.by_collectives import ByCollectives
 from myriad.comm.by_pairs import ByPairs
 from myriad.comm.codec import make_codec
-from myriad.comm.collectives import all_reduce_max
 from myriad.comm.config import CommConfig
 from myriad.comm.exchange import Alone, Delivery, Exchange
-from myriad.comm.groups import Group, Groups
-from myriad.comm.hierarchy import Hierarchy, Sites, choose_hierarchy, declared_rates, make_levels
-from myriad.comm.links import measure_rates
+from myriad.comm.groups import Groups
+from myriad.comm.hierarchy import Hierarchy, make_levels
 from myriad.comm.pairwise import Post
-from myriad.errors import BadInputError
+from myriad.comm.sites import find_sites, settle_hierarchy
 from myriad.program.config import OverlapConfig
 
 __all__ = ["Courier", "Delivery", "Exchange"]
@@ -53,8 +49,8 @@ class Courier:
         if axis is None or self._group is None:
             return
         ranks = groups.grid.peers(axis)
-        sites = _find_sites(comm, groups.grid.layout.world, self._group, device)
-        self.hierarchy = _decide(self._group, ranks, sites, comm)
+        sites = find_sites(groups, self._group, comm, device)
+        self.hierarchy = settle_hierarchy(groups, axis, comm, device)
         radices = sites.radices(ranks, self.hierarchy)
         assert radices is not None
         self._levels = make_levels(self._group.rank(), radices)
@@ -86,38 +82,3 @@ class Courier:
         """Ends its threads."""
         if self._post is not None:
             self._post.close()
-
-
-def _find_sites(comm: CommConfig, world: int, group: Group, device: torch.device) -> Sites:
-    """As the job says, else as the launcher says, when it says the same to all."""
-    if comm.node_size is not None:
-        return Sites(comm.node_size, comm.switch_size)
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    extremes = torch.tensor([size, -size], device=device)
-    largest, smallest = all_reduce_max(extremes, group).abs().tolist()
-    if largest == smallest:
-        return Sites(size)
-    if comm.hierarchy in ("auto", "flat"):
-        return Sites(world)
-    allowed = f"nodes hold {smallest} to {largest} ranks; equally many, or comm.hierarchy = flat or auto"
-    raise BadInputError("comm.hierarchy", comm.hierarchy, allowed)
-
-
-def _decide(group: Group, ranks: tuple[int, ...], sites: Sites, comm: CommConfig) -> Hierarchy:
-    if comm.hierarchy != "auto":
-        if sites.radices(ranks, comm.hierarchy) is None:
-            allowed = f"ranks {ranks} stand unevenly on nodes of {sites.node_size}; flat or auto"
-            raise BadInputError("comm.hierarchy", comm.hierarchy, allowed)
-        return comm.hierarchy
-    radices = sites.radices(ranks, "switch") or sites.radices(ranks, "node") or (len(ranks),)
-    levels = make_levels(group.rank(), radices)
-    if len(levels) < 2:
-        return "flat"
-    here = ranks[group.rank()]
-    distances = [sites.distance(here, ranks[level.members[level.others[0]]]) for level in levels]
-    rates = declared_rates(comm, sites)
-    if not set(distances) <= set(rates):
-        if dist.get_backend(group) != "gloo":
-            return "flat"  # NCCL knows its links and finds its own way through nodes
-        rates = dict(zip(distances, measure_rates(group, levels), strict=True))
-    return choose_hierarchy(sites, ranks, rates)

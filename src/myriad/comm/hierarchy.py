@@ -23,6 +23,7 @@ from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 
 __all__ = [
+    "HIERARCHIES",
     "Hierarchy",
     "Level",
     "Sites",
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 Hierarchy = Literal["flat", "node", "switch"]
+HIERARCHIES: tuple[Hierarchy, ...] = ("flat", "node", "switch")
+"""The fewest levels first."""
 
 _WORTH_IT = 0.9
 """A hierarchy must promise a time below this share of the flat exchange's: measured rates are noisy."""
@@ -140,9 +143,8 @@ def declared_rates(comm: CommConfig, sites: Sites) -> dict[int, float]:
 
 def choose_hierarchy(sites: Sites, ranks: Sequence[int], rates: Mapping[int, float]) -> Hierarchy:
     """What takes a rank the least time to send, of what the group's places allow. ``rates`` by distance."""
-    kinds: tuple[Hierarchy, ...] = ("flat", "node", "switch")
     seconds: dict[Hierarchy, float] = {}
-    for kind in kinds:
+    for kind in HIERARCHIES:
         radices = sites.radices(ranks, kind)
         if radices is not None:
             seconds[kind] = _seconds(sites, ranks, radices, rates) / (1.0 if kind == "flat" else _WORTH_IT)

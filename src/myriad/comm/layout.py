@@ -14,6 +14,8 @@ from myriad.errors import BadInputError
 
 __all__ = ["AXES", "Layout", "check_layout"]
 
+ScheduleName = Literal["gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "eager-zero-bubble"]
+
 AXES = ("dp", "pp", "cp", "tp", "ep")
 """Axes of the rank grid, slowest first."""
 
@@ -40,9 +42,9 @@ class Layout(Config):
     or 3)."""
     micro_batch: int = Field(1, ge=1)
     """Sequences in one micro-batch."""
-    schedule: Literal["gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"] | None = None
-    """Pipeline schedule; off: interleaved when virtual_stages > 1, else 1f1b. On slow links eager-1f1b hides
-    transfers that 1f1b waits for, and holds more activations."""
+    schedule: ScheduleName | None = None
+    """Pipeline schedule; off: interleaved when virtual_stages > 1, else 1f1b. On slow links the eager ones
+    hide transfers that others wait for, and hold more activations."""
     partition: str = "uniform"
     """Layers to stages: uniform, parameters, profile, type:REGEX (spread matching layers evenly),
     manual:B1,B2,..."""
@@ -69,7 +71,7 @@ def check_layout(layout: Layout) -> None:
         raise BadInputError("layout.cp", layout.cp, "only 1: context parallelism is not built yet")
     if layout.ep > 1:
         raise BadInputError("layout.ep", layout.ep, "only 1: expert parallelism is not built yet")
-    if layout.virtual_stages > 1 and layout.schedule in ("1f1b", "eager-1f1b", "zero-bubble"):
+    if layout.virtual_stages > 1 and layout.schedule not in (None, "interleaved", "gpipe"):
         allowed = f"only 1 with schedule {layout.schedule}; interleaved and gpipe take more"
         raise BadInputError("layout.virtual_stages", layout.virtual_stages, allowed)
     if layout.reduce == "each" and layout.zero < 2:

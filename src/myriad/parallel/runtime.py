@@ -341,8 +341,3 @@ class Runtime:
     def _arrive(self, transfer: Transfer, now: _Iteration) -> None:
         key = (transfer.payload, transfer.stage, transfer.micro_batch)
         now.inbox[key] = now.posted.pop(key).wait()
-
-    def _finish_sends(self, now: _Iteration) -> None:
-        for posted in now.sent:
-            posted.wait()
-        now.sent.clear()

@@ -6,6 +6,7 @@
                  compute still arrives in time
     interleaved  as 1f1b with v stages a rank, in rounds of at least p micro-batches: the bubble is a v-th
     zero-bubble  as 1f1b with the backward in two halves; weight halves wait and fill the bubble
+    eager-zero-bubble    both: gradients leave before the weight halves, and have a compute's time to arrive
 
     1f1b, 3 ranks, 4 micro-batches (`myriad simulate --program` draws any other)
 
@@ -123,29 +124,35 @@ def _interleaved(shape: _Shape, rank: int) -> Iterator[Action]:
     yield from _pair_up(forwards, backwards, num_warm_up)
 
 
-def _zero_bubble(shape: _Shape, rank: int) -> Iterator[Action]:
+def _zero_bubble(shape: _Shape, rank: int, eagerness: int = 1) -> Iterator[Action]:
     """Rank r keeps r weight halves back: with its p - r forwards in flight that makes p on every rank."""
     num_inputs = num_weights = 0
-    for action in _one_forward_one_backward(shape, rank):
+    for action in _one_forward_one_backward(shape, rank, eagerness):
         if action.kind is Kind.FORWARD:
             yield action
             continue
         yield Action(Kind.BACKWARD_INPUT, rank, action.micro_batch)
         num_inputs += 1
-        if num_inputs - num_weights > rank:
+        if num_inputs - num_weights > eagerness * rank:
             yield Action(Kind.BACKWARD_WEIGHT, rank, num_weights)
             num_weights += 1
     for batch in range(num_weights, shape.num_micro_batches):
         yield Action(Kind.BACKWARD_WEIGHT, rank, batch)
 
 
+def _eager_zero_bubble(shape: _Shape, rank: int) -> Iterator[Action]:
+    """Twice the forwards in flight, twice the weight halves kept back."""
+    yield from _zero_bubble(shape, rank, eagerness=2)
+
+
 SCHEDULES: dict[str, Callable[[_Shape, int], Iterator[Action]]] = {
     "1f1b": _one_forward_one_backward,
     "eager-1f1b": _eager_one_forward_one_backward,
+    "eager-zero-bubble": _eager_zero_bubble,
     "gpipe": _gpipe,
     "interleaved": _interleaved,
     "zero-bubble": _zero_bubble,
 }
 """Every schedule by its name in ``layout.schedule``."""
 
-_ONE_STAGE_ONLY = frozenset({"1f1b", "eager-1f1b", "zero-bubble"})
+_ONE_STAGE_ONLY = frozenset({"1f1b", "eager-1f1b", "zero-bubble", "eager-zero-bubble"})

@@ -12,20 +12,25 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups
-from myriad.comm.layout import Layout
+from myriad.comm.layout import AXES, Layout
+from myriad.comm.sites import settle_hierarchy
 from myriad.errors import BadInputError
+from myriad.job import Job
 from myriad.model.definition import Definition
 from myriad.parallel.partition import partition_layers
 from myriad.parallel.runtime import Batch
 from myriad.train.profile import parameters_per_layer, seconds_per_layer
 
-__all__ = ["Place", "find_place", "pick_device", "stage_layers"]
+__all__ = ["Place", "find_place", "pick_device", "settle_links", "stage_layers"]
+
+_PLACEMENT = {"node_size", "switch_size", "node_bandwidth", "network_bandwidth", "switch_bandwidth"}
 
 
 @dataclass(frozen=True)
@@ -122,16 +127,50 @@ def _profile(
     definition: Definition, groups: Groups, sample: Batch, dtype: torch.dtype, kept: Path | None
 ) -> Sequence[float]:
     """Rank 0 reads or measures, and tells the others."""
-    costs: list[list[float] | None] = [None]
-    if groups.grid.rank == 0 and kept is not None and kept.is_file():
-        costs = [json.loads(kept.read_text())]
-    elif groups.grid.rank == 0:
-        costs = [seconds_per_layer(definition, sample, dtype)]
-        if kept is not None:
-            partial = kept.with_suffix(".partial")
-            partial.write_text(json.dumps(costs[0]))
-            partial.rename(kept)
+    costs: Sequence[float] | None = None
+    if groups.grid.rank == 0:
+        costs = _read(kept)
+        if costs is None:
+            costs = seconds_per_layer(definition, sample, dtype)
+            _keep(costs, kept)
+    return _told_by_first(costs, groups)
+
+
+def settle_links(job: Job, groups: Groups, device: torch.device, kept: Path | None = None) -> CommConfig:
+    """``job.comm`` with the hierarchy chosen. What was measured is kept in ``kept`` for each layout and
+    placement, so that a resumed run adds up in the same order."""
+    comm = job.comm
+    if comm.hierarchy != "auto" or comm.sync_every > 1:
+        return comm
+    where = comm.model_dump(mode="json", include=_PLACEMENT) | {
+        "layout": [getattr(job.layout, axis) for axis in AXES],
+        "ranks_of_node": int(os.environ.get("LOCAL_WORLD_SIZE", str(job.layout.world))),
+    }
+    first = groups.grid.rank == 0
+    choices = (_read(kept) or []) if first else []
+    known = next((choice["hierarchy"] for choice in choices if choice["where"] == where), None)
+    known = _told_by_first(known, groups)
+    if known is None:
+        known = settle_hierarchy(groups, "dp", comm, device)
+        if first:
+            _keep([*choices, {"where": where, "hierarchy": known}], kept)
+    return comm.model_copy(update={"hierarchy": known})
+
+
+def _read(kept: Path | None) -> Any:
+    return json.loads(kept.read_text()) if kept is not None and kept.is_file() else None
+
+
+def _keep(value: Any, kept: Path | None) -> None:
+    if kept is not None:
+        partial = kept.with_suffix(".partial")
+        partial.write_text(json.dumps(value))
+        partial.rename(kept)
+
+
+def _told_by_first(value: Any, groups: Groups) -> Any:
+    """Rank 0's, on every rank."""
+    told = [value]
     if groups.world is not None:
-        dist.broadcast_object_list(costs, src=0)
-    assert costs[0] is not None
-    return costs[0]
+        dist.broadcast_object_list(told, src=0)
+    return told[0]

@@ -29,7 +29,7 @@ from myriad.parallel.runtime import Batch
 from myriad.run import Run
 from myriad.telemetry.spans import Recorder
 from myriad.train.batches import Validation, rank_rows, to_batch
-from myriad.train.build import Place, find_place, pick_device, stage_layers
+from myriad.train.build import Place, find_place, pick_device, settle_links, stage_layers
 from myriad.train.feed import open_feed
 from myriad.train.garbage import GarbageSchedule
 from myriad.train.inputs import open_inputs
@@ -89,6 +89,7 @@ class Trainer:
         sample = Batch(tokens, tokens, tokens[:, 0])
         kept = self.run_folder.path / "profile.json"
         layers = stage_layers(definition, layout, self.groups, sample, self.dtype, kept)
+        links = settle_links(job, self.groups, self.device, self.run_folder.path / "hierarchy.json")
         return Engine(
             definition,
             self.groups,
@@ -101,7 +102,7 @@ class Trainer:
             device=self.device,
             recorder=self.recorder,
             overlap=job.overlap,
-            comm=job.comm,
+            comm=links,
         )
 
     def _build_meter(self) -> StepMeter:

@@ -52,6 +52,16 @@ def test_another_job_is_refused_with_both_values_and_the_folder_stays_as_it_was(
     assert files(run.path) == before
 
 
+def test_replicas_that_train_alone_must_stay_as_many_as_they_are(run):
+    alone = ["comm.sync_every=5", "layout.dp=2"]
+    run.create_or_resume(load_job("tiny", alone))
+    before = files(run.path)
+    with pytest.raises(BadInputError, match=r"^layout\.dp = 4: must stay 2: with comm\.sync_every > 1"):
+        run.create_or_resume(load_job("tiny", ["comm.sync_every=5", "layout.dp=4"]))
+    assert files(run.path) == before
+    assert run.create_or_resume(load_job("tiny", [*alone, "train.steps=40"])) is True
+
+
 def test_a_folder_with_other_files_is_not_taken_for_a_run(run):
     run.path.mkdir(parents=True)
     (run.path / "thesis.txt").write_text("precious")

@@ -8,7 +8,7 @@ from myriad.program.lower import lower
 from myriad.program.passes import apply_passes
 from myriad.program.schedules import schedule
 
-ONE_STAGE_ONLY = ("1f1b", "eager-1f1b", "zero-bubble")
+ONE_STAGE_ONLY = ("1f1b", "eager-1f1b", "zero-bubble", "eager-zero-bubble")
 
 
 @st.composite
