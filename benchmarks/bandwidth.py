@@ -82,7 +82,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="of timed steps in a visit; at least 2 steps"
     )
-    parser.add_argument("--only", default="", help="contenders whose names contain this")
+    parser.add_argument("--only", nargs="+", default=[""], help="contenders whose names contain one of these")
     parser.add_argument("--quick", action="store_true", help="two rates, one timed step in a visit")
     parser.add_argument("--check", action="store_true", help="only compare gradients with one process's")
     parser.add_argument("--json", type=Path, help="write all rows there")
@@ -110,13 +110,15 @@ def _rate(text: str) -> str:
     return text
 
 
-def chosen_settings(work: Work, machines: Machines, only: str) -> list[Setting]:
+def chosen_settings(work: Work, machines: Machines, only: Sequence[str]) -> list[Setting]:
     """Says in one line why DeepSpeed is not among them, if it is not."""
     problem = deepspeed_peer.missing()
     if problem:
         print(f"DeepSpeed does not take part: {problem}", flush=True)
     settings = all_settings(work, machines, with_deepspeed=problem is None)
-    return [setting for setting in settings if only.lower() in setting.contender.lower()]
+    return [
+        setting for setting in settings if any(part.lower() in setting.contender.lower() for part in only)
+    ]
 
 
 class Bench:

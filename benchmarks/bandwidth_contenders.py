@@ -20,6 +20,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from myriad.program.schedules import schedule as program_of
 from peers.data import DataParallel
 from peers.deepspeed_peer import DeepSpeed
 from peers.myriad_side import Myriad
@@ -107,12 +108,13 @@ def _ours(work: Work, machines: Machines) -> Iterator[Setting]:
         for hides in (True, False):
             yield _layout("tensor", moved, {"tensor": hides}, tp=world, micro_batch=size)
     for virtual_stages in (1, 2, 4):
+        schedules = {1: _ONE_STAGE, 2: ("interleaved", "zero-bubble-v")}.get(virtual_stages, ("interleaved",))
         num_stages = world * virtual_stages
         if num_stages > work.layers + 2:
             continue
-        ring = [stage % world for stage in range(num_stages)]
-        moved = pipeline_bytes(work, ring, machines.ranks_per_host)
-        for schedule in _ONE_STAGE if virtual_stages == 1 else ("interleaved",):
+        for schedule in schedules:
+            places = program_of(schedule, world, virtual_stages, 1).stage_rank
+            moved = pipeline_bytes(work, places, machines.ranks_per_host)
             layout: dict[str, Any] = {"pp": world, "virtual_stages": virtual_stages, "schedule": schedule}
             for size in _micro_batches(work, 1, (1, 2)):
                 yield _layout("pipeline", moved, **layout, micro_batch=size)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from myriad.checkpoint.store import CheckpointFolder, load_model, save
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.store import load_model, save
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout

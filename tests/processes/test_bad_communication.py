@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_corpora import make_corpus
 
-from myriad.checkpoint.store import CheckpointFolder
+from myriad.checkpoint.folder import CheckpointFolder
 from myriad.errors import RunFailedError
 from myriad.job import load_job
 from myriad.resilience.engines.local import run_local

@@ -15,7 +15,8 @@ import torch
 from parity_case import Case, make_engine, train_steps
 from ranks import run_ranks
 
-from myriad.checkpoint.store import CheckpointFolder, load, load_model, save, verify
+from myriad.checkpoint.folder import CheckpointFolder, verify
+from myriad.checkpoint.store import load, load_model, save
 from myriad.comm.groups import close_world
 from myriad.errors import RunFailedError
 from myriad.model.rectangle import Rectangle

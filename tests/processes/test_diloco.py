@@ -7,7 +7,8 @@ import pytest
 from parity_case import OPTIMIZER, Case, batch_of_replica, make_engine, train_steps
 from ranks import run_ranks
 
-from myriad.checkpoint.store import CheckpointFolder, load, load_model, save
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.store import load, load_model, save
 from myriad.comm.groups import close_world
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.schedule import learning_rate

@@ -71,6 +71,8 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("serial", "adamw", {"pp": 2, "schedule": "zero-bubble"}),
     ("serial", "adamw", {"pp": 3, "schedule": "eager-1f1b"}),
     ("serial", "adamw", {"pp": 3, "schedule": "eager-zero-bubble"}),
+    ("serial", "adamw", {"pp": 3, "virtual_stages": 2, "schedule": "zero-bubble-v"}),
+    ("serial", "adamw", {"pp": 2, "dp": 2, "virtual_stages": 2, "schedule": "zero-bubble-v", "zero": 2}),
     ("serial", "adamw", {"pp": 2, "virtual_stages": 2, "micro_batch": 2}),
     ("serial", "adamw", {"pp": 2, "virtual_stages": 3, "schedule": "gpipe"}),
     ("serial", "adamw", {"dp": 4, "zero": 2}),

@@ -16,7 +16,8 @@ import pytest
 from ranks import run_ranks
 from tiny_corpora import make_corpus
 
-from myriad.checkpoint.store import CheckpointFolder, load_model
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.store import load_model
 from myriad.data.indexed import IndexedWriter
 from myriad.errors import RunFailedError
 from myriad.job import load_job

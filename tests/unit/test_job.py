@@ -144,7 +144,7 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (
             ["layout.schedule=fifo"],
             "layout.schedule",
-            "'gpipe', '1f1b', 'eager-1f1b', 'interleaved', 'zero-bubble' or 'eager-zero-bubble'",
+            "'interleaved', 'zero-bubble', 'zero-bubble-v' or 'eager-zero-bubble'",
         ),
         (["layout.tp=two"], "layout.tp", "valid integer"),
         (["optimizer.learning_rate=inf"], "optimizer.learning_rate", "finite number"),

@@ -2,13 +2,13 @@
 
 import json as json_format
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from myriad.cli.bars import bytes_bar
 
 if TYPE_CHECKING:
     from myriad.data.corpus import Corpus
@@ -70,7 +70,7 @@ def _prepare(
         shard_bytes=_bytes(shard_size),
         workers=workers or _num_cores(),
     )
-    with _progress(quiet=json) as show:
+    with bytes_bar(quiet=json) as show:
         manifest = prepare(
             inputs, output, options, lambda now: show(now.stage, now.done_bytes, now.total_bytes)
         )
@@ -81,7 +81,7 @@ def _verify(folder: _Folder, json: _Json = False) -> None:
     """Read every byte and name every file that is not as it was written; exit code 1 when there is one."""
     from myriad.data.verify import verify_corpus
 
-    with _progress(quiet=json) as show:
+    with bytes_bar(quiet=json) as show:
         problems = verify_corpus(folder, lambda done, total: show("reading", done, total))
     result = {"folder": str(folder), "whole": not problems, "problems": [one._asdict() for one in problems]}
     lines = [f"{folder / one.file}: {one.what}" for one in problems] or [f"{folder}: whole"]
@@ -167,28 +167,6 @@ def _num_cores() -> int:
     import os
 
     return len(os.sched_getaffinity(0))
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on standard error; ``show(stage, done_bytes, total_bytes)`` moves it."""
-    from rich import progress as bars
-    from rich.console import Console
-
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.DownloadColumn(binary_units=True),
-        bars.TransferSpeedColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
-        task = bar.add_task("looking for the input", total=None)
-
-        def show(stage: str, done_bytes: int, total_bytes: int) -> None:
-            bar.update(task, description=stage, completed=done_bytes, total=total_bytes)
-
-        yield show
 
 
 def _tell(as_json: bool, result: dict[str, Any], lines: list[str]) -> None:

@@ -2,12 +2,11 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from myriad.errors import BadInputError
+from myriad.cli.runs import existing_run
 
 __all__ = ["register", "sample"]
 
@@ -33,7 +32,7 @@ def sample(
     ] = False,
 ) -> None:
     """Continue a text with a trained model."""
-    path = _existing_run(run)
+    path = existing_run(run)
     from myriad.run import Run
     from myriad.train.sample import open_run
 
@@ -47,11 +46,3 @@ def sample(
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
-
-
-def _existing_run(name_or_path: str) -> Path:
-    """Checked before torch is imported, so that a wrong name is told at once."""
-    for path in (Path(name_or_path), Path("runs") / name_or_path):
-        if (path / "job.toml").is_file():
-            return path
-    raise BadInputError("run", name_or_path, "must be a run folder, or the name of one under runs/")

@@ -11,10 +11,13 @@ from pydantic import Field
 
 from myriad.config import Config
 from myriad.errors import BadInputError
+from myriad.program.schedules import check_virtual_stages
 
 __all__ = ["AXES", "Layout", "check_layout"]
 
-ScheduleName = Literal["gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "eager-zero-bubble"]
+ScheduleName = Literal[
+    "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "eager-zero-bubble"
+]
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
 """Axes of the rank grid, slowest first."""
@@ -71,9 +74,7 @@ def check_layout(layout: Layout) -> None:
         raise BadInputError("layout.cp", layout.cp, "only 1: context parallelism is not built yet")
     if layout.ep > 1:
         raise BadInputError("layout.ep", layout.ep, "only 1: expert parallelism is not built yet")
-    if layout.virtual_stages > 1 and layout.schedule not in (None, "interleaved", "gpipe"):
-        allowed = f"only 1 with schedule {layout.schedule}; interleaved and gpipe take more"
-        raise BadInputError("layout.virtual_stages", layout.virtual_stages, allowed)
+    check_virtual_stages(layout.schedule_name, layout.virtual_stages)
     if layout.reduce == "each" and layout.zero < 2:
         allowed = "needs layout.zero = 2 or 3, where a reduced gradient is kept apart from the sum; or last"
         raise BadInputError("layout.reduce", layout.reduce, allowed)

@@ -6,6 +6,7 @@
                  compute still arrives in time
     interleaved  as 1f1b with v stages a rank, in rounds of at least p micro-batches: the bubble is a v-th
     zero-bubble  as 1f1b with the backward in two halves; weight halves wait and fill the bubble
+    zero-bubble-v        two stages a rank, down and up a V: half the bubble of zero-bubble
     eager-zero-bubble    both: gradients leave before the weight halves, and have a compute's time to arrive
 
     1f1b, 3 ranks, 4 micro-batches (`myriad simulate --program` draws any other)
@@ -17,7 +18,7 @@
 Sources: GPipe (arXiv 1811.06965); 1F1B and interleaving: Megatron-LM (arXiv 2104.04473, section 2.2);
 eager 1F1B: arXiv 2211.05322, section 4 (its memory: 2 (p - r) - 1 micro-batches on rank r);
 zero-bubble is ZB-H1 of arXiv 2401.10241, section 2.2 (its memory: at most p micro-batches on every rank).
-Stage s lives on rank s mod p.
+zero-bubble-v: `myriad.program.vee`. In all others stage s lives on rank s mod p.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +27,9 @@ from itertools import accumulate, pairwise
 
 from myriad.errors import BadInputError
 from myriad.program.actions import Action, Kind, Program
+from myriad.program.vee import vee, vee_stage_rank
 
-__all__ = ["SCHEDULES", "schedule"]
+__all__ = ["SCHEDULES", "check_virtual_stages", "schedule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +47,26 @@ def schedule(name: str, num_ranks: int, virtual_stages: int, num_micro_batches: 
         raise BadInputError("layout.schedule", name, f"one of {', '.join(sorted(SCHEDULES))}")
     if num_ranks < 1:
         raise BadInputError("layout.pp", num_ranks, "at least 1")
-    most = 1 if name in _ONE_STAGE_ONLY else None
-    if virtual_stages < 1 or (most is not None and virtual_stages > most):
-        allowed = f"1 with schedule {name}; interleaved and gpipe take more" if most else "at least 1"
-        raise BadInputError("layout.virtual_stages", virtual_stages, allowed)
+    check_virtual_stages(name, virtual_stages)
     if num_micro_batches < 1:
         raise BadInputError("num_micro_batches", num_micro_batches, "at least 1")
     shape = _Shape(num_ranks, virtual_stages, num_micro_batches)
+    loop = tuple(stage % num_ranks for stage in range(num_ranks * virtual_stages))
     return Program(
         schedule=name,
         num_micro_batches=num_micro_batches,
-        stage_rank=tuple(stage % num_ranks for stage in range(num_ranks * virtual_stages)),
+        stage_rank=vee_stage_rank(num_ranks) if name == _VEE else loop,
         ranks=tuple(tuple(SCHEDULES[name](shape, rank)) for rank in range(num_ranks)),
     )
+
+
+def check_virtual_stages(name: str, virtual_stages: int) -> None:
+    """Raises `BadInputError` for what schedule ``name`` cannot do."""
+    only = {_VEE: 2}.get(name, 1 if name in _ONE_STAGE_ONLY else None)
+    if virtual_stages < 1 or (only is not None and virtual_stages != only):
+        more = "interleaved and gpipe take more" if only == 1 else "one down and one up"
+        allowed = f"only {only} with schedule {name}; {more}" if only else "at least 1"
+        raise BadInputError("layout.virtual_stages", virtual_stages, allowed)
 
 
 def _rounds(shape: _Shape) -> list[range]:
@@ -145,6 +154,11 @@ def _eager_zero_bubble(shape: _Shape, rank: int) -> Iterator[Action]:
     yield from _zero_bubble(shape, rank, eagerness=2)
 
 
+def _zero_bubble_v(shape: _Shape, rank: int) -> Iterator[Action]:
+    yield from vee(shape.num_ranks, shape.num_micro_batches)[rank]
+
+
+_VEE = "zero-bubble-v"
 SCHEDULES: dict[str, Callable[[_Shape, int], Iterator[Action]]] = {
     "1f1b": _one_forward_one_backward,
     "eager-1f1b": _eager_one_forward_one_backward,
@@ -152,6 +166,7 @@ SCHEDULES: dict[str, Callable[[_Shape, int], Iterator[Action]]] = {
     "gpipe": _gpipe,
     "interleaved": _interleaved,
     "zero-bubble": _zero_bubble,
+    _VEE: _zero_bubble_v,
 }
 """Every schedule by its name in ``layout.schedule``."""
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from myriad.checkpoint.store import CheckpointFolder, load_model
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.store import load_model
 from myriad.model.boundary import Boundary
 from myriad.model.gpt import GPT
 from myriad.run import Run

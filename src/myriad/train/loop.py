@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from myriad.checkpoint.store import CheckpointFolder, load
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.store import load
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.lost_peers import lost_peers_told
 from myriad.data.loader import LoaderClient
@@ -123,8 +124,9 @@ class Trainer:
         progress = load(self.checkpoints.of_step(step), list(self.engine.all_rectangles()))
         self.engine.optimizer.steps_done = progress["optimizer_steps"]
         self.engine.loaded()
+        aside = [path.name for path in self.checkpoints.set_aside_after(step)] if self.is_first else []
         for problem in problems:
-            self._event("fault", step=step, problem=problem)
+            self._event("fault", step=step, problem=problem, set_aside=aside)
         return step
 
     def train(self) -> None:

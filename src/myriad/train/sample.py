@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from myriad.checkpoint.store import CheckpointFolder, load_model
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.store import load_model
 from myriad.data.corpus import open_corpora
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError, RunFailedError

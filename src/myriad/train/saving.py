@@ -15,7 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from myriad.checkpoint.store import CheckpointFolder, save
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.store import save
 from myriad.model.rectangle import Rectangle
 
 __all__ = ["Saved", "Saver"]

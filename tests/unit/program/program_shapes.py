@@ -13,8 +13,10 @@ ONE_STAGE_ONLY = ("1f1b", "eager-1f1b", "zero-bubble", "eager-zero-bubble")
 
 @st.composite
 def computes(draw: st.DrawFn, most_ranks: int = 6, most_micro_batches: int = 14) -> Program:
-    name = draw(st.sampled_from(["gpipe", *ONE_STAGE_ONLY, "interleaved"]))
-    virtual_stages = 1 if name in ONE_STAGE_ONLY else draw(st.integers(1, 4))
+    name = draw(st.sampled_from(["gpipe", *ONE_STAGE_ONLY, "interleaved", "zero-bubble-v"]))
+    virtual_stages = (
+        1 if name in ONE_STAGE_ONLY else 2 if name == "zero-bubble-v" else draw(st.integers(1, 4))
+    )
     return schedule(
         name, draw(st.integers(1, most_ranks)), virtual_stages, draw(st.integers(1, most_micro_batches))
     )

@@ -37,6 +37,19 @@ def test_zero_bubble_idles_a_third_of_1f1b_with_its_largest_memory(ranks, micro_
     assert max(report.peak_in_flight) == max(plain.peak_in_flight) == ranks
 
 
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (2, 9), (3, 6), (4, 8), (4, 17), (6, 24)])
+def test_the_v_idles_half_of_zero_bubble_with_the_memory_of_1f1b(ranks, micro_batches):
+    report = check(schedule("zero-bubble-v", ranks, 2, micro_batches))
+    assert report.bubble == pytest.approx([(ranks - 1) / 2] * ranks)
+    assert max(report.peak_in_flight) <= ranks
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_the_v_of_many_ranks_still_idles_less_than_zero_bubble(ranks):
+    report = check(schedule("zero-bubble-v", ranks, 2, 4 * ranks))
+    assert max(report.bubble) < ranks - 1 and max(report.peak_in_flight) <= ranks
+
+
 def test_1f1b_holds_at_most_the_ranks_that_follow():
     assert check(schedule("1f1b", 4, 1, 16)).peak_in_flight == (4, 3, 2, 1)
     assert check(schedule("gpipe", 4, 1, 16)).peak_in_flight == (16, 16, 16, 16)

@@ -1,0 +1,28 @@
+"""A bar for work that reads or writes many bytes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["bytes_bar"]
+
+
+@contextmanager
+def bytes_bar(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error; ``show(stage, done_bytes, total_bytes)`` moves it."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.DownloadColumn(binary_units=True),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task("looking for the input", total=None)
+
+        def show(stage: str, done_bytes: int, total_bytes: int) -> None:
+            bar.update(task, description=stage, completed=done_bytes, total=total_bytes)
+
+        yield show

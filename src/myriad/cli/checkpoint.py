@@ -1,0 +1,166 @@
+"""``myriad checkpoint``: what a run has saved, whether it is whole, and what differs between two."""
+
+import json as json_format
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from myriad.cli.bars import bytes_bar
+from myriad.cli.runs import existing_run
+from myriad.errors import BadInputError
+from myriad.units import format_bytes
+
+if TYPE_CHECKING:
+    from myriad.checkpoint.folder import CheckpointFolder
+
+__all__ = ["register"]
+
+_Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, for programs.")]
+_Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under runs/.")]
+_Path = Annotated[
+    str, typer.Argument(metavar="PATH", help="Folder of a checkpoint, or a run: all of its, or the newest.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    verb = typer.Typer(no_args_is_help=True, help="What a run has saved: list, verify, diff, prune.")
+    verb.command("list")(_list)
+    verb.command("verify")(_verify)
+    verb.command("diff")(_diff)
+    verb.command("prune")(_prune)
+    app.add_typer(verb, name="checkpoint")
+
+
+def _list(
+    run: _Run,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte, not only sizes.")] = False,
+    json: _Json = False,
+) -> None:
+    """Show a run's checkpoints: step, time, size, and whether they are whole."""
+    folder = _folder_of(existing_run(run))
+    rows = [_row(folder, step, verify) for step in folder.steps()]
+    if json:
+        typer.echo(json_format.dumps({"run": run, "checkpoints": rows}))
+    else:
+        _show_rows(run, rows)
+
+
+def _row(folder: "CheckpointFolder", step: int, every_byte: bool) -> dict[str, Any]:
+    from myriad.checkpoint.folder import read_manifest, verify
+
+    path = folder.of_step(step)
+    problems = verify(path, sizes_only=not every_byte)
+    state = "damaged" if problems else "verified" if every_byte else "complete"
+    row: dict[str, Any] = {"step": step, "path": str(path), "state": state, "problems": problems}
+    try:
+        manifest = read_manifest(path)
+    except (OSError, ValueError):
+        return row | {"time": None, "bytes": None}
+    return row | {"time": manifest.time, "bytes": manifest.num_bytes}
+
+
+def _show_rows(run: str, rows: Sequence[dict[str, Any]]) -> None:
+    from datetime import datetime
+
+    from rich.console import Console
+    from rich.table import Table
+
+    if not rows:
+        typer.echo(f"{run}: no checkpoint yet")
+        return
+    table = Table("step", "saved", "size", "state", box=None, header_style="bold")
+    for row in rows:
+        saved = "" if row["time"] is None else f"{datetime.fromtimestamp(row['time']):%Y-%m-%d %H:%M:%S}"
+        size = "" if row["bytes"] is None else format_bytes(row["bytes"])
+        table.add_row(str(row["step"]), saved, size, row["state"])
+    Console().print(table)
+    for problem in (problem for row in rows for problem in row["problems"]):
+        typer.echo(problem)
+
+
+def _verify(path: _Path, json: _Json = False) -> None:
+    """Read every byte and name every file that is not as it was written; exit code 1 when there is one."""
+    from myriad.checkpoint.folder import verify
+
+    found: dict[str, list[str]] = {}
+    for checkpoint in _checkpoints(path):
+        with bytes_bar(quiet=json) as show:
+            found[str(checkpoint)] = verify(checkpoint, show=partial(show, checkpoint.name))
+    if json:
+        typer.echo(json_format.dumps({"path": path, "whole": not any(found.values()), "problems": found}))
+    else:
+        for checkpoint_path, problems in found.items():
+            typer.echo("\n".join(problems) if problems else f"{checkpoint_path}: whole")
+    if any(found.values()):
+        raise typer.Exit(1)
+
+
+def _diff(
+    first: _Path,
+    second: _Path,
+    json: _Json = False,
+) -> None:
+    """Say which tensors of two checkpoints differ, and by how much; exit code 1 when one does."""
+    paths = [_newest(path) for path in (first, second)]
+    from myriad.checkpoint.difference import compare_checkpoints
+
+    found = list(compare_checkpoints(*paths))
+    if json:
+        typer.echo(
+            json_format.dumps({"paths": list(map(str, paths)), "differences": [asdict(d) for d in found]})
+        )
+    elif not found:
+        typer.echo(f"{paths[0]} and {paths[1]}: equal bits")
+    for one in () if json else found:
+        typer.echo(
+            f"{one.name}: {one.what or f'up to {one.largest:.3g} ({one.relative:.1e} of the largest)'}"
+        )
+    if found:
+        raise typer.Exit(1)
+
+
+def _prune(
+    run: _Run,
+    keep: Annotated[int, typer.Option(help="Checkpoints to keep, the newest ones.", min=1)],
+    json: _Json = False,
+) -> None:
+    """Remove all but the newest checkpoints, after making sure that the newest is whole."""
+    from myriad.run import Run
+
+    path = existing_run(run)
+    folder = _folder_of(path)
+    with Run(path).lock():
+        newest = folder.newest()
+        removed = folder.prune(keep, newest[0]) if newest else []
+    if json:
+        typer.echo(json_format.dumps({"run": run, "removed": removed, "kept": folder.steps()}))
+    else:
+        typer.echo(f"removed {len(removed)}, kept {', '.join(map(str, folder.steps())) or 'none'}")
+
+
+def _folder_of(run: Path) -> "CheckpointFolder":
+    from myriad.checkpoint.folder import CheckpointFolder
+    from myriad.run import Run
+
+    return CheckpointFolder(Run(run).checkpoints_path)
+
+
+def _checkpoints(name_or_path: str) -> list[Path]:
+    """The one, or all of a run. Raises `BadInputError` for anything else."""
+    path = Path(name_or_path)
+    if any((path / name).exists() for name in ("manifest.json", ".metadata")):
+        return [path]
+    folder = _folder_of(existing_run(name_or_path))
+    return [folder.of_step(step) for step in folder.steps()]
+
+
+def _newest(name_or_path: str) -> Path:
+    found = _checkpoints(name_or_path)
+    if not found:
+        raise BadInputError("PATH", name_or_path, "a run that has saved a checkpoint")
+    return found[-1]
