@@ -95,7 +95,9 @@ def columns_of(rate: str, tensor_rate: str) -> tuple[Column, ...]:
     all_but_tensor = tuple(row for row in range(len(ROWS)) if row != TENSOR)
     return (
         Column("dp2 pp2", both, all_but_tensor, rate, plain_first=True),
-        Column("tp2", {"layout.tp": 2}, (BASELINE, BLOCK, WINDOW, TENSOR), tensor_rate),
+        Column(
+            "tp2", {"layout.tp": 2, "layout.micro_batch": 8}, (BASELINE, BLOCK, WINDOW, TENSOR), tensor_rate
+        ),
         Column("pp2", pipeline, (WINDOW, PIPELINE, LAMB), rate),
         Column("dp2", data, (WINDOW, DATA, LOADER, LAMB), rate),
     )

@@ -99,7 +99,7 @@ class Contender:
 
     def __init__(self, work: Work, setting: str, groups: Groups) -> None:
         self.work, self.batch, self.recorder = work, work.batch(), Recorder()
-        chunks = {} if setting in (COMPUTE, OFF) else {"tensor_chunks": int(setting)}
+        chunks = {} if setting in (COMPUTE, OFF) else {"tensor_chunks": int(setting), "tensor_message": 1}
         self.engine = Engine(
             GPT(work.model, 1),
             groups,

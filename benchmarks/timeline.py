@@ -86,8 +86,8 @@ CASES = (
     Case(
         "tensor",
         "2 tensor-parallel ranks",
-        "1gbit",
-        {"layout.tp": 2, "layout.micro_batch": 2, "train.global_batch": 4, "overlap.tensor": False},
+        "400mbit",
+        {"layout.tp": 2, "layout.micro_batch": 8, "train.global_batch": 8, "overlap.tensor": False},
         {"overlap.tensor": True},
     ),
 )

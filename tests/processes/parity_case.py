@@ -66,7 +66,7 @@ def make_engine(case: Case, recorder: Recorder | None = None) -> Engine:
         dtype=case.dtype,
         device=torch.device("cpu"),
         recorder=recorder or Recorder(),
-        overlap=OverlapConfig(**case.overlap),
+        overlap=OverlapConfig(**({"tensor_message": 1} | case.overlap)),
         comm=CommConfig(**case.comm),
     )
 

@@ -19,6 +19,7 @@ CANNOT_BE = [
     (["overlap.chunks=0"], "overlap.chunks", "greater than or equal to 1"),
     (["overlap.chunks=two"], "overlap.chunks", "valid integer"),
     (["overlap.tensor_chunks=1"], "overlap.tensor_chunks", "greater than or equal to 2"),
+    (["overlap.tensor_message=0"], "overlap.tensor_message", "greater than or equal to 1"),
     (["overlap.tensor_chunks=17"], "overlap.tensor_chunks", "less than or equal to 16"),
     (["overlap.receive_ahead=0"], "overlap.receive_ahead", "greater than or equal to 1"),
     (["overlap.data=maybe"], "overlap.data", "valid boolean"),

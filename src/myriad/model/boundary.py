@@ -54,6 +54,8 @@ class Boundary:
     chunks: int = 1
     """Parts of a micro-batch that take turns, each computing while the others' tensors travel; 1: nothing
     travels behind anything."""
+    message_bytes: int = 1
+    """Least bytes of a part's message to a peer."""
     later: list[DeferredProduct] | None = None
     """Where the backward of a linear may put its weight's product, to be computed while a gradient travels;
     ``None``: nowhere."""

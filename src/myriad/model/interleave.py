@@ -65,6 +65,10 @@ class SteppedLayer(nn.Module):
         """The forward pass."""
         raise NotImplementedError
 
+    def position_bytes(self, x: torch.Tensor) -> int:
+        """Of one position of the residual stream, given the layer's input."""
+        return x.shape[-1] * x.element_size()
+
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         return finish(self.steps(x, context))
 
@@ -198,16 +202,18 @@ def _choose_cut(layer: SteppedLayer, x: torch.Tensor) -> Cut | None:
     boundary = layer.boundary
     if boundary.chunks == 1 or boundary.size == 1 or x.is_meta:
         return None
-    if len(x) > 1:
-        return _Sequences(_sizes(len(x), boundary.chunks))
     share = x.shape[1] // boundary.size if layer.takes_tokens else x.shape[1]
-    sizes = _sizes(share, _MORE_PARTS * boundary.chunks)
-    return _Positions(sizes, boundary.rank, boundary.size) if share > 1 else None
+    most = len(x) * share * layer.position_bytes(x) // boundary.message_bytes
+    if len(x) > 1:
+        sizes = _sizes(len(x), min(most, boundary.chunks))
+        return _Sequences(sizes) if len(sizes) > 1 else None
+    sizes = _sizes(share, min(most, _MORE_PARTS * boundary.chunks))
+    return _Positions(sizes, boundary.rank, boundary.size) if len(sizes) > 1 else None
 
 
 def _sizes(length: int, most: int) -> list[int]:
     """``length`` in at most ``most`` parts as equal as can be, longer ones first."""
-    parts = min(length, most)
+    parts = max(1, min(length, most))
     return [length // parts + (part < length % parts) for part in range(parts)]
 
 

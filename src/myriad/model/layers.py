@@ -80,6 +80,9 @@ class Embedding(SteppedLayer):
         self.positions = _Table(config.sequence, config.hidden) if config.position == "learned" else None
         self.dropout = _Dropout(config, boundary, "embedding")
 
+    def position_bytes(self, x: torch.Tensor) -> int:
+        return self.tokens.weight.shape[1] * self.tokens.weight.element_size()
+
     def steps(self, x: torch.Tensor, context: Context) -> Steps:
         arriving = self.boundary.start_leave(self._partial_sums(x))
         yield None

@@ -96,7 +96,12 @@ class Engine:
         stage_rank = self.programs[True].stage_rank
         group, rank = groups.along("tp"), groups.grid.index("tp")
         self.boundary: Boundary = GroupBoundary(
-            group, rank, layout.tp, recorder, chunks=overlap.tensor_chunks if overlap.tensor else 1
+            group,
+            rank,
+            layout.tp,
+            recorder,
+            chunks=overlap.tensor_chunks if overlap.tensor else 1,
+            message_bytes=overlap.tensor_message,
         )
         self._trains_alone = comm.sync_every > 1 and layout.dp > 1
         self._courier = Courier(groups, None if self._trains_alone else "dp", overlap, comm, device)

@@ -28,13 +28,20 @@ __all__ = ["GroupBoundary"]
 
 class GroupBoundary(Boundary):
     """One of ``size`` tensor-parallel ranks. With ``chunks`` = 1 every tensor is waited for where it is
-    posted."""
+    posted; with more, in messages of at least ``message_bytes``."""
 
     def __init__(
-        self, group: Group | None, rank: int, size: int, recorder: Recorder, *, chunks: int = 1
+        self,
+        group: Group | None,
+        rank: int,
+        size: int,
+        recorder: Recorder,
+        *,
+        chunks: int = 1,
+        message_bytes: int = 1,
     ) -> None:
         self.group, self.rank, self.size, self.recorder = group, rank, size, recorder
-        self.chunks = chunks
+        self.chunks, self.message_bytes = chunks, message_bytes
         self.later: list[DeferredProduct] | None = [] if chunks > 1 and size > 1 else None
 
     def start_enter(self, x: torch.Tensor) -> Arriving:

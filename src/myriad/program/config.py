@@ -30,7 +30,11 @@ class OverlapConfig(Config):
     """Tensor-parallel gathers and scatters in chunks behind the matrix products around them; off: whole,
     waited for."""
     tensor_chunks: int = Field(2, ge=2, le=16)
-    """Chunks of each tensor-parallel gather and scatter."""
+    """Chunks of each tensor-parallel gather and scatter; fewer where they would be smaller than
+    tensor_message."""
+    tensor_message: Size = 2**18
+    """Bytes of a tensor-parallel message that are worth one of its own: a smaller one costs more than it
+    hides."""
     optimizer: bool = True
     """Each chunk's parameters travel as soon as it is updated, while the next chunk is; off: all chunks
     are updated first."""

@@ -62,6 +62,19 @@ class Meeting(SteppedLayer):
         return whole.result[:, : x.shape[1]]
 
 
+@pytest.mark.parametrize(
+    ("shape", "message_bytes", "parts"),
+    [((4, 6, 8), 1, 2), ((4, 6, 8), 384, 2), ((4, 6, 8), 385, 1), ((1, 6, 8), 48, 4), ((1, 6, 8), 96, 2),
+     ((1, 6, 8), 97, 1), ((1, 6, 8), 10**9, 1)],
+)  # fmt: skip
+def test_parts_are_not_cut_into_messages_that_cost_more_than_they_hide(shape, message_bytes, parts):
+    notes, boundary = [], Pair(2)
+    boundary.message_bytes = message_bytes
+    x = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    assert run_layers([Noted(boundary, "a", notes)], x, Context()).shape == x.shape
+    assert len(notes) == parts
+
+
 def test_while_a_part_waits_the_next_one_runs_a_turn_behind():
     notes, boundary = [], Pair(2)
     run_layers(
