@@ -21,12 +21,12 @@ def collector() -> Iterator[None]:
     gc.enable()
 
 
-def paused_at(schedule: GarbageSchedule, steps: range) -> list[int]:
-    """Steps after which everything was collected."""
+def paused_at(schedule: GarbageSchedule, steps: range, generation: int = 1) -> list[int]:
+    """Steps after which at least this generation was collected."""
     found, now = [], 0
 
     def note(phase: str, info: dict[str, int]) -> None:
-        if phase == "start" and info["generation"] == 2:
+        if phase == "start" and info["generation"] >= generation:
             found.append(now)
 
     gc.callbacks.append(note)
@@ -50,6 +50,11 @@ def test_a_resumed_rank_pauses_at_the_steps_of_the_others() -> None:
     first, resumed = GarbageSchedule(4, Recorder()), GarbageSchedule(4, Recorder())
     assert paused_at(first, range(1, 14)) == [1, 4, 8, 12], "once at the start, then by the step's number"
     assert paused_at(resumed, range(7, 14)) == [7, 8, 12]
+
+
+def test_old_objects_are_looked_at_rarely_but_not_never() -> None:
+    schedule = GarbageSchedule(3, Recorder())
+    assert paused_at(schedule, range(1, 302), generation=2) == [1, 300]
 
 
 def test_between_its_steps_nothing_pauses() -> None:
@@ -94,7 +99,7 @@ def test_a_run_that_never_came_to_a_step_changes_nothing() -> None:
 
 def test_off_leaves_python_to_it() -> None:
     schedule = GarbageSchedule(0, Recorder())
-    assert paused_at(schedule, range(1, 300)) == []
+    assert paused_at(schedule, range(1, 300), generation=2) == []
     assert gc.isenabled() and gc.get_freeze_count() == 0
     schedule.close()
 
