@@ -221,6 +221,14 @@ def test_a_damaged_newer_checkpoint_never_takes_the_place_of_a_good_one(folder: 
     assert folder.steps() == [20] and folder.newest() == (20, [])
 
 
+def test_what_did_not_verify_is_set_aside_and_never_tried_again(folder: CheckpointFolder) -> None:
+    flip(folder.of_step(20) / ".metadata")
+    assert folder.set_aside_after(10) == [folder.path / "step-20.damaged"]
+    assert folder.newest() == (10, []) and (folder.path / "step-20.damaged" / ".metadata").is_file()
+    save(folder, 20, parts(value=2.0), {})
+    assert folder.newest() == (20, []) and folder.set_aside_after(20) == []
+
+
 def _save_for_ever(folder: CheckpointFolder) -> None:
     torch.set_num_threads(1)
     step = 0

@@ -20,7 +20,7 @@ def bytes_bar(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
         bars.TimeRemainingColumn(),
     )
     with bars.Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
-        task = bar.add_task("looking for the input", total=None)
+        task = bar.add_task("starting", total=None)
 
         def show(stage: str, done_bytes: int, total_bytes: int) -> None:
             bar.update(task, description=stage, completed=done_bytes, total=total_bytes)

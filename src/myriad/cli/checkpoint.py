@@ -100,11 +100,7 @@ def _verify(path: _Path, json: _Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _diff(
-    first: _Path,
-    second: _Path,
-    json: _Json = False,
-) -> None:
+def _diff(first: _Path, second: _Path, json: _Json = False) -> None:
     """Say which tensors of two checkpoints differ, and by how much; exit code 1 when one does."""
     paths = [_newest(path) for path in (first, second)]
     from myriad.checkpoint.difference import compare_checkpoints
@@ -114,12 +110,12 @@ def _diff(
         typer.echo(
             json_format.dumps({"paths": list(map(str, paths)), "differences": [asdict(d) for d in found]})
         )
-    elif not found:
-        typer.echo(f"{paths[0]} and {paths[1]}: equal bits")
-    for one in () if json else found:
-        typer.echo(
+    else:
+        lines = [
             f"{one.name}: {one.what or f'up to {one.largest:.3g} ({one.relative:.1e} of the largest)'}"
-        )
+            for one in found
+        ]
+        typer.echo("\n".join(lines) or f"{paths[0]} and {paths[1]}: equal bits")
     if found:
         raise typer.Exit(1)
 

@@ -27,7 +27,7 @@ from myriad.comm.exchange import Alone, Delivery, Exchange
 from myriad.comm.groups import Groups
 from myriad.comm.hierarchy import Hierarchy, make_levels
 from myriad.comm.pairwise import Post
-from myriad.comm.sites import find_sites, settle_hierarchy
+from myriad.comm.sites import courier_group, settle_hierarchy
 from myriad.program.config import OverlapConfig
 
 __all__ = ["Courier", "Delivery", "Exchange"]
@@ -40,7 +40,7 @@ class Courier:
         self, groups: Groups, axis: str | None, overlap: OverlapConfig, comm: CommConfig, device: torch.device
     ) -> None:
         """``axis`` off: this rank goes alone."""
-        self._group = None if axis is None else groups.along(axis, purpose=f"{axis} courier")
+        self._group = None if axis is None else courier_group(groups, axis)
         self._cut_bytes = overlap.partition
         self._compress = (comm.compress_gradients, comm.compress_parameters)
         self._post: Post | None = None
@@ -49,10 +49,7 @@ class Courier:
         if axis is None or self._group is None:
             return
         ranks = groups.grid.peers(axis)
-        sites = find_sites(groups, self._group, comm, device)
-        self.hierarchy = settle_hierarchy(groups, axis, comm, device)
-        radices = sites.radices(ranks, self.hierarchy)
-        assert radices is not None
+        self.hierarchy, radices = settle_hierarchy(groups, axis, comm, device)
         self._levels = make_levels(self._group.rank(), radices)
         if device.type == "cpu":
             self._post = Post(self._group, overlap.credit)

@@ -1,7 +1,7 @@
 """Where the ranks of a group stand, and which way their sums take.
 
-declared        comm.node_size, comm.switch_size, comm.*_bandwidth
-else            nodes as the launcher says, bandwidths measured (`myriad.comm.links`)
+Nodes are those of comm.node_size and comm.switch_size, else the launcher's; bandwidths are declared, else
+measured (`myriad.comm.links`).
 """
 
 import os
@@ -23,10 +23,37 @@ from myriad.comm.hierarchy import (
 from myriad.comm.links import measure_rates
 from myriad.errors import BadInputError
 
-__all__ = ["find_sites", "settle_hierarchy"]
+__all__ = ["courier_group", "settle_hierarchy"]
 
 
-def find_sites(groups: Groups, group: Group, comm: CommConfig, device: torch.device) -> Sites:
+def courier_group(groups: Groups, axis: str) -> Group | None:
+    """Whose sums take the hierarchy: also what is measured, so that its connections are open afterwards."""
+    return groups.along(axis, purpose=f"{axis} courier")
+
+
+def settle_hierarchy(
+    groups: Groups, axis: str, comm: CommConfig, device: torch.device
+) -> tuple[Hierarchy, tuple[int, ...]]:
+    """What ``comm.hierarchy`` says, and the radices of the group along ``axis``; for "auto" what is quickest,
+    the same on all ranks of the world, which call this together: of what the groups would choose, the one
+    with the fewest levels."""
+    group, ranks = courier_group(groups, axis), groups.grid.peers(axis)
+    if group is None:
+        return "flat", (1,)
+    sites = _find_sites(groups, group, comm, device)
+    hierarchy = comm.hierarchy
+    if hierarchy == "auto":
+        chosen = HIERARCHIES.index(_quickest(group, ranks, sites, comm))
+        fewest = all_reduce_max(torch.tensor([-chosen], device=device), groups.world).neg()
+        hierarchy = HIERARCHIES[int(fewest)]
+    radices = sites.radices(ranks, hierarchy)
+    if radices is None:
+        allowed = f"ranks {ranks} stand unevenly on nodes of {sites.node_size}; flat or auto"
+        raise BadInputError("comm.hierarchy", hierarchy, allowed)
+    return hierarchy, radices
+
+
+def _find_sites(groups: Groups, group: Group, comm: CommConfig, device: torch.device) -> Sites:
     """As the job says, else as the launcher says, when it says the same to all."""
     if comm.node_size is not None:
         return Sites(comm.node_size, comm.switch_size)
@@ -40,24 +67,6 @@ def find_sites(groups: Groups, group: Group, comm: CommConfig, device: torch.dev
         return Sites(world)
     allowed = f"nodes hold {smallest} to {largest} ranks; equally many, or comm.hierarchy = flat or auto"
     raise BadInputError("comm.hierarchy", comm.hierarchy, allowed)
-
-
-def settle_hierarchy(groups: Groups, axis: str, comm: CommConfig, device: torch.device) -> Hierarchy:
-    """What ``comm.hierarchy`` says; for "auto" what is quickest along ``axis``, the same on all ranks of the
-    world, which call this together: of what the groups would choose, the one with the fewest levels."""
-    group = groups.along(axis)
-    if group is None:
-        return "flat"
-    ranks = groups.grid.peers(axis)
-    sites = find_sites(groups, group, comm, device)
-    if comm.hierarchy != "auto":
-        if sites.radices(ranks, comm.hierarchy) is None:
-            allowed = f"ranks {ranks} stand unevenly on nodes of {sites.node_size}; flat or auto"
-            raise BadInputError("comm.hierarchy", comm.hierarchy, allowed)
-        return comm.hierarchy
-    chosen = HIERARCHIES.index(_quickest(group, ranks, sites, comm))
-    fewest = all_reduce_max(torch.tensor([-chosen], device=device), groups.world).neg()
-    return HIERARCHIES[int(fewest)]
 
 
 def _quickest(group: Group, ranks: tuple[int, ...], sites: Sites, comm: CommConfig) -> Hierarchy:

@@ -94,15 +94,7 @@ class Engine:
             for training in (True, False)
         }
         stage_rank = self.programs[True].stage_rank
-        group, rank = groups.along("tp"), groups.grid.index("tp")
-        self.boundary: Boundary = GroupBoundary(
-            group,
-            rank,
-            layout.tp,
-            recorder,
-            chunks=overlap.tensor_chunks if overlap.tensor else 1,
-            message_bytes=overlap.tensor_message,
-        )
+        self.boundary: Boundary = _make_boundary(groups, overlap, recorder)
         self._trains_alone = comm.sync_every > 1 and layout.dp > 1
         self._courier = Courier(groups, None if self._trains_alone else "dp", overlap, comm, device)
         exact = comm.compress_parameters is None
@@ -319,6 +311,17 @@ class _Finisher:
 
     def update(self, stage: int) -> None:
         self.engine.update(stage)
+
+
+def _make_boundary(groups: Groups, overlap: OverlapConfig, recorder: Recorder) -> GroupBoundary:
+    return GroupBoundary(
+        groups.along("tp"),
+        groups.grid.index("tp"),
+        groups.grid.layout.tp,
+        recorder,
+        chunks=overlap.tensor_chunks if overlap.tensor else 1,
+        message_bytes=overlap.tensor_message,
+    )
 
 
 def _num_chunks(layout: Layout, overlap: OverlapConfig, layers_of_stage: Sequence[range]) -> int:

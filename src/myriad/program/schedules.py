@@ -6,8 +6,8 @@
                  compute still arrives in time
     interleaved  as 1f1b with v stages a rank, in rounds of at least p micro-batches: the bubble is a v-th
     zero-bubble  as 1f1b with the backward in two halves; weight halves wait and fill the bubble
+    eager-zero-bubble    as eager-1f1b and zero-bubble: gradients leave first, and have a compute's time
     zero-bubble-v        two stages a rank, down and up a V: half the bubble of zero-bubble
-    eager-zero-bubble    both: gradients leave before the weight halves, and have a compute's time to arrive
 
     1f1b, 3 ranks, 4 micro-batches (`myriad simulate --program` draws any other)
 

@@ -25,7 +25,7 @@ from myriad.program.actions import Action, Kind
 
 __all__ = ["vee", "vee_stage_rank"]
 
-_ORDERS = tuple[tuple[Action, ...], ...]
+_Orders = tuple[tuple[Action, ...], ...]
 
 
 def vee_stage_rank(num_ranks: int) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ def vee_stage_rank(num_ranks: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4)
-def vee(num_ranks: int, num_micro_batches: int) -> _ORDERS:
+def vee(num_ranks: int, num_micro_batches: int) -> _Orders:
     """Every rank's computes of one iteration."""
     clock = _Clock(num_ranks, num_micro_batches)
     while clock.tick():

@@ -151,7 +151,7 @@ def settle_links(job: Job, groups: Groups, device: torch.device, kept: Path | No
     known = next((choice["hierarchy"] for choice in choices if choice["where"] == where), None)
     known = _told_by_first(known, groups)
     if known is None:
-        known = settle_hierarchy(groups, "dp", comm, device)
+        known, _ = settle_hierarchy(groups, "dp", comm, device)
         if first:
             _keep([*choices, {"where": where, "hierarchy": known}], kept)
     return comm.model_copy(update={"hierarchy": known})
