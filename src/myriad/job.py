@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from myriad.checkpoint.config import CheckpointConfig
 from myriad.comm.config import CommConfig
 from myriad.comm.hierarchy import check_hierarchy
 from myriad.comm.layout import Layout, check_layout
@@ -52,15 +53,6 @@ class TrainConfig(Config):
     does it."""
     sample_prompt: str | None = None
     """Text to continue at the end; off: no sample."""
-
-
-class CheckpointConfig(Config):
-    """What is kept."""
-
-    every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0: only the last step and on Ctrl-C."""
-    keep: int = Field(2, ge=1)
-    """Newest checkpoints kept."""
 
 
 class Job(Config):

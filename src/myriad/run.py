@@ -14,8 +14,6 @@ line for step n makes every earlier line for a step >= n void (`read_metrics`).
 
 import contextlib
 import fcntl
-import json
-import math
 import os
 import re
 import time
@@ -25,10 +23,9 @@ from typing import Any
 
 from myriad.errors import BadInputError
 from myriad.job import Job, dump_toml, load_job
+from myriad.jsonl import JsonlTail, Record, append_line
 
-__all__ = ["JsonlTail", "Run"]
-
-Record = dict[str, Any]
+__all__ = ["Run"]
 
 _MAY_CHANGE = re.compile(
     r"(layout|overlap|checkpoint)\..*|train\.(threads|device|steps|validate_every|collect_garbage_every)"
@@ -60,6 +57,14 @@ class Run:
         if not self.exists:
             raise BadInputError("run", str(self.path), "no run here (no job.toml)")
         return load_job(str(self.job_path))
+
+    def checkpoints(self, job: Job | None = None) -> str:
+        """Where durable checkpoints are: the path or URL that the job says, else a folder of the run."""
+        return (job or self.job()).checkpoint.url or str(self.checkpoints_path)
+
+    def num_starts(self) -> int:
+        """How often ranks have started here."""
+        return sum(event.get("event") == "start" for event in self.read_events())
 
     def check(self, job: Job) -> None:
         """Refuses, without touching anything, a folder that ``job`` cannot start or go on in."""
@@ -102,11 +107,11 @@ class Run:
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         """Adds the line of one step."""
-        _append_line(self.metrics_path, record)
+        append_line(self.metrics_path, record)
 
     def append_event(self, event: str, **fields: Any) -> None:
         """Adds an event, with the time in seconds since the epoch."""
-        _append_line(self.events_path, {"time": time.time(), "event": event, **fields})
+        append_line(self.events_path, {"time": time.time(), "event": event, **fields})
 
     def read_metrics(self) -> list[Record]:
         """One line per step, in order, without those that a resumed attempt has replaced."""
@@ -131,49 +136,6 @@ class Run:
     def log_path(self, rank: int, attempt: int) -> Path:
         """Everything that one rank printed in one attempt."""
         return self.logs_path / f"rank-{rank}-attempt-{attempt}.log"
-
-
-class JsonlTail:
-    """Reads the complete lines added to a file since the last look. A torn or foreign line is left out."""
-
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        self._path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
-
-    def poll(self) -> list[Record]:
-        """New lines; none when the file is not there yet."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return [record for line in complete.splitlines() if (record := _parse_line(line)) is not None]
-
-
-def _parse_line(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _append_line(path: Path, record: Mapping[str, Any]) -> None:
-    plain = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
-    line = json.dumps(plain, ensure_ascii=False).encode() + b"\n"
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        size = os.fstat(handle).st_size
-        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-        os.write(handle, b"\n" + line if torn else line)
-    finally:
-        os.close(handle)
 
 
 def _replace_file(path: Path, text: str) -> None:

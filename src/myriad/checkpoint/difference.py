@@ -24,7 +24,7 @@ class Difference:
     """That over the largest element of the first."""
 
 
-def compare_checkpoints(first: Path, second: Path) -> Iterator[Difference]:
+def compare_checkpoints(first: Path | str, second: Path | str) -> Iterator[Difference]:
     """Every tensor that is not the same to the bit, by name."""
     a, b = load_model(first, ""), load_model(second, "")
     for name in sorted(a.keys() | b.keys()):

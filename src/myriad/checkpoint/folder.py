@@ -1,159 +1,182 @@
-"""A folder of checkpoints: ``step-N`` exists only when complete and hashed. No torch here.
+"""A folder of checkpoints: ``step-N`` counts only when its manifest is there. No torch here.
 
-    step-20.partial/   every rank writes its pieces            (`myriad.checkpoint.store`)
-                       rank 0 reads all back, hashes them, writes manifest.json, fsyncs
-    step-20/           one rename
-    step-20.damaged/   a resume found other bytes than the manifest says: never tried again
+    step-20/__0_0.distcp, ...     written, on disk, read back     (`myriad.checkpoint.writing`)
+    step-20/.metadata, job.toml
+    step-20/manifest.json         by one rename: from here on it is a checkpoint
+    step-20.damaged/              a load found other bytes than the manifest says: never tried again
+    attempt                       the newest start of the ranks: an older one, which somebody thought dead,
+                                  commits no more
 
-A kill at any instant leaves the older checkpoints and at most a ``.partial`` folder, which the next save
-replaces.
+A kill at any instant leaves the older checkpoints and at most a folder without a manifest, which the next
+save replaces.
 """
 
-import json
-import os
-import shutil
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import xxhash
+from myriad.checkpoint.manifest import MANIFEST, Manifest, encode_manifest, parse_manifest
+from myriad.checkpoint.storage import LocalStorage, Storage, open_storage
+from myriad.checkpoint.writing import check_file
+from myriad.errors import BadInputError, RunFailedError
 
-from myriad.errors import RunFailedError
+__all__ = ["Checkpoint", "CheckpointFolder", "Show", "open_checkpoint", "verify"]
 
-__all__ = ["CheckpointFolder", "Manifest", "commit", "read_manifest", "verify"]
-
-_MANIFEST, _VERSION = "manifest.json", 1
+_ATTEMPT = "attempt"
 
 Show = Callable[[int, int], None]
 """Told the bytes read and the bytes to read."""
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint should hold."""
+class Checkpoint:
+    """One checkpoint, or what should be one: a folder of a storage."""
 
-    progress: dict[str, Any]
-    """Where the run was."""
-    time: float
-    """Of the commit, seconds since the epoch."""
-    files: dict[str, dict[str, Any]]
-    """``bytes`` and ``xxh3_128`` by name."""
+    storage: Storage
+    name: str
+
+    def at(self, file: str) -> str:
+        """A file of it, as the storage names it."""
+        return f"{self.name}/{file}" if self.name else file
 
     @property
-    def num_bytes(self) -> int:
-        """Of all files."""
-        return sum(int(file["bytes"]) for file in self.files.values())
+    def where(self) -> str:
+        """As a person would name it."""
+        return f"{self.storage.url}/{self.name}".rstrip("/")
+
+    def manifest(self) -> Manifest:
+        """Raises ``ValueError`` or ``OSError`` when it is not as it was written."""
+        return parse_manifest(self.storage.read(self.at(MANIFEST)))
+
+    def commit(self, manifest: Manifest) -> None:
+        """Makes a checkpoint of a folder whose files are all there."""
+        self.storage.put(self.at(MANIFEST), encode_manifest(manifest.stamped(time.time())))
 
 
-@dataclass(frozen=True)
+def open_checkpoint(where: str | Path) -> Checkpoint:
+    """The folder of one checkpoint by its path or URL."""
+    text = str(where).rstrip("/")
+    parent, _, name = text.rpartition("/")
+    if "://" in text:
+        return Checkpoint(open_storage(parent), name)
+    path = Path(text)
+    return Checkpoint(LocalStorage(path.parent), path.name)
+
+
 class CheckpointFolder:
-    """Where a run keeps its checkpoints."""
+    """Where a run keeps its durable checkpoints: a folder, or a URL that fsspec knows."""
 
-    path: Path
+    def __init__(self, where: str | Path) -> None:
+        self.storage = open_storage(where)
+        self.path = Path(self.storage.url)
+        """Of a local one."""
 
     def of_step(self, step: int) -> Path:
-        """The folder of the checkpoint after ``step`` steps."""
+        """The folder of the checkpoint after ``step`` steps; of a local one."""
         return self.path / f"step-{step}"
+
+    def at_step(self, step: int) -> Checkpoint:
+        """The checkpoint after ``step`` steps, whether or not it is there."""
+        return Checkpoint(self.storage, f"step-{step}")
 
     def steps(self) -> list[int]:
         """Steps with a committed checkpoint, ascending."""
-        found = (entry.name.removeprefix("step-") for entry in self.path.glob("step-*") if entry.is_dir())
+        return [step for step in self._begun() if self._committed(step)]
+
+    def _begun(self) -> list[int]:
+        found = (name.removeprefix("step-") for name in self.storage.names() if name.startswith("step-"))
         return sorted(int(name) for name in found if name.isdigit())
+
+    def _committed(self, step: int) -> bool:
+        return MANIFEST in self.storage.names(f"step-{step}")
+
+    def unfinished(self) -> list[int]:
+        """Steps whose folder has no manifest: killed while it was written, or not written yet."""
+        return [step for step in self._begun() if not self._committed(step)]
 
     def newest(self) -> tuple[int, list[str]] | None:
         """Step of the newest checkpoint that verifies, and what is wrong with newer ones; ``None`` when there
         is none at all. Changes nothing. Raises `RunFailedError` when there are some and none verifies."""
         problems: list[str] = []
         for step in reversed(self.steps()):
-            if not (found := verify(self.of_step(step))):
+            if not (found := verify(self.at_step(step))):
                 return step, problems
             problems += found
         if problems:
             raise RunFailedError(f"no checkpoint verifies: {'; '.join(problems)}")
         return None
 
-    def set_aside_after(self, step: int) -> list[Path]:
-        """Renames every checkpoint of a later step, which did not verify, so that nothing tries it again.
-        Gives the new names."""
-        aside = []
-        for later in (found for found in self.steps() if found > step):
-            damaged = self.of_step(later).with_name(f"step-{later}.damaged")
-            shutil.rmtree(damaged, ignore_errors=True)
-            self.of_step(later).rename(damaged)
-            aside.append(damaged)
-        if aside:
-            _sync_folder(self.path)
+    def set_aside(self, step: int) -> str:
+        """Renames a checkpoint that did not verify, so that nothing tries it again. Gives the new name."""
+        aside = f"step-{step}.damaged"
+        self.storage.rename(f"step-{step}", aside)
         return aside
 
-    def prune(self, keep: int, newest: int) -> list[int]:
-        """Removes all but ``keep`` checkpoints up to step ``newest``, which is known to be good; gives their
-        steps. Later ones count for nothing: they did not verify."""
-        removed = [step for step in self.steps() if step <= newest][:-keep]
-        for step in removed:
-            shutil.rmtree(self.of_step(step), ignore_errors=True)
-        return removed
+    def begin(self, step: int) -> Checkpoint:
+        """An empty folder for a new checkpoint; one of the same step counts no more."""
+        checkpoint = self.at_step(step)
+        if self._committed(step):
+            self.storage.remove(checkpoint.at(MANIFEST))
+        self.storage.remove(checkpoint.name)
+        return checkpoint
+
+    def prune(self, keep: int, newest: int, max_age_seconds: float | None = None) -> list[int]:
+        """Removes all but ``keep`` checkpoints up to step ``newest``, which is known to be good and always
+        stays, and those of them older than ``max_age_seconds``; gives their steps. Later ones count for
+        nothing: they did not verify. What was never finished before ``newest`` goes too."""
+        older = [step for step in self.steps() if step < newest]
+        removed = older[: max(0, len(older) - keep + 1)]
+        removed += [step for step in older if step not in removed and self._older_than(step, max_age_seconds)]
+        for step in [*removed, *(step for step in self.unfinished() if step < newest)]:
+            checkpoint = self.at_step(step)
+            self.storage.remove(checkpoint.at(MANIFEST))
+            self.storage.remove(checkpoint.name)
+        return sorted(removed)
+
+    def _older_than(self, step: int, seconds: float | None) -> bool:
+        if seconds is None:
+            return False
+        with contextlib.suppress(OSError, ValueError):
+            return time.time() - self.at_step(step).manifest().time > seconds
+        return False
+
+    def claim(self, attempt: int) -> None:
+        """Says that a new start of the ranks owns the folder. Raises `BadInputError` when it cannot be
+        written."""
+        try:
+            self.storage.put(_ATTEMPT, str(attempt).encode())
+        except OSError as error:
+            raise BadInputError("checkpoint.url", self.storage.url, f"cannot be written: {error}") from None
+
+    def owner(self) -> int:
+        """The newest start of the ranks that has claimed the folder; 0: none."""
+        try:
+            return int(self.storage.read(_ATTEMPT))
+        except (OSError, ValueError):
+            return 0
 
 
-def commit(partial: Path, final: Path, progress: dict[str, Any]) -> None:
-    """Makes a checkpoint of a folder whose files are complete and on disk."""
-    files = {
-        entry.name: {"bytes": entry.stat().st_size, "xxh3_128": _hash(entry)}
-        for entry in sorted(partial.iterdir())
-    }
-    manifest = {"version": _VERSION, "time": time.time(), "progress": progress, "files": files}
-    with open(partial / _MANIFEST, "w") as stream:
-        json.dump(manifest | {"xxh3_128": _manifest_hash(manifest)}, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    _sync_folder(partial)
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
-    _sync_folder(final.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _hash(path: Path, told: Callable[[int], None] = lambda count: None) -> str:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as stream:
-        while block := stream.read(2**22):
-            digest.update(block)
-            told(len(block))
-    return digest.hexdigest()
-
-
-def _manifest_hash(manifest: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
-
-
-def read_manifest(checkpoint: Path) -> Manifest:
-    """Raises ``ValueError`` or ``OSError`` for one that is not as it was written."""
-    path = checkpoint / _MANIFEST
-    written = json.loads(path.read_text())
-    if not isinstance(written, dict) or written.pop("xxh3_128", None) != _manifest_hash(written):
-        raise ValueError("its bytes changed after it was written")
-    if written["version"] > _VERSION:
-        raise ValueError(f"of version {written['version']}; this program reads up to {_VERSION}")
-    return Manifest(written["progress"], written.get("time", path.stat().st_mtime), written["files"])
-
-
-def verify(checkpoint: Path, *, sizes_only: bool = False, show: Show | None = None) -> list[str]:
-    """What is wrong with a checkpoint, a line for each file; empty when every byte is as it was written.
+def verify(
+    checkpoint: Checkpoint | Path | str, *, sizes_only: bool = False, show: Show | None = None
+) -> list[str]:
+    """What is wrong with a checkpoint, a line for each chunk; empty when every byte is as it was written.
 
     ``sizes_only``: a quick look that finds what is missing or cut short."""
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open_checkpoint(checkpoint)
     try:
-        manifest = read_manifest(checkpoint)
-    except (OSError, ValueError) as error:
-        return [f"{checkpoint.name}/{_MANIFEST}: not readable ({error})"]
-    read, problems = 0, []
+        manifest = checkpoint.manifest()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"{checkpoint.name}/{MANIFEST}: not readable ({error})"]
+    return list(_problems(checkpoint, manifest, sizes_only, show))
+
+
+def _problems(
+    checkpoint: Checkpoint, manifest: Manifest, sizes_only: bool, show: Show | None
+) -> Iterator[str]:
+    read = 0
 
     def told(count: int) -> None:
         nonlocal read
@@ -161,12 +184,15 @@ def verify(checkpoint: Path, *, sizes_only: bool = False, show: Show | None = No
         if show is not None:
             show(read, manifest.num_bytes)
 
-    for name, expected in manifest.files.items():
-        path = checkpoint / name
-        if not path.is_file():
-            problems.append(f"{checkpoint.name}/{name}: missing")
-        elif (size := path.stat().st_size) != expected["bytes"]:
-            problems.append(f"{checkpoint.name}/{name}: {size} bytes instead of {expected['bytes']}")
-        elif not sizes_only and _hash(path, told) != expected["xxh3_128"]:
-            problems.append(f"{checkpoint.name}/{name}: its bytes changed after it was written")
-    return problems
+    for name, record in manifest.files.items():
+        path = checkpoint.at(name)
+        try:
+            if sizes_only:
+                size = checkpoint.storage.size(path)
+                short = "missing" if size is None else f"{size} bytes instead of {record.bytes}"
+                found = [] if size == record.bytes else [short]
+            else:
+                found = check_file(checkpoint.storage, path, record, told)
+        except OSError as error:
+            found = [f"not readable ({error})"]
+        yield from (f"{checkpoint.name}/{name}: {problem}" for problem in found)

@@ -1,27 +1,42 @@
-"""Ranks write and read a checkpoint together: tensors in torch.distributed.checkpoint's files, and what
-`myriad.checkpoint.folder` says of when they count.
+"""One checkpoint written and read without a keeper: by tools, and by ranks that wait for it.
+
+What a run does while it trains is `myriad.checkpoint.session`; the files are the same.
 """
 
-import contextlib
-import shutil
-import warnings
-from collections.abc import Iterator, Sequence
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from myriad.checkpoint.folder import CheckpointFolder, commit
-from myriad.checkpoint.planners import RectangleLoadPlanner, RectangleSavePlanner, check_same_model
+import myriad
+from myriad.checkpoint.dcp import METADATA, make_metadata, make_pieces
+from myriad.checkpoint.folder import Checkpoint, CheckpointFolder, open_checkpoint
+from myriad.checkpoint.load import Candidate, LoadWorld, load_candidate
+from myriad.checkpoint.manifest import FileRecord, Manifest, hash_of, record_pieces, record_plain
+from myriad.checkpoint.piece import Piece, file_of_rank
+from myriad.checkpoint.progress import progress_rectangle
+from myriad.checkpoint.sources import parts_of_manifest
+from myriad.checkpoint.storing import PROGRESS
+from myriad.checkpoint.writing import check_file, write_pieces
 from myriad.errors import RunFailedError
 from myriad.model.rectangle import Rectangle
 
-__all__ = ["load", "load_model", "save"]
+__all__ = ["constant_manifest", "load", "load_model", "save"]
+
+
+def constant_manifest(pieces_of_rank: Sequence[Sequence[Piece]], layout: Mapping[str, Any]) -> dict[str, Any]:
+    """What a manifest says that does not change from save to save."""
+    tensors = {
+        piece.tensor: {"shape": list(piece.full_shape), "dtype": piece.dtype}
+        for pieces in pieces_of_rank
+        for piece in pieces
+    }
+    versions = {"myriad": myriad.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"layout": dict(layout), "versions": versions, "tensors": tensors}
 
 
 def save(
@@ -30,60 +45,105 @@ def save(
     rectangles: Sequence[Rectangle],
     progress: dict[str, Any],
     group: dist.ProcessGroup | None = None,
+    layout: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes a checkpoint; every rank of the world calls it. Gives its folder once it is committed.
+    """Writes a checkpoint from live memory; every rank of the world calls it and waits until it is committed.
+    Gives its folder.
 
-    ``group``: of all ranks, for its messages; off: the world itself."""
-    final = folder.of_step(step)
-    partial = final.with_name(final.name + ".partial")
-    is_first, alone = not dist.is_initialized() or dist.get_rank() == 0, not dist.is_initialized()
-    if is_first:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    if not alone:
-        dist.barrier(group)
-    writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
-    planner = RectangleSavePlanner(rectangles, progress)
-    with _one_line(f"{final.name} cannot be written"):
-        state_dict_saver.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
-    if is_first:
-        commit(partial, final, progress)
-    if not alone:
-        dist.barrier(group)
-    return final
+    ``group``: of all ranks, on the host; off: the world itself, or this process alone. Raises
+    `RunFailedError` on every rank when it cannot be written."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world = LoadWorld(rank, group=group or (dist.group.WORLD if dist.is_initialized() else None))
+    own = [*rectangles, progress_rectangle(progress)] if rank == 0 else list(rectangles)
+    pieces = make_pieces(own)
+    checkpoint = folder.at_step(step)
+    _together(world, step, lambda: rank == 0 and folder.begin(step))
+    records = _together(world, step, lambda: _write_own(checkpoint, rank, own, pieces))
+    pieces_of_rank = world.gather(pieces)
+    commit = partial(_commit, checkpoint, step, records, pieces_of_rank, progress, layout or {})
+    _together(world, step, commit if rank == 0 else lambda: None)
+    return folder.of_step(step)
 
 
-@contextlib.contextmanager
-def _one_line(what: str) -> Iterator[None]:
-    """DCP without its warning, given whenever one process saves or loads alone, and without the tracebacks of
-    every rank in an error."""
+def _together(world: LoadWorld, step: int, do: Callable[[], Any]) -> list[Any]:
+    """Everybody's result, or everybody's error."""
+    result, problem = None, None
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise RunFailedError(f"{what}: {cause} (rank {rank})") from error
+        result = do()
+    except Exception as error:
+        problem = f"step-{step} cannot be written: {error or type(error).__name__} (rank {world.rank})"
+    found = world.gather((result, problem))
+    if problems := [told for _, told in found if told]:
+        raise RunFailedError(problems[0])
+    return [given for given, _ in found]
 
 
-def load(checkpoint: Path, rectangles: Sequence[Rectangle]) -> dict[str, Any]:
+def _write_own(
+    checkpoint: Checkpoint, rank: int, rectangles: Sequence[Rectangle], pieces: Sequence[Piece]
+) -> tuple[str, FileRecord]:
+    data = {id(piece): _bytes_of(part.values) for part, piece in zip(rectangles, pieces, strict=True)}
+    name = file_of_rank(rank)
+    record = record_pieces(pieces, [hash_of(data[id(piece)]) for piece in pieces])
+    write_pieces(checkpoint.storage, checkpoint.at(name), pieces, lambda piece: data[id(piece)])
+    checkpoint.storage.forget_cache(checkpoint.at(name))
+    if problems := check_file(checkpoint.storage, checkpoint.at(name), record):
+        raise OSError(f"read back other bytes than were written: {name}: {problems[0]}")
+    return name, record
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+def _commit(
+    checkpoint: Checkpoint,
+    step: int,
+    records: Sequence[tuple[str, FileRecord]],
+    pieces_of_rank: Sequence[Sequence[Piece]],
+    progress: Mapping[str, Any],
+    layout: Mapping[str, Any],
+) -> None:
+    metadata = make_metadata(pieces_of_rank)
+    checkpoint.storage.put(checkpoint.at(METADATA), metadata)
+    files = dict(records) | {METADATA: record_plain(metadata)}
+    constant = constant_manifest(pieces_of_rank, layout)
+    data = progress.get("data", {})
+    checkpoint.commit(Manifest(step, 0, 0.0, dict(progress), data=data, files=files, **constant))
+
+
+def _manifest_of(checkpoint: Checkpoint) -> Manifest:
+    try:
+        return checkpoint.manifest()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFailedError(f"{checkpoint.where}: no readable manifest ({error})") from None
+
+
+def load(where: Path | str, rectangles: Sequence[Rectangle]) -> dict[str, Any]:
     """Fills the rectangles, each rank by itself, in whatever layout; gives the progress that was saved.
 
-    Raises `RunFailedError` for a checkpoint of another model, or one that cannot be read."""
-    reader, planner = FileSystemReader(checkpoint), RectangleLoadPlanner(rectangles)
-    check_same_model(reader.read_metadata(), rectangles)
-    with _one_line(f"{checkpoint.name} cannot be read"):
-        state_dict_loader.load({}, storage_reader=reader, planner=planner, no_dist=True)
-    return planner.progress
+    Raises `RunFailedError` for a checkpoint of another model, or when a byte that is needed is not the one
+    that was written."""
+    checkpoint = open_checkpoint(where)
+    manifest = _manifest_of(checkpoint)
+    candidate = Candidate(manifest.step, parts_of_manifest(manifest), checkpoint)
+    problems, good = load_candidate(candidate, rectangles, LoadWorld())
+    if not good:
+        raise RunFailedError(f"{checkpoint.where} cannot be read: {'; '.join(problems)}")
+    return dict(manifest.progress)
 
 
-def load_model(checkpoint: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
+def load_model(where: Path | str, prefix: str = "model.") -> dict[str, torch.Tensor]:
     """Every whole tensor whose name starts with ``prefix``, by the rest of its name."""
-    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = _manifest_of(open_checkpoint(where)).tensors
     full = {
-        name: torch.empty(kept.size, dtype=kept.properties.dtype)
-        for name, kept in stored.items()
-        if isinstance(kept, TensorStorageMetadata) and name.startswith(prefix)
+        name: torch.empty(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
+        for name, tensor in tensors.items()
+        if name.startswith(prefix) and (prefix or not _is_not_state(name))
     }
-    load(checkpoint, [Rectangle(name, tuple(x.shape), (0,) * x.dim(), x) for name, x in full.items()])
+    load(where, [Rectangle(name, tuple(x.shape), (0,) * x.dim(), x) for name, x in full.items()])
     return {name.removeprefix(prefix): tensor for name, tensor in full.items()}
+
+
+def _is_not_state(name: str) -> bool:
+    return name == PROGRESS or name.startswith("random.")

@@ -15,7 +15,7 @@ from myriad.errors import BadInputError
 from myriad.units import format_bytes
 
 if TYPE_CHECKING:
-    from myriad.checkpoint.folder import CheckpointFolder
+    from myriad.checkpoint.folder import Checkpoint, CheckpointFolder
 
 __all__ = ["register"]
 
@@ -41,27 +41,46 @@ def _list(
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte, not only sizes.")] = False,
     json: _Json = False,
 ) -> None:
-    """Show a run's checkpoints: step, time, size, and whether they are whole."""
-    folder = _folder_of(existing_run(run))
-    rows = [_row(folder, step, verify) for step in folder.steps()]
+    """Show a run's checkpoints: step, time, size, where they are, and whether they are whole."""
+    path = existing_run(run)
+    folder = _folder_of(path)
+    rows = [_row(folder.at_step(step), step, verify) for step in folder.steps()]
+    rows += [_unfinished_row(folder.at_step(step), step) for step in folder.unfinished()]
+    rows += _rows_in_memory(path)
+    rows.sort(key=lambda row: row["step"])
     if json:
         typer.echo(json_format.dumps({"run": run, "checkpoints": rows}))
     else:
         _show_rows(run, rows)
 
 
-def _row(folder: "CheckpointFolder", step: int, every_byte: bool) -> dict[str, Any]:
-    from myriad.checkpoint.folder import read_manifest, verify
+def _row(checkpoint: "Checkpoint", step: int, every_byte: bool) -> dict[str, Any]:
+    from myriad.checkpoint.folder import verify
 
-    path = folder.of_step(step)
-    problems = verify(path, sizes_only=not every_byte)
+    problems = verify(checkpoint, sizes_only=not every_byte)
     state = "damaged" if problems else "verified" if every_byte else "complete"
-    row: dict[str, Any] = {"step": step, "path": str(path), "state": state, "problems": problems}
+    row = {"step": step, "tier": "storage", "path": checkpoint.where, "state": state, "problems": problems}
     try:
-        manifest = read_manifest(path)
+        manifest = checkpoint.manifest()
     except (OSError, ValueError):
         return row | {"time": None, "bytes": None}
     return row | {"time": manifest.time, "bytes": manifest.num_bytes}
+
+
+def _unfinished_row(checkpoint: "Checkpoint", step: int) -> dict[str, Any]:
+    nothing: dict[str, Any] = {"problems": [], "time": None, "bytes": None}
+    return {"step": step, "tier": "storage", "path": checkpoint.where, "state": "unfinished"} | nothing
+
+
+def _rows_in_memory(run: Path) -> list[dict[str, Any]]:
+    """What this machine's keeper has of the run; it lives while the run does, and a while longer."""
+    from myriad.checkpoint.keeper_client import list_in_memory
+
+    return [
+        {"step": step, "tier": "memory", "path": None, "state": "complete", "problems": []}
+        | {"time": None, "bytes": num_bytes}
+        for step, num_bytes in list_in_memory(run)
+    ]
 
 
 def _show_rows(run: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -73,24 +92,24 @@ def _show_rows(run: str, rows: Sequence[dict[str, Any]]) -> None:
     if not rows:
         typer.echo(f"{run}: no checkpoint yet")
         return
-    table = Table("step", "saved", "size", "state", box=None, header_style="bold")
+    table = Table("step", "saved", "size", "tier", "state", box=None, header_style="bold")
     for row in rows:
         saved = "" if row["time"] is None else f"{datetime.fromtimestamp(row['time']):%Y-%m-%d %H:%M:%S}"
         size = "" if row["bytes"] is None else format_bytes(row["bytes"])
-        table.add_row(str(row["step"]), saved, size, row["state"])
+        table.add_row(str(row["step"]), saved, size, row["tier"], row["state"])
     Console().print(table)
     for problem in (problem for row in rows for problem in row["problems"]):
         typer.echo(problem)
 
 
 def _verify(path: _Path, json: _Json = False) -> None:
-    """Read every byte and name every file that is not as it was written; exit code 1 when there is one."""
+    """Read every byte and name every chunk that is not as it was written; exit code 1 when there is one."""
     from myriad.checkpoint.folder import verify
 
     found: dict[str, list[str]] = {}
     for checkpoint in _checkpoints(path):
         with bytes_bar(quiet=json) as show:
-            found[str(checkpoint)] = verify(checkpoint, show=partial(show, checkpoint.name))
+            found[checkpoint.where] = verify(checkpoint, show=partial(show, checkpoint.name))
     if json:
         typer.echo(json_format.dumps({"path": path, "whole": not any(found.values()), "problems": found}))
     else:
@@ -105,17 +124,20 @@ def _diff(first: _Path, second: _Path, json: _Json = False) -> None:
     paths = [_newest(path) for path in (first, second)]
     from myriad.checkpoint.difference import compare_checkpoints
 
-    found = list(compare_checkpoints(*paths))
+    where = [path.where for path in paths]
+    found = list(compare_checkpoints(*where))
     if json:
         typer.echo(
-            json_format.dumps({"paths": list(map(str, paths)), "differences": [asdict(d) for d in found]})
+            json_format.dumps(
+                {"paths": [path.where for path in paths], "differences": [asdict(d) for d in found]}
+            )
         )
     else:
         lines = [
             f"{one.name}: {one.what or f'up to {one.largest:.3g} ({one.relative:.1e} of the largest)'}"
             for one in found
         ]
-        typer.echo("\n".join(lines) or f"{paths[0]} and {paths[1]}: equal bits")
+        typer.echo("\n".join(lines) or f"{where[0]} and {where[1]}: equal bits")
     if found:
         raise typer.Exit(1)
 
@@ -123,16 +145,21 @@ def _diff(first: _Path, second: _Path, json: _Json = False) -> None:
 def _prune(
     run: _Run,
     keep: Annotated[int, typer.Option(help="Checkpoints to keep, the newest ones.", min=1)],
+    older_than: Annotated[
+        float | None, typer.Option(metavar="DAYS", help="Remove older ones even if fewer are kept.", min=0)
+    ] = None,
     json: _Json = False,
 ) -> None:
-    """Remove all but the newest checkpoints, after making sure that the newest is whole."""
+    """Remove all but the newest checkpoints, after making sure that the newest is whole, which always
+    stays."""
     from myriad.run import Run
 
     path = existing_run(run)
     folder = _folder_of(path)
     with Run(path).lock():
         newest = folder.newest()
-        removed = folder.prune(keep, newest[0]) if newest else []
+        age = None if older_than is None else older_than * 86400
+        removed = folder.prune(keep, newest[0], age) if newest else []
     if json:
         typer.echo(json_format.dumps({"run": run, "removed": removed, "kept": folder.steps()}))
     else:
@@ -143,19 +170,21 @@ def _folder_of(run: Path) -> "CheckpointFolder":
     from myriad.checkpoint.folder import CheckpointFolder
     from myriad.run import Run
 
-    return CheckpointFolder(Run(run).checkpoints_path)
+    return CheckpointFolder(Run(run).checkpoints())
 
 
-def _checkpoints(name_or_path: str) -> list[Path]:
+def _checkpoints(name_or_path: str) -> "list[Checkpoint]":
     """The one, or all of a run. Raises `BadInputError` for anything else."""
-    path = Path(name_or_path)
-    if any((path / name).exists() for name in ("manifest.json", ".metadata")):
-        return [path]
+    from myriad.checkpoint.folder import open_checkpoint
+
+    one = open_checkpoint(name_or_path)
+    if any(one.storage.size(one.at(name)) is not None for name in ("manifest.json", ".metadata")):
+        return [one]
     folder = _folder_of(existing_run(name_or_path))
-    return [folder.of_step(step) for step in folder.steps()]
+    return [folder.at_step(step) for step in folder.steps()]
 
 
-def _newest(name_or_path: str) -> Path:
+def _newest(name_or_path: str) -> "Checkpoint":
     found = _checkpoints(name_or_path)
     if not found:
         raise BadInputError("PATH", name_or_path, "a run that has saved a checkpoint")

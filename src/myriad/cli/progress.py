@@ -3,7 +3,8 @@
 from collections import deque
 from statistics import median
 
-from myriad.run import JsonlTail, Record, Run
+from myriad.jsonl import JsonlTail, Record
+from myriad.run import Run
 from myriad.units import format_count
 
 __all__ = ["Progress"]

@@ -17,8 +17,9 @@ from rich.text import Text
 from myriad.cli.plot import Series, loss_svg, smooth, terminal_plot
 from myriad.cli.progress import Progress
 from myriad.cli.summary import Summary
+from myriad.jsonl import Record
 from myriad.resilience.engines.local import Observer
-from myriad.run import Record, Run
+from myriad.run import Run
 from myriad.units import format_count, format_seconds
 
 __all__ = ["Screen", "loss_series", "open_screen", "save_plot", "show_summary"]

@@ -3,7 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from myriad.run import Record, Run
+from myriad.jsonl import Record
+from myriad.run import Run
 
 __all__ = ["Summary", "is_done", "summarize"]
 

@@ -131,6 +131,8 @@ class Engine:
         self.optimizer = build_optimizer(optimizer, self._regions, len(self._entries), self._reduce_table)
         self._counts = torch.tensor([self._counts_row(*row) for row in self._entries], dtype=torch.float64)
         self._counts = self._counts.to(device)
+        self.before_update: Callable[[], None] = _do_nothing
+        """Called in each iteration when parameters and optimizer state are about to change."""
 
     def train_step(
         self, load: Callable[[], Batch], learning_rate: float, num_targets: int, signal: float = 0.0
@@ -162,14 +164,22 @@ class Engine:
     def _counts_row(self, chunk: Chunk, entry: Entry) -> float:
         """1 where this rank counts its part of a parameter in the global norm, so that each element counts
         once."""
-        grid = self.groups.grid
-        copy_over_tp = entry.cut is None and grid.index("tp") > 0
-        copy_over_dp = self.layout.zero == 0 and grid.index("dp") > 0 and not self._trains_alone
-        copy_over_pp = chunk is self.pieces.tied and not self.pieces.counts_tied
-        return 0.0 if copy_over_tp or copy_over_dp or copy_over_pp else 1.0
+        copy_over_dp = self._is_replicated and self.groups.grid.index("dp") > 0
+        return 0.0 if copy_over_dp or self._is_copy(chunk, entry) else 1.0
+
+    @property
+    def _is_replicated(self) -> bool:
+        """All data-parallel ranks hold the same, whole."""
+        return self.layout.zero == 0 and not self._trains_alone
+
+    def _is_copy(self, chunk: Chunk, entry: Entry) -> bool:
+        """Another tensor- or pipeline-parallel rank holds the same parameter, and counts."""
+        over_tp = entry.cut is None and self.groups.grid.index("tp") > 0
+        return over_tp or (chunk is self.pieces.tied and not self.pieces.counts_tied)
 
     def clip(self, loss: torch.Tensor, learning_rate: float, signal: float) -> StepResult:
         """Gradients of all ranks are complete: finds their norm and begins the optimizer's step."""
+        self.before_update()
         self._sum_over_tp()
         squares = squared_norms(self._regions, len(self._entries))
         # replicas that train alone have a norm each: all travel in one message
@@ -243,7 +253,8 @@ class Engine:
     def rectangles(self) -> Iterator[Rectangle]:
         """This rank's part of parameters and optimizer state, as views of live memory, under the names
         ``model.NAME`` and ``optimizer.STATE.NAME`` (of replicas that train alone: ``replica.N.optimizer...``
-        too, and ``outer.velocity.NAME``); what several ranks hold alike comes from one of them only."""
+        too, and ``outer.velocity.NAME``); what several ranks hold alike comes from one of them only, each of
+        data-parallel replicas giving its share."""
         yield from self._named_rectangles(owned_only=True)
 
     def all_rectangles(self) -> Iterator[Rectangle]:
@@ -254,15 +265,17 @@ class Engine:
         states = self._states(owned_only=owned_only)
         grid = self.groups.grid
         for index, region in enumerate(self._regions):
+            low, high = self._share(region) if owned_only else (0, region.values.numel())
             for piece in region.pieces:
-                if owned_only and self._counts[piece.parameter] == 0:
-                    continue
                 chunk, entry = self._entries[piece.parameter]
+                first, stop = max(piece.start, low), min(piece.stop, high)
+                if first >= stop or (owned_only and self._is_copy(chunk, entry)):
+                    continue
                 row_start = chunk.spans[piece.parameter - chunk.first_row][0]
                 offset = int(region.values.storage_offset()) - int(chunk.master.storage_offset())
-                start = chunk.start + offset + piece.start - row_start
+                start = chunk.start + offset + first - row_start
                 for prefix, tensors in states.items():
-                    flat = tensors[index][piece.start : piece.stop]
+                    flat = tensors[index][first:stop]
                     yield from whole_rectangles(
                         f"{prefix}.{entry.name}",
                         entry.shape,
@@ -272,6 +285,11 @@ class Engine:
                         grid.index("tp"),
                         self.layout.tp,
                     )
+
+    def _share(self, region: Region) -> tuple[int, int]:
+        """Of a region, what this rank writes: all, or its part of what all replicas hold."""
+        size, rank, ranks = region.values.numel(), self.groups.grid.index("dp"), self.layout.dp
+        return (size * rank // ranks, size * (rank + 1) // ranks) if self._is_replicated else (0, size)
 
     def _states(self, *, owned_only: bool) -> dict[str, list[torch.Tensor]]:
         """Name to a tensor like each region's values."""
@@ -329,6 +347,10 @@ def _num_chunks(layout: Layout, overlap: OverlapConfig, layers_of_stage: Sequenc
     if layout.dp == 1 or not overlap.data:
         return 1
     return min(overlap.chunks or _MOST_CHUNKS, *(len(own) for own in layers_of_stage))
+
+
+def _do_nothing() -> None:
+    """Nobody reads the state."""
 
 
 def _nothing(device: torch.device) -> Region:

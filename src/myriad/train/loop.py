@@ -8,20 +8,19 @@ a signal on any rank stops all of them after the same step, with a checkpoint
 import logging
 import signal
 import time
-from collections.abc import Iterable
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.store import load
+from myriad.checkpoint.session import Loaded, Session, Settings
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.lost_peers import lost_peers_told
 from myriad.data.loader import LoaderClient
-from myriad.errors import MyriadError
+from myriad.errors import MyriadError, RunFailedError
+from myriad.job import dump_toml
 from myriad.model.gpt import GPT
 from myriad.optim.precision import resolve_precision
 from myriad.optim.schedule import learning_rate
@@ -37,11 +36,12 @@ from myriad.train.inputs import open_inputs
 from myriad.train.metrics import StepMeter
 from myriad.train.peak import Peak, find_peak
 from myriad.train.sample import continue_text
-from myriad.train.saving import Saved, Saver
 
 __all__ = ["Trainer"]
 
 _LOG = logging.getLogger(__name__)
+_SAVE_DUE = float(2**20)
+"""Signalled by rank 0 when a checkpoint is due by time; more than there are ranks to ask for a stop."""
 
 
 class _StopSignal:
@@ -73,14 +73,27 @@ class Trainer:
         self.is_first = self.place.rank == 0
         self.feed: LoaderClient = open_feed(run, job, self.groups.grid, self.place)
         self.validation = Validation(job, self.groups.grid, self.device)
+        self.session = self._open_session()
         self.engine = self._build_engine()
-        self.checkpoints = CheckpointFolder(run.checkpoints_path)
-        together = self.groups.on_host("checkpoints")
-        self.saver = Saver(
-            self.checkpoints, self.job.checkpoint.keep, together, background=self.job.overlap.checkpoint
-        )
+        self.engine.before_update = self.session.settle
         self.meter = self._build_meter()
+        self._next_save_at = self._save_deadline()
+        self._save_due = False
+        self.resumed: Loaded | None = None
         self.step = self._resume()
+
+    def _open_session(self) -> Session:
+        run, job = self.run_folder, self.job
+        settings = Settings(
+            job.checkpoint,
+            run=run.path,
+            folder=CheckpointFolder(run.checkpoints(job)),
+            events=run.events_path.absolute(),
+            log=run.logs_path / f"keeper-{self.place.rank}.log",
+            job=dump_toml(job),
+        )
+        together = self.groups.on_host("checkpoints")
+        return Session(settings, self.groups.grid, self.place.local_rank, together, self.device)
 
     def _build_engine(self) -> Engine:
         job, layout = self.job, self.job.layout
@@ -114,20 +127,22 @@ class Trainer:
         return StepMeter(tokens, flops, self.peak.flops_per_second * self.place.world, self.device)
 
     def _resume(self) -> int:
-        """Loads the newest checkpoint that verifies, if there is one; gives the number of steps done."""
-        found = [self.checkpoints.newest() if self.is_first else None]
-        if self.place.world > 1:
-            dist.broadcast_object_list(found, src=0)
-        if found[0] is None:
-            return 0
-        step, problems = found[0]
-        progress = load(self.checkpoints.of_step(step), list(self.engine.all_rectangles()))
-        self.engine.optimizer.steps_done = progress["optimizer_steps"]
-        self.engine.loaded()
-        aside = [path.name for path in self.checkpoints.set_aside_after(step)] if self.is_first else []
-        for problem in problems:
-            self._event("fault", step=step, problem=problem, set_aside=aside)
+        """Loads the newest state that memory or storage has, if there is one; gives the number of steps
+        done."""
+        self.session.claim(self.run_folder.num_starts() if self.is_first else 0)
+        self.resumed = self.session.resume(list(self.engine.all_rectangles()))
+        step = 0
+        if self.resumed is not None:
+            step = self.resumed.step
+            self.engine.optimizer.steps_done = self.resumed.progress["optimizer_steps"]
+            self.engine.loaded()
+        self.session.begin(list(self.engine.rectangles()))
         return step
+
+    def _save_deadline(self) -> float:
+        """When the next checkpoint is due by time."""
+        minutes = self.job.checkpoint.minutes
+        return float("inf") if minutes is None else time.monotonic() + 60 * minutes
 
     def train(self) -> None:
         """Runs to the last step, or to the step in which somebody asked to stop."""
@@ -143,11 +158,7 @@ class Trainer:
     def _run_steps(self) -> None:
         steps = self.job.train.steps
         while self.step < steps:
-            try:
-                stopping = self._train_step()
-            except MyriadError:  # on every rank: what was being saved is good
-                self._tell_saved(self.saver.finish())
-                raise
+            stopping = self._train_step()
             self._after_step(is_last=self.step == steps, stopping=stopping)
             self.garbage.after_step(self.step)
             if stopping and self.step < steps:
@@ -158,6 +169,7 @@ class Trainer:
     def close(self) -> None:
         """Leaves the loader and the world."""
         self.garbage.close()
+        self.session.close()
         self.engine.close()
         self.feed.close()
         close_world()
@@ -177,24 +189,31 @@ class Trainer:
             peak_source=self.peak.source,
             **resumed,
         )
-        if self.step:
-            self._event("resume", step=self.step)
+        if self.resumed is not None:
+            self._tell_resumed(self.resumed)
+
+    def _tell_resumed(self, found: Loaded) -> None:
+        for problem in found.problems:
+            self._event("fault", step=found.step, problem=problem, set_aside=list(found.set_aside))
+        self._event("resume", step=found.step, source=found.source, seconds=found.seconds)
 
     def _train_step(self) -> bool:
         """One step; True when all ranks must stop after it (replicas that train alone: where they agree)."""
         started, waited = time.perf_counter(), self.feed.wait_seconds
         rate = learning_rate(self.job.optimizer, self.step, self.job.train.steps)
+        due = self.is_first and time.monotonic() >= self._next_save_at
         result: StepResult = self.engine.train_step(
-            self._load, rate, self.meter.tokens_per_step, signal=float(self.stop.asked)
+            self._load, rate, self.meter.tokens_per_step, signal=self.stop.asked + _SAVE_DUE * due
         )
         self.step += 1
+        self._save_due |= result.signal >= _SAVE_DUE
         seconds = time.perf_counter() - started
         if self.is_first:
             waited = self.feed.wait_seconds - waited
             self.run_folder.append_metrics(
                 self.meter.line(self.step, result, rate, seconds, waited, self.recorder)
             )
-        return result.signal > 0 and self.step % self.job.comm.sync_every == 0
+        return result.signal % _SAVE_DUE > 0 and self._agrees
 
     def _load(self) -> Batch:
         job, grid = self.job, self.groups.grid
@@ -203,12 +222,16 @@ class Trainer:
         return to_batch(job, own, self.step * job.train.global_batch + rows.start, self.device)
 
     def _after_step(self, *, is_last: bool, stopping: bool) -> None:
-        train, every = self.job.train, self.job.checkpoint.every
+        train = self.job.train
         if is_last or (train.validate_every and self.step % train.validate_every == 0):
             self._validate()
-        if is_last or stopping or (every and self.step % every == 0):
-            self._save()
-        self._tell_saved(self.saver.finish() if is_last or stopping else self.saver.take_saved())
+        if self._agrees:
+            self._save(is_last=is_last or stopping)
+
+    @property
+    def _agrees(self) -> bool:
+        """Replicas that train alone hold the same at this step."""
+        return self.step % self.job.comm.sync_every == 0
 
     def _validate(self) -> None:
         if self.validation.num_batches == 0:
@@ -221,13 +244,23 @@ class Trainer:
                 "validation", step=self.step, loss=loss, bits_per_byte=self.validation.bits_per_byte(loss)
             )
 
-    def _save(self) -> None:
-        progress: dict[str, Any] = {"step": self.step, "optimizer_steps": self.engine.optimizer.steps_done}
-        self.saver.start(self.step, list(self.engine.rectangles()), progress)
-
-    def _tell_saved(self, saved: Iterable[Saved]) -> None:
-        for one in saved:
-            self._event("checkpoint", step=one.step, path=one.name, seconds=one.seconds)
+    def _save(self, *, is_last: bool) -> None:
+        wants = self.session.wants(self.step, is_last=is_last, due=self._save_due)
+        if wants is None:
+            return
+        samples = self.step * self.job.train.global_batch
+        progress: dict[str, Any] = {
+            "step": self.step,
+            "optimizer_steps": self.engine.optimizer.steps_done,
+            "data": {"samples": samples, "tokens": samples * self.job.model.sequence},
+        }
+        self.session.take(self.step, progress, wants)
+        if wants.durable:
+            self._save_due, self._next_save_at = False, self._save_deadline()
+        if is_last or (wants.durable and not self.job.overlap.checkpoint):
+            problem = self.session.finish(self.step)
+            if problem and is_last:
+                raise RunFailedError(f"the last checkpoint is in memory only: {problem}")
 
     def _finish(self) -> None:
         if self.is_first and self.job.train.sample_prompt is not None:

@@ -51,12 +51,12 @@ class Sampler:
 def open_run(run: Run) -> Sampler:
     """The model of a run's newest verified checkpoint. Raises `BadInputError` where there is none yet."""
     job = run.job()
-    folder = CheckpointFolder(run.checkpoints_path)
+    folder = CheckpointFolder(run.checkpoints(job))
     newest = folder.newest()
     if newest is None:
         raise BadInputError("run", str(run.path), "no checkpoint yet; train first")
     layers = build_full(job.model, job.train.seed)
-    values = load_model(folder.of_step(newest[0]))
+    values = load_model(folder.at_step(newest[0]).where)
     names = ["embedding", *(f"blocks.{i}" for i in range(job.model.layers)), "head"]
     with torch.no_grad():
         for prefix, layer in zip(names, layers, strict=True):

@@ -7,7 +7,8 @@ import pytest
 
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.run import JsonlTail, Run
+from myriad.jsonl import JsonlTail
+from myriad.run import Run
 
 
 def files(path: Path) -> dict[str, bytes]:

@@ -1,0 +1,34 @@
+"""What of a run is kept, where, and for how long."""
+
+from pydantic import Field
+
+from myriad.config import Config
+
+__all__ = ["CheckpointConfig"]
+
+
+class CheckpointConfig(Config):
+    """What is kept."""
+
+    every: int = Field(0, ge=0)
+    """Steps between durable checkpoints; 0: only the last step and on Ctrl-C."""
+    minutes: float | None = Field(None, gt=0)
+    """Minutes between durable checkpoints, whichever of the two is due first; off: steps alone count."""
+    url: str | None = None
+    """Where durable checkpoints go: a folder, or a URL that fsspec knows (s3://BUCKET/FOLDER, hdfs://...);
+    off: checkpoints/ of the run."""
+    keep: int = Field(2, ge=1)
+    """Newest durable checkpoints kept."""
+    keep_days: float | None = Field(None, gt=0)
+    """Older ones go even if fewer are kept, but never the newest that is verified; off: age does not
+    matter."""
+    memory_every: int = Field(1, ge=0)
+    """Steps between snapshots in the memory of the node, which outlive a rank; 0: only what is stored."""
+    copies_every: int = Field(10, ge=0)
+    """Steps between copies of them in the memory of another node, where there is one; 0: none."""
+    linger_seconds: float = Field(300.0, ge=0)
+    """How long snapshots stay in memory after all ranks of a node have died, for new ones to go on from."""
+    timeout_seconds: float = Field(600.0, gt=0)
+    """How long a run that is done waits for its last checkpoint to be durable."""
+    alarm_after: int = Field(3, ge=1)
+    """Failures in a row after which a fault is an alarm."""

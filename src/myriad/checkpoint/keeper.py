@@ -1,0 +1,338 @@
+"""The keeper: one process a node that owns the memory of all its ranks' snapshots and stores them.
+
+    rank ──join──► memory (a memfd, touched) ──► rank copies its state into a slot, says "whole"
+                                                 the keeper of rank 0's node has all nodes store or copy it
+    rank dies      the snapshots stay; what all ranks have is stored at once
+    new ranks      find the keeper by the run's name and go on from memory
+
+No torch, no part in training: a rank only ever waits for its own copy. When every rank has said good-bye the
+keeper ends; when they are gone without a word it stores, lingers for new ones, then ends.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from myriad.checkpoint.copies import Copies
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.manifest import FileRecord
+from myriad.checkpoint.member import Member
+from myriad.checkpoint.memory import SnapshotMemory
+from myriad.checkpoint.piece import snapshot_bytes, split_pieces
+from myriad.checkpoint.storing import Retention, Storing, read_progress, store_own
+from myriad.checkpoint.wire import Message
+from myriad.jsonl import append_line
+
+__all__ = ["Keeper"]
+
+_COPY_SLOTS = 2
+"""Of another node's rank: the newest copy, and the one that is coming."""
+_OTHERS_WAIT_SECONDS = 60.0
+"""How long a keeper waits for its own ranks' snapshots when another asks for a step."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Something to do with the snapshots of one step."""
+
+    step: int
+    last: bool = False
+
+
+class Keeper:
+    """Everything but the sockets (`myriad.checkpoint.keeper_process`)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._members: dict[int, Member] = {}
+        self._past: list[Member] = []
+        self._copied: dict[tuple[int, int], Member] = {}
+        self._attempt, self._num_local = 0, 0
+        self._wanted: dict[int, dict[int, Message]] = {}
+        self._arrived = threading.Condition(self._lock)
+        self._storing: Storing | None = None
+        self._folder: CheckpointFolder | None = None
+        self._copies: Copies | None = None
+        self._events: Path | None = None
+        self._to_hash: queue.SimpleQueue[tuple[Member, int, int]] = queue.SimpleQueue()
+        self._busy: dict[int, int] = {}
+        self.linger_seconds = 0.0
+        threading.Thread(target=self._hash_for_ever, daemon=True).start()
+
+    # Messages of the ranks of this node
+
+    def join(self, message: Message, payload: memoryview) -> Member:
+        """A rank of the newest attempt. Members of an earlier one become the past, to load from."""
+        with self._lock:
+            if message["attempt"] > self._attempt:
+                self._forget_past()
+                self._past = list(self._members.values())
+                self._members, self._wanted, self._busy = {}, {}, {}
+                self._attempt, self._num_local = message["attempt"], message["num_local"]
+                self._storing = self._copies = None
+        pieces = split_pieces(message["pieces"], bytes(payload))
+        descriptor = SnapshotMemory.create(message["num_slots"], snapshot_bytes(pieces))
+        member = Member(message["attempt"], message["world"], message["rank"], pieces, descriptor)
+        threading.Thread(target=member.memory.touch, daemon=True).start()
+        with self._lock:
+            self._members[member.rank] = member
+        return member
+
+    def configure(self, message: Message, payload: memoryview) -> None:
+        """How this attempt stores, from the first rank of the node."""
+        self._events = Path(message["events"])
+        self.linger_seconds = message["linger_seconds"]
+        with self._lock:
+            self._folder = CheckpointFolder(message["url"])
+            targets = {int(rank): node for rank, node in message["target_of"].items()}
+            self._copies = Copies(message["nodes"], message["node"], message["token"], targets)
+        if message["node"]:
+            return
+        files, at = {}, 0
+        for name, size in message["files"]:
+            files[name], at = bytes(payload[at : at + size]), at + size
+        retention = Retention(message["keep"], message["max_age_seconds"])
+        self._storing = Storing(
+            self._folder, retention, message["constant"], files, self.tell, message["alarm_after"]
+        )
+
+    def whole(self, member: Member, message: Message) -> None:
+        """A rank has copied its state into a slot."""
+        step = message["step"]
+        self._to_hash.put((member, message["slot"], step))
+        with self._lock:
+            here = self._wanted.setdefault(step, {})
+            here[member.rank] = message
+            self._arrived.notify_all()
+            if len(here) < self._num_local:
+                return
+            self._drop_before(step)
+        storing, copies = self._storing, self._copies
+        if storing is None:
+            return
+        if message["durable"]:
+            self._begin(self._store, _Request(step, message["last"]))
+        if message["copies"] and copies is not None:
+            self._begin(self._copy, _Request(step))
+
+    def _begin(self, work: Callable[[_Request], None], request: _Request) -> None:
+        with self._lock:
+            self._busy[request.step] = self._busy.get(request.step, 0) + 1
+        threading.Thread(target=self._work, args=(work, request), daemon=True).start()
+
+    def _work(self, work: Callable[[_Request], None], request: _Request) -> None:
+        try:
+            work(request)
+        finally:
+            with self._lock:
+                self._busy[request.step] = self._busy.get(request.step, 1) - 1
+                free = self._busy[request.step] <= 0
+                if free:
+                    self._busy.pop(request.step, None)
+            if free:
+                self._release(request.step)
+                if self._copies is not None and self._storing is not None:
+                    self._copies.ask_all({"op": "release", "step": request.step})
+
+    def _release(self, step: int) -> None:
+        for member in self.members():
+            member.release(step)
+
+    def _drop_before(self, step: int) -> None:
+        """Snapshots of earlier steps that nobody is at work with wait no longer."""
+        for earlier in [known for known in self._wanted if known < step]:
+            del self._wanted[earlier]
+        if len(self.common_steps()) > 1:
+            self._forget_past()
+        if self._storing is None:
+            return  # the keeper of rank 0's node says when
+        for member in self._members.values():
+            for slot in member.memory.whole():
+                if slot.held and slot.step < step and slot.step not in self._busy:
+                    member.memory.release(slot.index)
+
+    def common_steps(self) -> list[int]:
+        """Steps of which all present ranks of this node have a snapshot: with two, no past is needed."""
+        found = [set(member.steps()) for member in self._members.values()]
+        whole = set.intersection(*found) if len(found) == self._num_local and found else set()
+        return sorted(whole)
+
+    def _forget_past(self) -> None:
+        for member in self._past:
+            member.close()
+        self._past = []
+
+    # Storing and copying
+
+    def _store(self, request: _Request) -> None:
+        storing, copies, attempt = self._storing, self._copies, self._attempt
+        assert storing is not None and copies is not None and self._folder is not None
+        if not storing.begin(request.step, last=request.last):
+            return
+        first = self._members[0]
+        slot = first.slot_of(request.step)
+        progress = {} if slot is None else read_progress(first, slot)
+
+        def write() -> dict[str, FileRecord]:
+            answers = copies.ask_all({"op": "store", "step": request.step})
+            files = self.store_own(request.step)
+            for answer in answers:
+                files |= {name: FileRecord.parse(file) for name, file in answer()["files"].items()}
+            return files
+
+        storing.store(request.step, attempt, write, progress)
+
+    def store_own(self, step: int) -> dict[str, FileRecord]:
+        """Files of this node's ranks, once all of them have the snapshot."""
+        self._await_step(step)
+        assert self._folder is not None, "configured"
+        return store_own(self._folder.storage, step, self.members())
+
+    def _copy(self, request: _Request) -> None:
+        copies = self._copies
+        assert copies is not None
+        with copies.one_at_a_time() as free:
+            if not free:
+                return
+            try:
+                answers = copies.ask_all({"op": "copy", "step": request.step})
+                self.copy_own(request.step)
+                for answer in answers:
+                    answer()
+                copies.ask_all({"op": "copied"})
+                self.forget_copies_of_past()
+            except OSError as error:
+                self.tell("fault", step=request.step, problem=f"snapshots not copied to other nodes: {error}")
+
+    def copy_own(self, step: int) -> None:
+        """Sends this node's snapshots of a step to the nodes that keep copies of them."""
+        self._await_step(step)
+        assert self._copies is not None
+        self._copies.send_own(step, self.members())
+
+    def begin_copies(self, message: Message, payload: memoryview) -> None:
+        """A rank of another node will send its snapshots here."""
+        pieces = split_pieces(message["pieces"], bytes(payload))
+        descriptor = SnapshotMemory.create(_COPY_SLOTS, snapshot_bytes(pieces))
+        member = Member(
+            message["attempt"], message["world"], message["rank"], pieces, descriptor, copied=True
+        )
+        with self._lock:
+            self._copied[member.attempt, member.rank] = member
+
+    def take_copy(self, message: Message, payload: memoryview) -> None:
+        """One of them."""
+        member = self._copied[message["attempt"], message["rank"]]
+        slot = member.memory.begin(message["step"])
+        assert slot is not None, "nobody holds copies"
+        member.memory.view(slot, 0, len(payload))[:] = payload
+        member.note_hashes(slot, message["step"], message["hashes"])
+        member.memory.end(slot, hold=False)
+
+    def forget_copies_of_past(self) -> None:
+        """All copies of a step of this attempt are where they belong: those of earlier attempts may go."""
+        with self._lock:
+            gone = [key for key in self._copied if key[0] < self._attempt]
+            for key in gone:
+                self._copied.pop(key).close()
+
+    def release_step(self, step: int) -> None:
+        """The keeper of rank 0's node needs a step no longer."""
+        self._release(step)
+        for member in self.members():
+            for slot in member.memory.whole():
+                if slot.held and slot.step < step:
+                    member.memory.release(slot.index)
+
+    def _await_step(self, step: int) -> None:
+        with self._arrived:
+            done = self._arrived.wait_for(
+                lambda: (
+                    len(self._wanted.get(step, {})) == self._num_local
+                    or all(step in member.steps() for member in self.members())
+                ),
+                _OTHERS_WAIT_SECONDS,
+            )
+        if not done:
+            raise OSError(f"not all ranks of the node have a snapshot of step {step}")
+
+    def wait_stored(self, step: int, seconds: float) -> str | None:
+        """Until a step is durable: ``None``, or why it is not. Of the keeper of rank 0's node."""
+        assert self._storing is not None, "asked by rank 0 alone"
+        return self._storing.wait(step, seconds)
+
+    # The end
+
+    def flush(self) -> None:
+        """All ranks of this node are gone: stores the newest snapshot that every rank has."""
+        storing, copies = self._storing, self._copies
+        if storing is None or copies is None or len(self._members) < self._num_local:
+            return
+        common = set(self.common_steps())
+        with suppress(OSError):
+            for answer in copies.ask_all({"op": "steps"}):
+                common &= set(answer()["steps"])
+            newest = max(common, default=-1)
+            if newest > storing.stored_step:
+                self._store(_Request(newest, last=True))
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is being stored or copied."""
+        with self._lock:
+            return not self._busy
+
+    # Everybody
+
+    def members(self) -> list[Member]:
+        """The ranks of the present attempt, of this node."""
+        with self._lock:
+            return [self._members[rank] for rank in sorted(self._members)]
+
+    def snapshots(self) -> list[Member]:
+        """Whatever a new attempt may load from."""
+        with self._lock:
+            return [*self._members.values(), *self._past, *self._copied.values()]
+
+    def find(self, attempt: int, rank: int, step: int, copied: bool) -> Member | None:
+        """The member that has such a snapshot."""
+        for member in self.snapshots():
+            if (member.attempt, member.rank, member.copied) == (
+                attempt,
+                rank,
+                copied,
+            ) and step in member.steps():
+                return member
+        return None
+
+    def tell(self, event: str, **fields: Any) -> None:
+        """A line in the run's events; a file system that hangs holds up nobody but this line."""
+        if self._events is not None:
+            line = {"time": time.time(), "event": event, **fields}
+            writer = threading.Thread(target=_append, args=(self._events, line), daemon=True)
+            writer.start()
+            writer.join(5.0)
+
+    def _hash_for_ever(self) -> None:
+        while True:
+            waiting = {}
+            member, slot, step = self._to_hash.get()
+            waiting[member.rank, member.attempt] = member, slot, step
+            with suppress(queue.Empty):
+                while True:
+                    member, slot, step = self._to_hash.get_nowait()
+                    waiting[member.rank, member.attempt] = member, slot, step
+            for member, slot, step in waiting.values():
+                with suppress(ValueError):  # closed meanwhile
+                    if member.memory.step_of(slot) == step:
+                        member.hashes(slot, step)
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    with suppress(OSError):
+        append_line(path, line)

@@ -1,0 +1,164 @@
+"""A rank's line to the keeper of its node; the first rank of the node starts one where there is none."""
+
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from myriad.checkpoint.member import Opened
+from myriad.checkpoint.memory import SnapshotMemory
+from myriad.checkpoint.piece import Piece, join_pieces, split_pieces
+from myriad.checkpoint.wire import Message, Wire
+from myriad.errors import RunFailedError
+
+__all__ = ["KeeperClient", "keeper_name", "list_in_memory"]
+
+_START_SECONDS = 60.0
+_POLL_SECONDS = 0.01
+_LIST_SECONDS = 5.0
+
+
+class KeeperClient:
+    """Requests and their answers; one at a time."""
+
+    def __init__(self, name: str, *, starts: bool, log: Path) -> None:
+        """``name``: of the run on this node; ``starts``: this rank starts a keeper if there is none. Raises
+        `RunFailedError` when none comes up."""
+        self._lock = threading.Lock()
+        self._wire = _connect(name) or self._await(name, starts, log)
+
+    def _await(self, name: str, starts: bool, log: Path) -> Wire:
+        process = _start(name, log) if starts else None
+        deadline = time.monotonic() + _START_SECONDS
+        while (wire := _connect(name)) is None:
+            ended = process is not None and process.poll() is not None
+            if ended or time.monotonic() > deadline:
+                raise RunFailedError(f"the checkpoint process did not start (log: {log})")
+            time.sleep(_POLL_SECONDS)
+        return wire
+
+    def _ask(self, message: Message, payload: bytes = b"") -> tuple[Message, memoryview, list[int]]:
+        with self._lock:
+            self._wire.send(message, payload)
+            answer, content, descriptors = self._wire.receive()
+        return answer, content, descriptors
+
+    def join(
+        self,
+        pieces: Sequence[Piece],
+        *,
+        attempt: int,
+        rank: int,
+        world: int,
+        num_local: int,
+        num_slots: int,
+    ) -> SnapshotMemory:
+        """Memory for this rank's snapshots."""
+        values, envelopes = join_pieces(pieces)
+        who = {"attempt": attempt, "rank": rank, "world": world, "num_local": num_local}
+        message = {"op": "join", "num_slots": num_slots, "pieces": values, **who}
+        _, _, (descriptor,) = self._ask(message, envelopes)
+        memory = SnapshotMemory(descriptor)
+        os.close(descriptor)
+        return memory
+
+    def configure(self, message: dict[str, Any], files: dict[str, bytes]) -> None:
+        """How the keepers store; see `myriad.checkpoint.keeper.Keeper.configure`."""
+        sizes = [[name, len(content)] for name, content in files.items()]
+        self._ask({"op": "configure", "files": sizes, **message}, b"".join(files.values()))
+
+    def port(self) -> int:
+        """Where keepers of other nodes reach this one."""
+        return int(self._ask({"op": "port"})[0]["port"])
+
+    def say_whole(self, slot: int, step: int, *, durable: bool, copies: bool, last: bool) -> None:
+        """A snapshot is complete; nothing is waited for."""
+        with self._lock:
+            wants = {"durable": durable, "copies": copies, "last": last}
+            self._wire.send({"op": "whole", "slot": slot, "step": step, **wants})
+
+    def wait_stored(self, step: int, seconds: float) -> str | None:
+        """Until a step is durable: ``None``, or why it is not. For rank 0."""
+        problem: str | None = self._ask({"op": "wait", "step": step, "seconds": seconds})[0]["problem"]
+        return problem
+
+    def snapshots(self) -> list[dict[str, Any]]:
+        """What this node has in memory: attempt, world, rank, copied, steps of each."""
+        found: list[dict[str, Any]] = self._ask({"op": "snapshots"})[0]["snapshots"]
+        return found
+
+    def open(self, attempt: int, rank: int, step: int, *, copied: bool) -> Opened | None:
+        """One of them, to read from; ``None`` when it is gone."""
+        which = {"attempt": attempt, "rank": rank, "step": step, "copied": copied}
+        answer, envelopes, descriptors = self._ask({"op": "open", **which})
+        if "problem" in answer:
+            return None
+        memory = SnapshotMemory(descriptors[0])
+        os.close(descriptors[0])
+        pieces = split_pieces(answer["pieces"], bytes(envelopes))
+        return Opened(rank, pieces, answer["hashes"], memory, answer["slot"])
+
+    def bye(self) -> None:
+        """This rank has ended well."""
+        self._ask({"op": "bye"})
+        self._wire.close()
+
+
+def keeper_name(run: Path, node: int | None = None) -> str:
+    """The same in every attempt of a run on a machine; ``node``: where several of its nodes share it."""
+    what = f"{run.resolve()}:{os.getuid()}:{'' if node is None else node}"
+    return f"myriad-keeper-{hashlib.blake2s(what.encode(), digest_size=12).hexdigest()}"
+
+
+def list_in_memory(run: Path) -> list[tuple[int, int]]:
+    """Steps that all ranks of this machine have in memory, with their bytes; none without a keeper."""
+    wire = _connect(keeper_name(run))
+    if wire is None:
+        return []
+    with suppress(OSError):
+        wire.patience(_LIST_SECONDS)
+        wire.send({"op": "snapshots"})
+        snapshots = wire.receive()[0]["snapshots"]
+        found: dict[tuple[int, int], int] = defaultdict(int)
+        ranks: dict[tuple[int, int], int] = defaultdict(int)
+        for one in snapshots:
+            for step in one["steps"]:
+                found[one["attempt"], step] += one["bytes"]
+                ranks[one["attempt"], step] += 1
+        most = max(ranks.values(), default=0)
+        wire.close()
+        return sorted((key[1], size) for key, size in found.items() if ranks[key] == most)
+    return []
+
+
+def _connect(name: str) -> Wire | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(f"\0{name}")
+    except OSError:
+        connection.close()
+        return None
+    return Wire(connection)
+
+
+def _start(name: str, log: Path) -> "subprocess.Popen[bytes]":
+    """In a session of its own: what ends this rank, or all ranks, does not end it."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", "myriad.checkpoint.keeper_process", name],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **one_thread},
+            start_new_session=True,
+        )

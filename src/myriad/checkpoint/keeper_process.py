@@ -1,0 +1,195 @@
+"""``python -m myriad.checkpoint.keeper_process NAME``: the sockets of a node's keeper.
+
+abstract unix socket NAME    ranks of this node and user
+TCP, any port                keepers of other nodes, which know the attempt's token
+"""
+
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from myriad.checkpoint.keeper import Keeper
+from myriad.checkpoint.member import Member
+from myriad.checkpoint.wire import Closed, Message, Wire
+
+__all__ = ["main"]
+
+_ALONE_SECONDS = 30.0
+"""How long a keeper waits for its first rank."""
+_LOST_SECONDS = 1.0
+"""After the last rank is gone: others may be on their way out, or in."""
+_POLL_SECONDS = 0.05
+
+
+class _Server:
+    def __init__(self, name: str) -> None:
+        self.keeper = Keeper()
+        self._lock = threading.Lock()
+        self._ranks, self._patience = 0, _ALONE_SECONDS
+        self._said_good_bye = self._joined = self._flushed = False
+        self._last_change = time.monotonic()
+        self._token = ""
+        self._tcp: socket.socket | None = None
+        self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._unix.bind(f"\0{name}")
+        self._unix.listen(512)
+        threading.Thread(target=self._accept, args=(self._unix, self._serve_rank), daemon=True).start()
+
+    def _accept(self, listener: socket.socket, serve: Callable[[Wire], None]) -> None:
+        while True:
+            connection, _ = listener.accept()
+            if listener.family == socket.AF_UNIX and _user_of(connection) != os.getuid():
+                connection.close()
+                continue
+            threading.Thread(target=self._guarded, args=(serve, Wire(connection)), daemon=True).start()
+
+    def _guarded(self, serve: Callable[[Wire], None], wire: Wire) -> None:
+        with suppress(Closed):
+            serve(wire)
+        wire.close()
+
+    # Ranks
+
+    def _serve_rank(self, wire: Wire) -> None:
+        with self._lock:
+            self._ranks, self._patience = self._ranks + 1, 0.0
+            self._said_good_bye = self._flushed = False
+        member: Member | None = None
+        try:
+            while True:
+                message, payload, _ = wire.receive()
+                if message["op"] == "bye":
+                    with self._lock:
+                        self._said_good_bye = True
+                    wire.send({})
+                    return
+                member = self._answer_rank(wire, message, payload, member)
+        finally:
+            with self._lock:
+                self._ranks -= 1
+                self._last_change = time.monotonic()
+
+    def _answer_rank(
+        self, wire: Wire, message: Message, payload: memoryview, member: Member | None
+    ) -> Member | None:
+        keeper, op = self.keeper, message["op"]
+        if op == "whole":
+            assert member is not None, "a rank joins first"
+            keeper.whole(member, message)
+        elif op == "join":
+            self._joined = True
+            member = keeper.join(message, payload)
+            wire.send({"num_bytes": member.memory.num_bytes}, descriptors=[member.descriptor])
+        elif op == "configure":
+            self._token = message["token"]
+            keeper.configure(message, payload)
+            wire.send({})
+        elif op == "port":
+            wire.send({"port": self._port()})
+        elif op == "snapshots":
+            wire.send({"snapshots": [known.summary() for known in keeper.snapshots() if known.steps()]})
+        elif op == "open":
+            self._open(wire, message)
+        elif op == "wait":
+            wire.send({"problem": keeper.wait_stored(message["step"], message["seconds"])})
+        return member
+
+    def _open(self, wire: Wire, message: Message) -> None:
+        member = self.keeper.find(message["attempt"], message["rank"], message["step"], message["copied"])
+        opened = None if member is None else member.opened(message["step"])
+        if member is None or opened is None:
+            wire.send({"problem": "no such snapshot"})
+            return
+        wire.send(opened[0], opened[1], descriptors=[member.descriptor])
+
+    # Other keepers
+
+    def _port(self) -> int:
+        with self._lock:
+            if self._tcp is None:
+                self._tcp = socket.create_server(("", 0))
+                arguments = (self._tcp, self._serve_keeper)
+                threading.Thread(target=self._accept, args=arguments, daemon=True).start()
+        port: int = self._tcp.getsockname()[1]
+        return port
+
+    def _serve_keeper(self, wire: Wire) -> None:
+        message, _, _ = wire.receive()
+        if message != {"op": "keeper", "token": self._token}:
+            return
+        while True:
+            message, payload, _ = wire.receive()
+            try:
+                answer = self._answer_keeper(message, payload)
+            except (OSError, AssertionError, KeyError) as error:
+                answer = {"problem": str(error) or type(error).__name__}
+            wire.send(answer)
+
+    def _answer_keeper(self, message: Message, payload: memoryview) -> dict[str, Any]:
+        keeper, op, step = self.keeper, message["op"], message.get("step", -1)
+        if op == "store":
+            return {"files": {name: file.as_json() for name, file in keeper.store_own(step).items()}}
+        if op == "copy":
+            keeper.copy_own(step)
+        elif op == "begin copies":
+            keeper.begin_copies(message, payload)
+        elif op == "copy of":
+            keeper.take_copy(message, payload)
+        elif op == "copied":
+            keeper.forget_copies_of_past()
+        elif op == "release":
+            keeper.release_step(step)
+        elif op == "steps":
+            return {"steps": keeper.common_steps()}
+        return {}
+
+    # Life
+
+    def stay(self) -> None:
+        """Returns when nobody needs the keeper any more."""
+        begun = time.monotonic()
+        while not self._joined and (self._ranks or time.monotonic() - begun < self._patience):
+            time.sleep(_POLL_SECONDS)
+        while self._joined and not self._is_over():
+            time.sleep(_POLL_SECONDS)
+
+    def _is_over(self) -> bool:
+        with self._lock:
+            away = 0.0 if self._ranks else time.monotonic() - self._last_change
+            good_bye = self._said_good_bye
+        if not away or not self.keeper.is_idle:
+            return False
+        if good_bye:
+            return True
+        if away > _LOST_SECONDS and not self._flushed:
+            self._flushed = True
+            self.keeper.flush()
+        with self._lock:
+            return not self._ranks and time.monotonic() - self._last_change > self.keeper.linger_seconds
+
+
+def _user_of(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    user: int = struct.unpack("3i", credentials)[1]
+    return user
+
+
+def main(arguments: list[str]) -> int:
+    """Keeps until nobody needs it; at once over when another keeper has the name."""
+    try:
+        server = _Server(arguments[0])
+    except OSError:
+        return 0
+    server.stay()
+    sys.stdout.flush()
+    os._exit(0)  # a thread that hangs in a dead file system must not hold up the end
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,233 @@
+"""Ranks load a checkpoint together: from the memory of their nodes, from durable storage, or from both.
+
+    candidates     every step that some place has whole, the newest first
+    of one         all ranks plan alike who reads what (`myriad.checkpoint.sources`); a reader checks the hash
+                   of every part and sends it on along a tree to those who need it
+    a bad part     is fetched from another place; where there is none the next older step is tried, and the
+                   durable checkpoint is set aside
+
+Nothing of a candidate counts until every part of it was good.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from myriad.checkpoint.folder import Checkpoint
+from myriad.checkpoint.manifest import hash_of
+from myriad.checkpoint.member import Opened
+from myriad.checkpoint.sources import Block, InFile, InMemory, Needs, Part, Place, plan_blocks
+from myriad.errors import RunFailedError
+from myriad.model.rectangle import Rectangle
+
+__all__ = ["Candidate", "LoadWorld", "check_same_model", "load_candidate"]
+
+_READ_AHEAD, _READERS = 4, 2
+"""Blocks that a reader holds before they are sent on, and its threads."""
+
+
+@dataclass(frozen=True)
+class LoadWorld:
+    """The ranks that load together."""
+
+    rank: int = 0
+    ranks_of_node: tuple[tuple[int, ...], ...] = ((0,),)
+    group: dist.ProcessGroup | None = None
+    """All of them, on the host; ``None``: one."""
+
+    @property
+    def node(self) -> int:
+        """Of this rank."""
+        return next(node for node, ranks in enumerate(self.ranks_of_node) if self.rank in ranks)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, on every rank."""
+        if self.group is None:
+            return [value]
+        found = [None] * self.group.size()
+        dist.all_gather_object(found, value, self.group)
+        return found
+
+
+@dataclass
+class Candidate:
+    """One step's state, and where its parts are."""
+
+    step: int
+    parts: list[Part]
+    durable: Checkpoint | None
+    opened: Callable[[int, int, bool], Opened] | None = None
+    """Snapshots of this rank's node by attempt, rank and whether they are copies; raises ``OSError``."""
+
+
+def check_same_model(parts: Sequence[Part], rectangles: Sequence[Rectangle]) -> None:
+    """Refuses, before anything is read, a checkpoint in which a tensor is missing or has another shape."""
+    shapes = {part.tensor: part.full_shape for part in parts}
+    for part in rectangles:
+        there = shapes.get(part.name, "nothing")
+        if there != part.full_shape:
+            raise RunFailedError(
+                f"checkpoint of another model: {part.name} is {part.full_shape} here, {there} there"
+            )
+
+
+def load_candidate(
+    candidate: Candidate, rectangles: Sequence[Rectangle], world: LoadWorld
+) -> tuple[list[str], bool]:
+    """Fills the rectangles; every rank calls it. Gives what was bad, and whether all of it could be had from
+    elsewhere. Raises `RunFailedError` for a checkpoint of another model."""
+    check_same_model(candidate.parts, rectangles)
+    needs = Needs([(part.name, tuple(part.offsets), tuple(part.values.shape)) for part in rectangles])
+    uncovered = [f"{name} is not whole" for name in needs.uncovered(candidate.parts)]
+    if any(found := world.gather(uncovered)):
+        return _unique(found), False
+    needed_by = world.gather(needs.of(candidate.parts))
+    struck_out: frozenset[tuple[int, Place]] = frozenset()
+    problems: list[str] = []
+    wanted = needed_by
+    while True:
+        blocks, lost = plan_blocks(candidate.parts, wanted, world.ranks_of_node, struck_out)
+        if lost:
+            return problems, False
+        bad = _Loading(candidate, rectangles, needs, world).go(blocks)
+        found = world.gather(bad)
+        if not any(found):
+            return problems, True
+        flat = list(itertools.chain.from_iterable(found))
+        problems += [problem for _, _, problem in flat]
+        struck_out |= {(number, place) for number, place, _ in flat}
+        again = {number for number, _, _ in flat}
+        wanted = [[number for number in numbers if number in again] for numbers in needed_by]
+
+
+def _unique(lists: Sequence[Sequence[str]]) -> list[str]:
+    return list(dict.fromkeys(itertools.chain.from_iterable(lists)))
+
+
+Bad = tuple[int, Place, str]
+"""Number of a part, the place where its bytes are not what they should be, and how to say so."""
+
+
+class _Loading:
+    """One walk of one rank through the blocks."""
+
+    def __init__(
+        self, candidate: Candidate, rectangles: Sequence[Rectangle], needs: Needs, world: LoadWorld
+    ) -> None:
+        self._candidate, self._rectangles, self._needs, self._world = candidate, rectangles, needs, world
+        self._bad: list[Bad] = []
+
+    def go(self, blocks: Sequence[Block]) -> list[Bad]:
+        """Reads, sends, receives and fills; gives what was bad where this rank read."""
+        rank = self._world.rank
+        mine = [block for block in blocks if rank in block.ranks]
+        own = [block for block in mine if block.reader == rank]
+        with ThreadPoolExecutor(_READERS) as pool:
+            reading = _ahead(pool, self._read, own)
+            for block in mine:
+                content = next(reading) if block.reader == rank else self._receive(block)
+                self._send_on(block, content)
+                if rank in block.needers:
+                    self._fill(block, content)
+        return self._bad
+
+    def _read(self, block: Block) -> list[memoryview]:
+        """The bytes of each part, checked."""
+        parts = [self._candidate.parts[number] for number in block.numbers]
+        try:
+            found = self._bytes_of(block)
+        except OSError as error:
+            found = [memoryview(bytearray(part.num_bytes)) for part in parts]
+            problems = [f"not readable ({error})"] * len(parts)
+        else:
+            same = (hash_of(data) == part.xxh3_128 for data, part in zip(found, parts, strict=True))
+            problems = ["" if good else "its bytes changed after it was written" for good in same]
+        for number, place, part, problem in zip(block.numbers, block.places, parts, problems, strict=True):
+            if problem:
+                self._bad.append((number, place, f"{self._name_of(place)}: {part}: {problem}"))
+        return found
+
+    def _bytes_of(self, block: Block) -> list[memoryview]:
+        """Of each part, from where it is; raises ``OSError`` when it is not there."""
+        first = block.places[0]
+        if isinstance(first, InMemory):
+            assert self._candidate.opened is not None, "a place in memory is one of a keeper"
+            opened = self._candidate.opened(first.attempt, first.rank, first.copied)
+            return [opened.data(place.number) for place in block.places if isinstance(place, InMemory)]
+        durable = self._candidate.durable
+        assert durable is not None, "a place in a file is one of a durable checkpoint"
+        starts = [place.start for place in block.places if isinstance(place, InFile)]
+        sizes = [self._candidate.parts[number].num_bytes for number in block.numbers]
+        content = memoryview(bytearray(starts[-1] + sizes[-1] - first.start))
+        if durable.storage.read_into(durable.at(first.file), first.start, content) < len(content):
+            raise OSError("cut short")
+        return [
+            content[start - first.start : start - first.start + size]
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+
+    def _name_of(self, place: Place) -> str:
+        if isinstance(place, InMemory):
+            return f"memory of node {place.node}, rank {place.rank}"
+        assert self._candidate.durable is not None
+        return f"{self._candidate.durable.name}/{place.file}"
+
+    def _receive(self, block: Block) -> list[memoryview]:
+        """From the rank before this one in the block's tree."""
+        parent = block.ranks[(block.ranks.index(self._world.rank) - 1) // 2]
+        found = []
+        for number in block.numbers:
+            data = torch.empty(self._candidate.parts[number].num_bytes, dtype=torch.uint8)
+            if data.numel():
+                dist.recv(data, group=self._world.group, group_src=parent)
+            found.append(data.numpy().data)
+        return found
+
+    def _send_on(self, block: Block, content: Sequence[memoryview]) -> None:
+        """To the two ranks behind this one."""
+        at = 2 * block.ranks.index(self._world.rank) + 1
+        for child in block.ranks[at : at + 2]:
+            for data in content:
+                if len(data):
+                    tensor = torch.frombuffer(data, dtype=torch.uint8)
+                    dist.send(tensor, group=self._world.group, group_dst=child)
+
+    def _fill(self, block: Block, content: Sequence[memoryview]) -> None:
+        """Every rectangle that the parts have something for."""
+        for number, data in zip(block.numbers, content, strict=True):
+            part = self._candidate.parts[number]
+            if not part.num_bytes:
+                continue
+            source = torch.frombuffer(data, dtype=getattr(torch, part.dtype)).view(part.shape)
+            for index, offsets, shape in self._needs.hits(part):
+                target = self._rectangles[index]
+                inside = _inside(target.values, target.offsets, offsets, shape)
+                inside.copy_(_inside(source, part.offsets, offsets, shape))
+
+
+def _inside(
+    values: torch.Tensor, stands_at: Sequence[int], offsets: Sequence[int], shape: Sequence[int]
+) -> torch.Tensor:
+    """The rectangle at ``offsets`` of the whole tensor, of which ``values`` stand at ``stands_at``."""
+    for dim, (base, start, length) in enumerate(zip(stands_at, offsets, shape, strict=True)):
+        values = values.narrow(dim, start - base, length)
+    return values
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, read: Callable[[Block], list[memoryview]], blocks: Sequence[Block]
+) -> Iterator[list[memoryview]]:
+    """What reading the blocks gives, in their order, a few of them ahead."""
+    waiting: deque[Future[list[memoryview]]] = deque()
+    for block in blocks:
+        if len(waiting) == _READ_AHEAD:
+            yield waiting.popleft().result()
+        waiting.append(pool.submit(read, block))
+    while waiting:
+        yield waiting.popleft().result()

@@ -1,0 +1,108 @@
+"""What a keeper has of one rank: its pieces, the memory of its snapshots, and their hashes. No torch."""
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from myriad.checkpoint.manifest import hash_of
+from myriad.checkpoint.memory import SnapshotMemory
+from myriad.checkpoint.piece import Piece, join_pieces, snapshot_bytes
+
+__all__ = ["Member", "Opened"]
+
+
+@dataclass
+class Member:
+    """One rank of one attempt; ``copied``: one of another node, whose snapshots were sent here."""
+
+    attempt: int
+    world: int
+    rank: int
+    pieces: list[Piece]
+    descriptor: int
+    copied: bool = False
+    memory: SnapshotMemory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory = SnapshotMemory(self.descriptor)
+        self._hashes: dict[int, tuple[int, list[str]]] = {}
+        self._hashing = threading.Lock()
+
+    def slot_of(self, step: int) -> int | None:
+        """Where the snapshot of a step is, if it is here and whole."""
+        return next((slot.index for slot in self.memory.whole() if slot.step == step), None)
+
+    def steps(self) -> list[int]:
+        """Of the whole snapshots, ascending."""
+        return [slot.step for slot in self.memory.whole()]
+
+    def hashes(self, slot: int, step: int) -> list[str] | None:
+        """Of each piece's data; ``None`` when the slot is being filled anew."""
+        with self._hashing:
+            known = self._hashes.get(slot)
+            if known is None or known[0] != step:
+                found = [hash_of(self.data(slot, piece)) for piece in self.pieces]
+                if self.memory.step_of(slot) != step:
+                    return None
+                known = self._hashes[slot] = (step, found)
+            return known[1]
+
+    def note_hashes(self, slot: int, step: int, hashes: list[str]) -> None:
+        """Those that came with a copy."""
+        with self._hashing:
+            self._hashes[slot] = (step, hashes)
+
+    def data(self, slot: int, piece: Piece) -> memoryview:
+        """The bytes of a piece."""
+        return self.memory.view(slot, piece.memory_start, piece.num_bytes)
+
+    def data_in(self, slot: int) -> Callable[[Piece], memoryview]:
+        """The bytes of any piece of one snapshot."""
+        return lambda piece: self.data(slot, piece)
+
+    def release(self, step: int) -> None:
+        """Nobody stores or copies that snapshot any more."""
+        slot = self.slot_of(step)
+        if slot is not None:
+            self.memory.release(slot)
+
+    def close(self) -> None:
+        """Gives the memory back, once nobody else has it."""
+        os.close(self.descriptor)
+
+    def summary(self) -> dict[str, Any]:
+        """For whoever looks for a state to go on from."""
+        return {
+            "attempt": self.attempt,
+            "world": self.world,
+            "rank": self.rank,
+            "copied": self.copied,
+            "steps": self.steps(),
+            "bytes": snapshot_bytes(self.pieces),
+        }
+
+    def opened(self, step: int) -> tuple[dict[str, Any], bytes] | None:
+        """Everything but the bytes of one snapshot, as a message and its payload."""
+        slot = self.slot_of(step)
+        if slot is None or (hashes := self.hashes(slot, step)) is None:
+            return None
+        values, envelopes = join_pieces(self.pieces)
+        return {"slot": slot, "hashes": hashes, "pieces": values}, envelopes
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A snapshot as a rank sees it, to load from."""
+
+    rank: int
+    pieces: list[Piece]
+    hashes: list[str]
+    memory: SnapshotMemory
+    slot: int
+
+    def data(self, index: int) -> memoryview:
+        """The bytes of a piece by its number."""
+        piece = self.pieces[index]
+        return self.memory.view(self.slot, piece.memory_start, piece.num_bytes)

@@ -1,0 +1,142 @@
+"""One rank's snapshots in memory that outlives it: slots that the rank fills and the node's keeper reads.
+
+    page 0   magic, geometry, then (state, step) of each slot
+    slots    a snapshot each, in pages of their own
+
+    EMPTY ─begin─► FILLING ─end─► WHOLE                    may be overwritten by a later snapshot
+                            └───► HELD ─release─► WHOLE    not before the keeper has stored or copied it
+
+The rank alone moves a slot to FILLING, WHOLE and HELD; the keeper alone moves HELD to WHOLE. The memory is a
+memfd: it has no name, is not bound by the size of /dev/shm, and lives as long as anybody has it. A rank that
+dies while it fills a slot leaves FILLING behind, and the snapshots before it as they were. No torch here.
+"""
+
+import ctypes
+import mmap
+import os
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Slot", "SnapshotMemory"]
+
+_MAGIC = 0x4D59524941440004
+EMPTY, FILLING, WHOLE, HELD = range(4)
+_POPULATE_WRITE = 23
+"""madvise: touch every page now (Linux 5.14)."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A whole snapshot."""
+
+    index: int
+    step: int
+    held: bool
+
+
+class SnapshotMemory:
+    """One process's view."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Maps memory that `create` made; the descriptor may be closed afterwards."""
+        self._map = mmap.mmap(descriptor, 0)
+        words = np.frombuffer(self._map, np.int64, mmap.PAGESIZE // 8)
+        assert int(words[0]) == _MAGIC, "a descriptor from a keeper"
+        self.num_slots, self.slot_bytes = int(words[1]), int(words[2])
+        self._states = words[8 : 8 + 2 * self.num_slots].reshape(-1, 2)
+        self._fence_lock = threading.Lock()
+
+    @classmethod
+    def create(cls, num_slots: int, slot_bytes: int) -> int:
+        """The descriptor of new memory."""
+        slot_bytes = -(-max(1, slot_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        descriptor = os.memfd_create("myriad-snapshots", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, mmap.PAGESIZE + num_slots * slot_bytes)
+            header = np.array([_MAGIC, num_slots, slot_bytes], np.int64)
+            os.pwrite(descriptor, header.tobytes(), 0)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of it."""
+        return len(self._map)
+
+    @property
+    def address(self) -> int:
+        """Of the first slot in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + mmap.PAGESIZE
+
+    def touch(self) -> None:
+        """Gets every page now, so that no copy waits for one."""
+        base = self.address - mmap.PAGESIZE
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.madvise(ctypes.c_void_p(base), ctypes.c_size_t(self.num_bytes), _POPULATE_WRITE):
+            for start in range(mmap.PAGESIZE, self.num_bytes, mmap.PAGESIZE):
+                self._map[start] = self._map[start]
+
+    def slot_address(self, slot: int) -> int:
+        """Of a slot in this process."""
+        return self.address + slot * self.slot_bytes
+
+    def view(self, slot: int, start: int = 0, num_bytes: int | None = None) -> memoryview:
+        """Bytes of a slot."""
+        first = mmap.PAGESIZE + slot * self.slot_bytes + start
+        stop = first + (self.slot_bytes - start if num_bytes is None else num_bytes)
+        return memoryview(self._map)[first:stop]
+
+    # The rank
+
+    def begin(self, step: int) -> int | None:
+        """The slot to fill with a new snapshot: the oldest that nobody holds. ``None`` when that would leave
+        no whole one, or all are held."""
+        states = [(int(state), int(of)) for state, of in self._states]
+        free = [slot for slot, (state, _) in enumerate(states) if state != HELD]
+        if not free:
+            return None
+        slot = min(free, key=lambda slot: (states[slot][0] == WHOLE, states[slot][1]))
+        whole = [state >= WHOLE for state, _ in states]
+        if whole[slot] and sum(whole) == 1 and self.num_slots > 1:
+            return None
+        self._states[slot] = FILLING, step
+        self._fence()
+        return slot
+
+    def end(self, slot: int, *, hold: bool) -> None:
+        """The slot is whole."""
+        self._fence()
+        self._states[slot, 0] = HELD if hold else WHOLE
+
+    # The keeper
+
+    def release(self, slot: int) -> None:
+        """What was held may be overwritten."""
+        if int(self._states[slot, 0]) == HELD:
+            self._states[slot, 0] = WHOLE
+
+    def whole(self) -> list[Slot]:
+        """The snapshots that are whole at this moment, oldest first."""
+        found = [
+            Slot(slot, int(step), int(state) == HELD)
+            for slot, (state, step) in enumerate(self._states)
+            if int(state) >= WHOLE
+        ]
+        return sorted(found, key=lambda slot: slot.step)
+
+    def step_of(self, slot: int) -> int | None:
+        """Of the snapshot in a slot; ``None`` while it is none."""
+        self._fence()
+        state, step = (int(word) for word in self._states[slot])
+        return step if state >= WHOLE else None
+
+    def _fence(self) -> None:
+        """Orders memory accesses before it against those after it, on weakly ordered processors too."""
+        with self._fence_lock:  # release then acquire: nothing passes both
+            pass
+        with self._fence_lock:
+            pass

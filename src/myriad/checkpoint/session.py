@@ -1,0 +1,242 @@
+"""A run's checkpoints while it trains, as one rank sees them.
+
+    session = Session(settings, place, ...)
+    loaded = session.resume(rectangles)      the newest state that any tier has; None: there is none
+    session.begin(rectangles)                memory for snapshots
+    session.take(step, progress, wants)      after an update
+    session.settle()                         before the next
+    session.finish(step)                     until it is durable
+
+Every rank calls the same at the same time, but for `settle`.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from myriad.checkpoint.config import CheckpointConfig
+from myriad.checkpoint.copies import choose_node, new_token
+from myriad.checkpoint.dcp import METADATA, make_metadata, make_pieces
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.keeper_client import KeeperClient, keeper_name
+from myriad.checkpoint.load import LoadWorld
+from myriad.checkpoint.progress import decode_progress, progress_rectangle, write_progress
+from myriad.checkpoint.random_state import load_random, random_rectangle, write_random
+from myriad.checkpoint.search import Found, find_newest
+from myriad.checkpoint.snapshot import Snapshots, Wants
+from myriad.checkpoint.store import constant_manifest
+from myriad.comm.grid import RankGrid
+from myriad.comm.layout import AXES
+from myriad.model.rectangle import Rectangle
+
+__all__ = ["Loaded", "Session", "Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is the same on all ranks."""
+
+    config: CheckpointConfig
+    run: Path
+    """Names the keeper: the same in all attempts."""
+    folder: CheckpointFolder
+    events: Path
+    log: Path
+    """Of the keeper."""
+    job: str
+    """Kept with each checkpoint, as ``job.toml``."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a run goes on from."""
+
+    step: int
+    progress: dict[str, Any]
+    source: str
+    """``memory`` or ``storage``."""
+    seconds: float
+    problems: tuple[str, ...]
+    """What was bad in this or in newer ones."""
+    set_aside: tuple[str, ...]
+    """New names of durable checkpoints that did not verify."""
+
+
+class Session:
+    """One rank's side."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        grid: RankGrid,
+        local_rank: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        """``group``: all ranks, on the host; ``None``: this one is alone."""
+        self._settings, self._grid, self._device = settings, grid, device
+        alone = LoadWorld(grid.rank, (tuple(range(grid.layout.world)),), group)
+        places = alone.gather((_machine(), local_rank))
+        self._world = LoadWorld(grid.rank, _nodes(places), group)
+        self._first = local_rank == 0
+        shared = _shares_machine(places, self._world)
+        name = keeper_name(settings.run, self._world.node if shared else None)
+        self._client = KeeperClient(name, starts=self._first, log=settings.log)
+        self._progress = progress_rectangle({})
+        self._random = random_rectangle(grid.rank, device)
+        self._snapshots: Snapshots | None = None
+        self.attempt = 0
+
+    def claim(self, attempts_before: int) -> None:
+        """A new attempt owns the run; earlier ones commit no more. Raises `BadInputError` when the storage
+        cannot be written."""
+        folder = self._settings.folder
+        number = max(attempts_before, folder.owner()) + 1 if self._grid.rank == 0 else 0
+        if self._grid.rank == 0:
+            folder.claim(number)
+        self.attempt = int(self._world.gather(number)[0])
+
+    def resume(self, rectangles: Sequence[Rectangle]) -> Loaded | None:
+        """Fills the rectangles with the newest state that memory or storage has, and verified. Raises
+        `RunFailedError` when there is some state, and none of it is good."""
+        began = time.perf_counter()
+        wanted = [*rectangles, self._progress]
+        found: Found = find_newest(self._settings.folder, self._client, wanted, self._random, self._world)
+        if found.step is None:
+            return None
+        load_random(self._random, found.has_random, self._device)
+        progress = decode_progress(self._progress.values)
+        seconds = time.perf_counter() - began
+        return Loaded(
+            found.step, progress, found.source, seconds, tuple(found.problems), tuple(found.set_aside)
+        )
+
+    def begin(self, rectangles: Sequence[Rectangle]) -> None:
+        """``rectangles``: what this rank keeps, as views of memory that stays where it is."""
+        own = [*rectangles, self._random]
+        if self._grid.rank == 0:
+            own.append(self._progress)
+        pieces, config, world = make_pieces(own), self._settings.config, self._world
+        pieces_of_rank = world.gather(pieces)
+        several = len(world.ranks_of_node) > 1
+        num_slots = 2 + (config.memory_every > 0) + (several and config.copies_every > 0)
+        memory = self._client.join(
+            pieces,
+            attempt=self.attempt,
+            rank=self._grid.rank,
+            world=self._grid.layout.world,
+            num_local=len(world.ranks_of_node[world.node]),
+            num_slots=num_slots,
+        )
+        ports = world.gather(self._client.port() if several and self._first else 0)
+        addresses = world.gather(_own_address() if several else "")
+        token = world.gather(new_token())[0]
+        if self._first:
+            firsts = [ranks[0] for ranks in world.ranks_of_node]
+            message = self._message() | {
+                "nodes": [[addresses[rank], ports[rank]] for rank in firsts],
+                "token": token,
+                "constant": constant_manifest(pieces_of_rank, self._grid.layout.model_dump(mode="json")),
+            }
+            files = {METADATA: make_metadata(pieces_of_rank), "job.toml": self._settings.job.encode()}
+            self._client.configure(message, files if self._grid.rank == 0 else {})
+        self._snapshots = Snapshots(self._client, memory, own, pieces, self._device)
+        world.gather(None)  # every keeper is ready for the others
+
+    def _message(self) -> dict[str, Any]:
+        config, world = self._settings.config, self._world
+        copies = config.copies_every > 0
+        here = world.ranks_of_node[world.node]
+        targets = {rank: choose_node(world.node, world.ranks_of_node, self._peers(rank)) for rank in here}
+        return {
+            "url": self._settings.folder.storage.url,
+            "events": str(self._settings.events),
+            "linger_seconds": config.linger_seconds,
+            "keep": config.keep,
+            "max_age_seconds": None if config.keep_days is None else config.keep_days * 86400,
+            "alarm_after": config.alarm_after,
+            "node": world.node,
+            "target_of": targets if copies else {},
+        }
+
+    def _peers(self, rank: int) -> frozenset[int]:
+        """All ranks that share a parallel group with a rank."""
+        grid = RankGrid(self._grid.layout, rank)
+        return frozenset(peer for axis in AXES for peer in grid.peers(axis)) - {rank}
+
+    def wants(self, step: int, *, is_last: bool, due: bool) -> Wants | None:
+        """What a snapshot after ``step`` steps is for; ``None``: it is not wanted."""
+        config, several = self._settings.config, len(self._world.ranks_of_node) > 1
+        durable = is_last or due or bool(config.every and step % config.every == 0)
+        copies = bool(several and config.copies_every and step % config.copies_every == 0)
+        memory = bool(config.memory_every and step % config.memory_every == 0)
+        return Wants(durable, copies, is_last) if durable or copies or memory else None
+
+    def take(self, step: int, progress: Mapping[str, Any], wants: Wants) -> None:
+        """Begins a snapshot; the state may not change before `settle`."""
+        assert self._snapshots is not None, "begin comes first"
+        self._snapshots.settle()
+        write_progress(self._progress.values, progress)
+        write_random(self._random, self._device)
+        self._snapshots.take(step, wants)
+
+    def settle(self) -> None:
+        """Returns when the state may change."""
+        if self._snapshots is not None:
+            self._snapshots.settle()
+
+    @property
+    def waited_seconds(self) -> float:
+        """For which training has waited in `take` and `settle`."""
+        return self._snapshots.waited_seconds if self._snapshots else 0.0
+
+    def finish(self, step: int) -> str | None:
+        """Until a step is durable, on all ranks: ``None``, or why it is not."""
+        self.settle()
+        problem = None
+        if self._grid.rank == 0:
+            problem = self._client.wait_stored(step, self._settings.config.timeout_seconds)
+        told: str | None = self._world.gather(problem)[0]
+        return told
+
+    def close(self) -> None:
+        """This rank has ended well: nobody will need its memory."""
+        if self._snapshots is not None:
+            self._snapshots.close()
+        self._client.bye()
+
+
+def _machine() -> str:
+    """Equal for processes that reach the same abstract sockets."""
+    return f"{socket.gethostname()}:{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _nodes(places: Sequence[tuple[str, int]]) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each node: a node begins with its local rank 0."""
+    nodes: list[list[int]] = []
+    for rank, (_, local_rank) in enumerate(places):
+        if local_rank == 0 or not nodes:
+            nodes.append([])
+        nodes[-1].append(rank)
+    return tuple(map(tuple, nodes))
+
+
+def _shares_machine(places: Sequence[tuple[str, int]], world: LoadWorld) -> bool:
+    """Whether another node of the run is on this machine."""
+    machines = [places[ranks[0]][0] for ranks in world.ranks_of_node]
+    return machines.count(machines[world.node]) > 1
+
+
+def _own_address() -> str:
+    """By which other nodes reach this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 1))
+        address: str = probe.getsockname()[0]
+        return address

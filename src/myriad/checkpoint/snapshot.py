@@ -1,0 +1,205 @@
+"""This rank's state into memory that outlives the rank, behind the next iteration.
+
+    step N    update | take: hand over  ...forward, backward...  | settle | update | ...
+    thread           '--- copies live memory into a slot --------'
+    keeper                                              '--- hashes, stores, sends to another node ---
+
+Nothing in the state changes between two updates, so the copy has the whole forward and backward pass;
+training waits (`settle`) only for what is left of it when the next update is about to begin. On a GPU a side
+stream copies into the same memory, pinned, and the update waits for it on the device, not here.
+"""
+
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from myriad.checkpoint.keeper_client import KeeperClient
+from myriad.checkpoint.memory import SnapshotMemory
+from myriad.checkpoint.piece import Piece
+from myriad.errors import RunFailedError
+from myriad.model.rectangle import Rectangle
+
+__all__ = ["Snapshots", "Wants"]
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What becomes of a snapshot besides staying in memory."""
+
+    durable: bool = False
+    copies: bool = False
+    last: bool = False
+    """Nothing comes after it: it is stored even if an earlier one must be waited for."""
+
+    @property
+    def hold(self) -> bool:
+        """It may not be overwritten before that is done."""
+        return self.durable or self.copies
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A run of live memory, ``[n]``, and its first byte in a slot."""
+
+    source: torch.Tensor
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.source.numel() * self.source.element_size()
+
+    def with_next(self, other: "_Copy") -> "_Copy | None":
+        """Both as one, when one follows the other here and there."""
+        follows = self.source.data_ptr() + self.num_bytes == other.source.data_ptr()
+        same = self.source.untyped_storage().data_ptr() == other.source.untyped_storage().data_ptr()
+        if not (follows and same and self.start + self.num_bytes == other.start):
+            return None
+        size = self.source.numel() + other.source.numel()
+        return _Copy(self.source.as_strided((size,), (1,)), self.start)
+
+
+class Snapshots:
+    """Takes one snapshot at a time."""
+
+    def __init__(
+        self,
+        client: KeeperClient,
+        memory: SnapshotMemory,
+        rectangles: Sequence[Rectangle],
+        pieces: Sequence[Piece],
+        device: torch.device,
+    ) -> None:
+        """``rectangles``: views of memory that stays where it is, ``pieces`` those that `make_pieces` made of
+        them."""
+        self._client, self._memory = client, memory
+        self._copier = _CudaCopier(memory, device) if device.type == "cuda" else _HostCopier(memory)
+        self._copies = _plan(rectangles, pieces)
+        self._odd = [
+            (part.values, piece)
+            for part, piece in zip(rectangles, pieces, strict=True)
+            if not part.values.is_contiguous()
+        ]
+        self._jobs: queue.SimpleQueue[tuple[int, Wants] | None] = queue.SimpleQueue()
+        self._copied = threading.Event()
+        self._copied.set()
+        self._error: BaseException | None = None
+        self.waited_seconds = 0.0
+        """Time for which training waited, since it began."""
+        self.skipped = 0
+        """Snapshots not taken because the keeper still held every slot."""
+        self._thread = threading.Thread(target=self._work, name="myriad-snapshot", daemon=True)
+        self._thread.start()
+
+    def take(self, step: int, wants: Wants) -> None:
+        """Begins a snapshot of the state as it is after ``step`` steps; nothing may change it before
+        `settle`."""
+        self.settle()
+        self._copied.clear()
+        self._copier.mark()
+        self._jobs.put((step, wants))
+
+    def settle(self) -> None:
+        """Returns when the state may change. Raises `RunFailedError` when the keeper is gone."""
+        if not self._copied.is_set():
+            began = time.perf_counter()
+            self._copied.wait()
+            self.waited_seconds += time.perf_counter() - began
+        if self._error is not None:
+            raise RunFailedError(f"the checkpoint process is gone: {self._error}") from self._error
+
+    def close(self) -> None:
+        """After the last one."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._copier.close()
+
+    def _work(self) -> None:
+        self._memory.touch()
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._take(*job)
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._copied.set()
+
+    def _take(self, step: int, wants: Wants) -> None:
+        slot = self._memory.begin(step)
+        if slot is None:
+            self.skipped += 1
+            return
+        self._copier.copy(self._copies, slot)
+        for values, piece in self._odd:
+            view = self._memory.view(slot, piece.memory_start, piece.num_bytes)
+            torch.frombuffer(view, dtype=values.dtype).view(values.shape).copy_(values)
+        self._memory.end(slot, hold=wants.hold)
+        self._copied.set()
+        self._client.say_whole(slot, step, durable=wants.durable, copies=wants.copies, last=wants.last)
+
+
+def _plan(rectangles: Sequence[Rectangle], pieces: Sequence[Piece]) -> list[_Copy]:
+    """As few copies as possible: neighbours in live memory that are neighbours in the slot go together."""
+    found: list[_Copy] = []
+    for part, piece in zip(rectangles, pieces, strict=True):
+        if not piece.num_bytes or not part.values.is_contiguous():
+            continue
+        one = _Copy(part.values.detach().view(-1), piece.memory_start)
+        both = found[-1].with_next(one) if found else None
+        if both is not None:
+            found[-1] = both
+        else:
+            found.append(one)
+    return found
+
+
+class _HostCopier:
+    """Copies with this thread, without the interpreter's lock."""
+
+    def __init__(self, memory: SnapshotMemory) -> None:
+        self._memory = memory
+
+    def mark(self) -> None:
+        """The state is as it should be copied."""
+
+    def copy(self, copies: Sequence[_Copy], slot: int) -> None:
+        """All of them; done when this returns."""
+        base = self._memory.slot_address(slot)
+        for one in copies:
+            ctypes.memmove(base + one.start, one.source.data_ptr(), one.num_bytes)
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+class _CudaCopier:
+    """Copies on a stream of its own into the same memory, pinned. Has run on no machine yet."""
+
+    def __init__(self, memory: SnapshotMemory, device: torch.device) -> None:
+        self._memory, self._device = memory, device
+        self._stream = torch.cuda.Stream(device)
+        self._updated = torch.cuda.Event()
+        code = torch.cuda.cudart().cudaHostRegister(memory.address, memory.num_slots * memory.slot_bytes, 0)
+        if int(code):
+            raise RunFailedError(f"the snapshots' memory cannot be pinned: CUDA error {int(code)}")
+
+    def mark(self) -> None:
+        """The state is as it should be copied once the device has come this far."""
+        self._updated.record(torch.cuda.current_stream(self._device))
+
+    def copy(self, copies: Sequence[_Copy], slot: int) -> None:
+        """All of them; done when this returns, while the device computes on."""
+        self._stream.wait_event(self._updated)
+        with torch.cuda.stream(self._stream):
+            for one in copies:
+                view = self._memory.view(slot, one.start, one.num_bytes)
+                torch.frombuffer(view, dtype=one.source.dtype).copy_(one.source, non_blocking=True)
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        """Unpins."""
+        torch.cuda.cudart().cudaHostUnregister(self._memory.address)

@@ -1,0 +1,262 @@
+"""Where durable checkpoints lie: a local folder, or any URL that fsspec knows (S3, HDFS, ...). No torch here.
+
+A file counts as written when `Storage.create` has closed it (local: fsync; object stores: the upload is
+complete); `Storage.put` replaces a small file in one go. Folders need no making.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from myriad.errors import BadInputError
+
+__all__ = ["Buffer", "Sink", "Storage", "open_storage"]
+
+Buffer = bytes | bytearray | memoryview
+
+_WRITE_BYTES = 2**25
+"""Bytes between two requests to the kernel to begin writing back."""
+_UPLOAD_BYTES = 2**24
+"""Part of an upload to an object store."""
+
+
+class Sink(Protocol):
+    """A file being written."""
+
+    def write(self, content: Buffer) -> None:
+        """Adds bytes."""
+
+
+class Storage(Protocol):
+    """A tree of files; paths are relative, with ``/``. Raises ``OSError`` for what goes wrong."""
+
+    url: str
+    """As the user would name it."""
+
+    def names(self, folder: str = "") -> list[str]:
+        """Names of what lies in a folder; none when it is not there."""
+        ...
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file; ``None`` when it is not there."""
+        ...
+
+    def read(self, path: str) -> bytes:
+        """A small file."""
+        ...
+
+    def read_into(self, path: str, start: int, into: memoryview) -> int:
+        """Fills ``into`` from byte ``start``; gives how much there was."""
+        ...
+
+    def create(self, path: str) -> contextlib.AbstractContextManager[Sink]:
+        """A new file, or a new content; on disk when the context ends."""
+        ...
+
+    def put(self, path: str, content: bytes) -> None:
+        """A small file by one atomic replacement, on disk when this returns."""
+        ...
+
+    def forget_cache(self, path: str) -> None:
+        """The next read of a file comes from where it is stored, as far as that can be asked for."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """A file or a whole folder; nothing happens when it is not there."""
+        ...
+
+    def rename(self, old: str, new: str) -> None:
+        """A folder, in place of whatever has the name."""
+        ...
+
+
+def open_storage(url: str | Path) -> Storage:
+    """The storage of a path or URL. Raises `BadInputError` for a scheme that is unknown, whose package is
+    missing, or that needs what is not there (credentials)."""
+    text = str(url)
+    scheme, mark, rest = text.partition("://")
+    if not mark or scheme == "file":
+        return LocalStorage(Path(rest if mark else text))
+    try:
+        import fsspec
+
+        fs, root = fsspec.core.url_to_fs(text)
+    except (ImportError, ValueError, OSError) as error:
+        raise BadInputError("checkpoint.url", text, f"cannot be opened: {_first_line(error)}") from None
+    return RemoteStorage(text, fs, root)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+class LocalStorage:
+    """A folder of this machine, or of a file system that it has mounted."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.url = root, str(root)
+
+    def names(self, folder: str = "") -> list[str]:
+        try:
+            return sorted(os.listdir(self.root / folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def size(self, path: str) -> int | None:
+        try:
+            return (self.root / path).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def read(self, path: str) -> bytes:
+        return (self.root / path).read_bytes()
+
+    def read_into(self, path: str, start: int, into: memoryview) -> int:
+        with open(self.root / path, "rb", buffering=0) as file:
+            done = 0
+            while done < len(into) and (count := os.preadv(file.fileno(), [into[done:]], start + done)):
+                done += count
+        return done
+
+    @contextlib.contextmanager
+    def create(self, path: str) -> Iterator[Sink]:
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target, "wb", buffering=0) as file:
+            yield _LocalSink(file.fileno())
+            os.fsync(file.fileno())
+
+    def put(self, path: str, content: bytes) -> None:
+        target = self.root / path
+        draft = target.with_name(f".{target.name}.{os.getpid()}")
+        with self.create(str(draft.relative_to(self.root))) as sink:
+            sink.write(content)
+        draft.replace(target)
+        _sync_folder(target.parent)
+
+    def forget_cache(self, path: str) -> None:
+        descriptor = os.open(self.root / path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, path: str) -> None:
+        target = self.root / path
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target, ignore_errors=True)
+        else:
+            target.unlink(missing_ok=True)
+
+    def rename(self, old: str, new: str) -> None:
+        self.remove(new)
+        (self.root / old).rename(self.root / new)
+        _sync_folder(self.root)
+
+
+class _LocalSink:
+    """Writes at once, and has the kernel write back meanwhile, so that the final fsync finds little to do."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, content: Buffer) -> None:
+        view = memoryview(content).cast("B")
+        while len(view):
+            view = view[os.write(self._descriptor, view[:_WRITE_BYTES]) :]
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class RemoteStorage:
+    """What fsspec reaches. Object stores have no folders, no rename, and replace whole objects only: all of
+    that fits, since a checkpoint counts from the moment its manifest is there."""
+
+    def __init__(self, url: str, fs: Any, root: str) -> None:
+        self.url, self._fs, self._root = url.rstrip("/"), fs, root.rstrip("/")
+
+    def _path(self, path: str) -> str:
+        return f"{self._root}/{path}".rstrip("/")
+
+    @contextlib.contextmanager
+    def _plain_errors(self) -> Iterator[None]:
+        """Whatever a store raises as an ``OSError``."""
+        try:
+            yield
+        except (OSError, BadInputError):
+            raise
+        except Exception as error:
+            raise OSError(f"{self.url}: {_first_line(error)}") from error
+
+    def names(self, folder: str = "") -> list[str]:
+        with self._plain_errors():
+            try:
+                found = self._fs.ls(self._path(folder), detail=False, refresh=True)
+            except FileNotFoundError:
+                return []
+            except TypeError:  # a file system without a cache of listings
+                found = self._fs.ls(self._path(folder), detail=False)
+            names = {path.rstrip("/").rpartition("/")[2] for path in found}
+            return sorted(names - {"", self._path(folder).rpartition("/")[2]})
+
+    def size(self, path: str) -> int | None:
+        with self._plain_errors():
+            try:
+                self._fs.invalidate_cache()
+                return int(self._fs.info(self._path(path))["size"] or 0)
+            except FileNotFoundError:
+                return None
+
+    def read(self, path: str) -> bytes:
+        with self._plain_errors():
+            return bytes(self._fs.cat_file(self._path(path)))
+
+    def read_into(self, path: str, start: int, into: memoryview) -> int:
+        with self._plain_errors():
+            found = self._fs.cat_file(self._path(path), start=start, end=start + len(into))
+        into[: len(found)] = found
+        return len(found)
+
+    @contextlib.contextmanager
+    def create(self, path: str) -> Iterator[Sink]:
+        with self._plain_errors():
+            with contextlib.suppress(NotImplementedError):
+                self._fs.makedirs(self._path(path).rpartition("/")[0], exist_ok=True)
+            with self._fs.open(self._path(path), "wb", block_size=_UPLOAD_BYTES) as file:
+                yield _RemoteSink(file)
+
+    def put(self, path: str, content: bytes) -> None:
+        with self._plain_errors():
+            self._fs.pipe_file(self._path(path), content)
+
+    def forget_cache(self, path: str) -> None:
+        with self._plain_errors():
+            self._fs.invalidate_cache()
+
+    def remove(self, path: str) -> None:
+        with self._plain_errors(), contextlib.suppress(FileNotFoundError):
+            self._fs.rm(self._path(path), recursive=True)
+
+    def rename(self, old: str, new: str) -> None:
+        self.remove(new)
+        with self._plain_errors():
+            self._fs.mv(self._path(old), self._path(new), recursive=True)
+
+
+class _RemoteSink:
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, content: Buffer) -> None:
+        view = memoryview(content).cast("B")
+        for start in range(0, len(view), _UPLOAD_BYTES):
+            self._file.write(view[start : start + _UPLOAD_BYTES])

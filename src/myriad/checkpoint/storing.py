@@ -1,0 +1,189 @@
+"""From snapshots in memory to a durable checkpoint, by the keepers of all nodes. No torch here.
+
+    keeper of rank 0                        the other nodes' keepers
+    empties step-N/
+    asks all to write   ───────────────►    write, fsync, read back their ranks' files
+    writes its own                          answer with hashes      (`store_own`)
+    .metadata, job.toml, manifest: committed; older ones pruned
+
+Nothing here is waited for by training. What fails is an event; after several in a row a loud one.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.manifest import FileRecord, Manifest, record_pieces, record_plain
+from myriad.checkpoint.member import Member
+from myriad.checkpoint.piece import file_of_rank
+from myriad.checkpoint.storage import Storage
+from myriad.checkpoint.writing import check_file, write_pieces
+
+__all__ = ["PROGRESS", "Storing", "read_progress", "store_own"]
+
+PROGRESS = "progress"
+"""Name of the tensor of bytes (JSON, spaces behind it) that says where the run was."""
+
+Tell = Callable[..., None]
+"""``tell(event, **fields)``: a line in the run's events."""
+
+
+def store_own(storage: Storage, step: int, members: Sequence[Member]) -> dict[str, FileRecord]:
+    """Writes and reads back the files of this node's ranks. Raises ``OSError``."""
+    return {file_of_rank(member.rank): _store_member(storage, step, member) for member in members}
+
+
+def _store_member(storage: Storage, step: int, member: Member) -> FileRecord:
+    slot = member.slot_of(step)
+    hashes = None if slot is None else member.hashes(slot, step)
+    if slot is None or hashes is None:
+        raise OSError(f"rank {member.rank} has no snapshot of step {step}")
+    path = f"step-{step}/{file_of_rank(member.rank)}"
+    record = record_pieces(member.pieces, hashes)
+    write_pieces(storage, path, member.pieces, member.data_in(slot))
+    storage.forget_cache(path)
+    if problems := check_file(storage, path, record):
+        raise OSError(f"read back other bytes than were written: {path}: {problems[0]}")
+    return record
+
+
+def read_progress(member: Member, slot: int) -> Mapping[str, Any]:
+    """Where the run was, from a snapshot of rank 0."""
+    (piece,) = (piece for piece in member.pieces if piece.tensor == PROGRESS)
+    progress: dict[str, Any] = json.loads(bytes(member.data(slot, piece)))
+    return progress
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept."""
+
+    keep: int
+    max_age_seconds: float | None
+
+
+class Storing:
+    """Stores one checkpoint at a time; lives in the keeper of rank 0's node."""
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        retention: Retention,
+        constant: Mapping[str, Any],
+        plain_files: Mapping[str, bytes],
+        tell: Tell,
+        alarm_after: int,
+    ) -> None:
+        """``constant``: layout, versions and tensors of the manifest; ``plain_files``: ``.metadata``,
+        ``job.toml``."""
+        self._folder, self._retention, self._constant = folder, retention, constant
+        self._plain_files, self._tell, self._alarm_after = plain_files, tell, alarm_after
+        self._failures = 0
+        self.stored_step = -1
+        self._changed = threading.Condition()
+        self._under_way: tuple[int, float] | None = None
+        self._outcomes: dict[int, str | None] = {}
+
+    def begin(self, step: int, *, last: bool = False) -> bool:
+        """Whether storing may begin now; if an earlier one is under way this step is not stored, unless it is
+        the ``last`` of a run, which waits."""
+        with self._changed:
+            if last:
+                self._changed.wait_for(lambda: self._under_way is None)
+            if self._under_way is None:
+                self._under_way = step, time.monotonic()
+                return True
+            earlier, since = self._under_way
+        seconds = time.monotonic() - since
+        self._fail(
+            step, f"step {earlier} is still being stored after {seconds:.0f} s; this one is in memory only"
+        )
+        return False
+
+    def store(
+        self,
+        step: int,
+        attempt: int,
+        write: Callable[[], Mapping[str, FileRecord]],
+        progress: Mapping[str, Any],
+    ) -> bool:
+        """Between `begin` and its end; ``write``: makes all ranks' files, in an empty folder. Whether it is
+        committed."""
+        started = self._under_way[1] if self._under_way else time.monotonic()
+        try:
+            num_bytes = self._commit(step, attempt, write, progress)
+        except Exception as error:  # whatever a storage does, training goes on
+            problem = f"checkpoint not stored: {str(error) or type(error).__name__}"
+            self._end(step, problem)
+            self._fail(step, problem)
+            return False
+        seconds = time.monotonic() - started
+        self._failures, self.stored_step = 0, max(step, self.stored_step)
+        self._tell("checkpoint", step=step, path=f"step-{step}", seconds=seconds, bytes=num_bytes)
+        self._end(step, None)
+        self._prune(step)
+        return True
+
+    def _commit(
+        self,
+        step: int,
+        attempt: int,
+        write: Callable[[], Mapping[str, FileRecord]],
+        progress: Mapping[str, Any],
+    ) -> int:
+        self._check_owner(attempt)
+        checkpoint = self._folder.begin(step)
+        files = dict(write())
+        for name, content in self._plain_files.items():
+            path, record = checkpoint.at(name), record_plain(content)
+            checkpoint.storage.put(path, content)
+            if problems := check_file(checkpoint.storage, path, record):
+                raise OSError(f"read back other bytes than were written: {path}: {problems[0]}")
+            files[name] = record
+        data = progress.get("data", {})
+        manifest = Manifest(step, attempt, 0.0, dict(progress), data=data, files=files, **self._constant)
+        self._check_owner(attempt)
+        checkpoint.commit(manifest)
+        return manifest.num_bytes
+
+    def _check_owner(self, attempt: int) -> None:
+        owner = self._folder.owner()
+        if owner > attempt:
+            raise OSError(f"attempt {owner} of the run has taken over; this is attempt {attempt}")
+
+    def _prune(self, newest: int) -> None:
+        try:
+            self._folder.prune(self._retention.keep, newest, self._retention.max_age_seconds)
+        except OSError as error:
+            self._tell("fault", step=newest, problem=f"older checkpoints not removed: {error}")
+
+    def _fail(self, step: int, problem: str) -> None:
+        self._failures += 1
+        loud = {"alarm": True} if self._failures >= self._alarm_after else {}
+        self._tell("fault", step=step, problem=problem, failures=self._failures, **loud)
+        with self._changed:
+            self._outcomes[step] = problem
+            self._changed.notify_all()
+
+    def _end(self, step: int, problem: str | None) -> None:
+        with self._changed:
+            self._under_way = None
+            self._outcomes[step] = problem
+            self._changed.notify_all()
+
+    def wait(self, step: int, seconds: float) -> str | None:
+        """Until a step is stored: ``None``, or why it is not."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: step in self._outcomes, seconds):
+                return f"step {step} is not stored after {seconds:.0f} s"
+            return self._outcomes[step]
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is being stored."""
+        with self._changed:
+            return self._under_way is None

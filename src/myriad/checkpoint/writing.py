@@ -1,0 +1,100 @@
+"""Pieces to a file, and back from the file to be sure: no torch, so that any process can do it.
+
+Read back, since what was written is not always what is there: after the fsync the cache is dropped, every
+byte is read from where it is stored, and its hash compared with that of the memory it came from.
+"""
+
+from collections.abc import Callable, Sequence
+
+import xxhash
+
+from myriad.checkpoint.manifest import FileRecord, hash_of
+from myriad.checkpoint.piece import Piece
+from myriad.checkpoint.storage import Storage
+
+__all__ = ["check_file", "write_pieces"]
+
+_READ_BYTES = 2**24
+
+
+def write_pieces(
+    storage: Storage, path: str, pieces: Sequence[Piece], data: Callable[[Piece], memoryview]
+) -> None:
+    """Makes the file of one rank; ``data``: the bytes of a piece. On disk when this returns."""
+    with storage.create(path) as sink:
+        pending = bytearray()
+        for piece in pieces:
+            pending += piece.head
+            if piece.num_bytes < _READ_BYTES // 16:  # small ones travel together
+                pending += data(piece)
+            else:
+                sink.write(pending)
+                sink.write(data(piece))
+                pending = bytearray()
+            pending += piece.tail
+            if len(pending) >= _READ_BYTES:
+                sink.write(pending)
+                pending = bytearray()
+        sink.write(pending)
+
+
+def check_file(
+    storage: Storage, path: str, record: FileRecord, told: Callable[[int], None] = lambda count: None
+) -> list[str]:
+    """What is wrong with a file: a line for each chunk that is not as it was written."""
+    size = storage.size(path)
+    if size is None:
+        return ["missing"]
+    if size != record.bytes:
+        return [f"{size} bytes instead of {record.bytes}"]
+    reader = _Reader(storage, path, told)
+    if record.xxh3_128 is not None:
+        return (
+            []
+            if reader.hash_of(record.bytes) == record.xxh3_128
+            else ["its bytes changed after it was written"]
+        )
+    problems = []
+    for number, chunk in enumerate(record.chunks):
+        head = reader.take(chunk.head)
+        data = reader.hash_of(chunk.bytes)
+        if data != chunk.xxh3_128 or hash_of(head, reader.take(chunk.tail)) != chunk.envelope:
+            problems.append(f"chunk {number} ({chunk}): its bytes changed after it was written")
+    return problems
+
+
+class _Reader:
+    """A file from its start to its end, in large blocks."""
+
+    def __init__(self, storage: Storage, path: str, told: Callable[[int], None]) -> None:
+        self._storage, self._path, self._told = storage, path, told
+        self._block = memoryview(bytearray(_READ_BYTES))
+        self._next = self._begin = self._end = 0
+
+    def _more(self, wanted: int) -> memoryview:
+        """The next bytes, at least one and at most ``wanted``."""
+        if self._begin == self._end:
+            self._begin, self._end = 0, self._storage.read_into(self._path, self._next, self._block)
+            if not self._end:
+                raise OSError(f"{self._path} ends at byte {self._next}")
+            self._next += self._end
+            self._told(self._end)
+        found = self._block[self._begin : min(self._end, self._begin + wanted)]
+        self._begin += len(found)
+        return found
+
+    def take(self, count: int) -> bytes:
+        """The next bytes."""
+        found = bytearray()
+        while len(found) < count:
+            found += self._more(count - len(found))
+        return bytes(found)
+
+    def hash_of(self, count: int) -> str:
+        """Of the next bytes."""
+        digest = xxhash.xxh3_128()
+        while count:
+            block = self._more(count)
+            digest.update(block)
+            count -= len(block)
+        return digest.hexdigest()
