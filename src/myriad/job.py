@@ -50,6 +50,9 @@ class TrainConfig(Config):
     collect_garbage_every: int = Field(100, ge=0)
     """Steps between collections of Python's garbage, on all ranks after the same step; 0: whenever Python
     does it."""
+    init_from: str | None = None
+    """Weights to begin with, at a fresh start: a run or a checkpoint of the same model, or a Hugging Face
+    folder; off: from the seed."""
     sample_prompt: str | None = None
     """Text to continue at the end; off: no sample."""
 

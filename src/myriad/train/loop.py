@@ -33,6 +33,7 @@ from myriad.train.batches import Validation, rank_rows, to_batch
 from myriad.train.build import Place, find_place, pick_device, settle_links, stage_layers
 from myriad.train.feed import open_feed
 from myriad.train.garbage import GarbageSchedule
+from myriad.train.initial import fill_initial
 from myriad.train.inputs import open_inputs
 from myriad.train.metrics import StepMeter
 from myriad.train.peak import Peak, find_peak
@@ -114,16 +115,19 @@ class Trainer:
         return StepMeter(tokens, flops, self.peak.flops_per_second * self.place.world, self.device)
 
     def _resume(self) -> int:
-        """Loads the newest checkpoint that verifies, if there is one; gives the number of steps done."""
+        """Loads the newest checkpoint that verifies, else the weights to begin with, if there are any; gives
+        the number of steps done."""
         found = [self.checkpoints.newest() if self.is_first else None]
         if self.place.world > 1:
             dist.broadcast_object_list(found, src=0)
-        if found[0] is None:
-            return 0
-        step, problems = found[0]
-        progress = load(self.checkpoints.of_step(step), list(self.engine.all_rectangles()))
-        self.engine.optimizer.steps_done = progress["optimizer_steps"]
-        self.engine.loaded()
+        step, problems = found[0] or (0, [])
+        if step == 0:
+            if begun := fill_initial(self.run_folder, self.job, self.engine):
+                self._event("weights", **begun)
+        else:
+            progress = load(self.checkpoints.of_step(step), list(self.engine.all_rectangles()))
+            self.engine.optimizer.steps_done = progress["optimizer_steps"]
+            self.engine.loaded()
         aside = [path.name for path in self.checkpoints.set_aside_after(step)] if self.is_first else []
         for problem in problems:
             self._event("fault", step=step, problem=problem, set_aside=aside)
