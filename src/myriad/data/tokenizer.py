@@ -88,7 +88,8 @@ class Tokenizer:
 
     def token(self, identifier: int) -> str:
         """How the tokenizer writes one token."""
-        token: str = self._backend.id_to_token(identifier)
+        token = self._backend.id_to_token(identifier)
+        assert token is not None, "one of the tokenizer's own"
         return token
 
     @property

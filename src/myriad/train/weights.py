@@ -21,7 +21,7 @@ def open_weights(name: str, key: str, *, vocabulary_multiple: int = 64, every_by
     padded. ``every_byte``: checkpoints are verified by their hashes, not by sizes alone. Raises
     `BadInputError`."""
     for path in (Path(name).expanduser(), Path("runs") / name):
-        if (path / ".metadata").is_file() or ((path / "manifest.json").is_file() and not Run(path).exists):
+        if any((path / file).is_file() for file in (".metadata", "manifest.json")):
             return _open_checkpoint(_newest([path], key, every_byte))
         if Run(path).exists:
             folder = CheckpointFolder(Run(path).checkpoints_path)
