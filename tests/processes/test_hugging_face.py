@@ -1,4 +1,5 @@
-"""If these break: a model that leaves for Hugging Face, or comes from there, computes something else than it did."""
+"""If these break: a model that leaves for Hugging Face, or comes from there, computes something else than it
+did."""
 
 import json
 import os
@@ -132,8 +133,8 @@ def test_a_model_that_comes_gives_the_logits_it_gave_there(config: Any, tmp_path
 
 
 def test_files_as_people_have_them_are_read(tmp_path: Path) -> None:
-    """In several files; of the model without its output projection, as the hub's gpt2 is; bfloat16; the rotary base
-    where version 4 wrote it."""
+    """In several files; of the model without its output projection, as the hub's gpt2 is; bfloat16; the
+    rotary base where version 4 wrote it."""
     theirs = random_theirs(THEIRS["gpt2"]())
     theirs.save_pretrained(tmp_path / "whole")
     theirs.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")

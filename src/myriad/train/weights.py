@@ -26,7 +26,9 @@ def open_weights(name: str, key: str, *, vocabulary_multiple: int = 64, every_by
         if Run(path).exists:
             folder = CheckpointFolder(Run(path).checkpoints_path)
             steps = [folder.of_step(step) for step in reversed(folder.steps())]
-            return _open_checkpoint(_newest(steps or [path], key, every_byte))
+            if not steps:
+                raise BadInputError(key, name, "no checkpoint yet; train first")
+            return _open_checkpoint(_newest(steps, key, every_byte))
         if is_hugging_face(path):
             return HuggingFaceWeights(path, vocabulary_multiple)
     raise BadInputError(key, name, _ALLOWED)
