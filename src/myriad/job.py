@@ -51,8 +51,7 @@ class TrainConfig(Config):
     """Steps between collections of Python's garbage, on all ranks after the same step; 0: whenever Python
     does it."""
     init_from: str | None = None
-    """Weights to begin with, at a fresh start: a run or a checkpoint of the same model, or a Hugging Face
-    folder; off: from the seed."""
+    """Weights to begin with: of a run, a checkpoint or a Hugging Face folder; off: from the seed."""
     sample_prompt: str | None = None
     """Text to continue at the end; off: no sample."""
 

@@ -322,6 +322,7 @@ def test_what_a_kill_left_halfway_is_replaced(tmp_path: Path) -> None:
     (tmp_path / ".out.partial" / "model-00001-of-00009.safetensors").write_bytes(b"half")
     (tmp_path / "out").mkdir()
     out = exported(weights, tmp_path / "out")
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "who reads one file may read all"
     assert not (tmp_path / ".out.partial").exists()
     assert sorted(path.name for path in out.iterdir()) == [
         "config.json",

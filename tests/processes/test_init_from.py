@@ -171,17 +171,35 @@ def test_other_training_of_the_same_shapes_is_told(start: Callable[..., Run], tm
     assert told["differs"] == {"model.rotary_base": [5e5, 1e6]}
 
 
+def test_another_tokenizer_than_that_of_the_weights_is_told(
+    start: Callable[..., Run], corpus: Path, tmp_path: Path
+) -> None:
+    """Its tokens are other words: nothing else would say so."""
+    source = exported(random_weights(**(LLAMA | {"vocabulary": 320})), tmp_path / "hf")
+    shutil.copyfile(corpus / "tokenizer.json", source / "tokenizer.json")
+    import_hugging_face(source, tmp_path / "imported")
+    other = make_corpus(tmp_path, "other", seed=2, vocabulary=290)
+    for number, kept in enumerate((source, tmp_path / "imported")):
+        same = start(f"same-{number}", LLAMA, f"train.init_from={kept}")
+        told = start(f"told-{number}", LLAMA, f"train.init_from={kept}", f"data.corpus={other}")
+        for run in (same, told):
+            train(run)
+        assert "differs" not in events(same, "weights")[0]
+        fingerprints = [open_corpora(run.job().data, 24).fingerprint for run in (same, told)]
+        assert events(told, "weights")[0]["differs"] == {"tokenizer": fingerprints}
+
+
 OTHERS = [
     ({"ffn_hidden": 64}, r"blocks\.0\.mlp\.up\.weight is \(128, 32\) here, \(96, 32\) there \(and 3 more\)"),
     ({"layers": 3}, r"blocks\.2\.norm1\.weight is \(32,\) here, nothing there"),
     ({"layers": 1}, r"blocks\.1\.norm1\.weight is nothing here, \(32,\) there"),
     ({"tied": False}, r"head\.output\.weight is \(320, 32\) here, nothing there$"),
-    ({"heads": 8, "kv_heads": 4}, "heads is 8 here, 4 there"),
+    ({"heads": 8, "kv_heads": 4}, r"model\.heads is 8 here, 4 there"),
     (
         {"activation": "gelu", "ffn_hidden": 96, "layers": 2},
         r"blocks\.0\.mlp\.down\.weight is \(32, 96\) here",
     ),
-    ({"position": "none"}, "position is 'none' here, 'rotary' there"),
+    ({"position": "none"}, r"model\.position is 'none' here, 'rotary' there"),
 ]
 
 

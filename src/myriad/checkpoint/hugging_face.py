@@ -88,7 +88,8 @@ def _find_tensors(path: Path) -> Mapping[str, _Place]:
 
 def _weight_files(path: Path) -> Sequence[Path]:
     if (path / _INDEX).is_file():
-        return [path / name for name in sorted(set(_read_json(path / _INDEX)["weight_map"].values()))]
+        places = _read_json(path / _INDEX).get("weight_map", {})
+        return [path / name for name in sorted(set(places.values()))]
     if not (path / _WEIGHTS).is_file():
         raise BadInputError(
             "weights", str(path), f"must hold {_WEIGHTS} or {_INDEX}; other formats are not read"
@@ -192,6 +193,7 @@ def _write_weights(
         for link in links:
             tensors |= link.write(weights.read(link.name).to(dtype))
         save_file(tensors, folder / name, metadata={"format": "pt"})
+        shutil.copymode(folder / _CONFIG, folder / name)  # safetensors lets nobody else read it
         total += sum(tensor.nbytes for tensor in tensors.values())
         places |= dict.fromkeys(tensors, name)
     if len(shards) > 1:

@@ -7,7 +7,9 @@
 A run that holds nothing but an imported checkpoint of step 0 begins from that one.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ import torch.distributed as dist
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.hugging_face import HuggingFaceWeights
 from myriad.checkpoint.weights import Shapes, Weights
+from myriad.data.corpus import open_corpora
+from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from myriad.errors import BadInputError, MyriadError
 from myriad.job import Job
 from myriad.model.boundary import Boundary
@@ -29,8 +33,16 @@ from myriad.train.weights import open_weights
 __all__ = ["check_initial", "fill_initial"]
 
 _KEY, _PREFIX = "train.init_from", "model."
-_SAME = ("heads", "num_kv_heads", "head_width", "block", "position", "norm", "activation")
-"""Of a model: where these differ, equal shapes mean nothing."""
+_SAME = {
+    "heads": "heads",
+    "num_kv_heads": "kv_heads",
+    "head_width": "head_dim",
+    "block": "block",
+    "position": "position",
+    "norm": "norm",
+    "activation": "activation",
+}
+"""Of a model, and its key: where these differ, equal shapes mean nothing."""
 _TOLD = ("vocabulary", "rotary_base", "norm_epsilon", "window", "window_pattern")
 """Where these differ, the run says so: somebody may mean it."""
 
@@ -55,7 +67,10 @@ def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
     engine.loaded()
     kind = "hugging_face" if isinstance(weights, HuggingFaceWeights) else "checkpoint"
     told = {"source": str(weights.path), "kind": kind, "tensors": len(weights.shapes)}
-    return told | ({"differs": found} if (found := _differences(weights.model, job.model)) else {})
+    differs = _differences(weights.model, job.model)
+    if engine.groups.grid.rank == 0:
+        differs |= _other_tokenizer(weights.path, job)
+    return told | ({"differs": differs} if differs else {})
 
 
 def _open(source: str, job: Job, *, every_byte: bool = False) -> Weights:
@@ -104,11 +119,11 @@ def _refuse_other_shapes(source: str, here: Shapes, there: Shapes) -> None:
 
 
 def _refuse_other_kind(source: str, here: ModelConfig, there: ModelConfig) -> None:
-    for key in _SAME:
-        own, other = getattr(here, key), getattr(there, key)
+    for name, key in _SAME.items():
+        own, other = getattr(here, name), getattr(there, name)
         if own != other:
             raise BadInputError(
-                _KEY, source, f"weights of another model: {key} is {own!r} here, {other!r} there"
+                _KEY, source, f"weights of another model: model.{key} is {own!r} here, {other!r} there"
             )
 
 
@@ -118,6 +133,19 @@ def _differences(there: ModelConfig | None, here: ModelConfig) -> dict[str, Any]
         return {}
     pairs = {key: (getattr(there, key), getattr(here, key)) for key in _TOLD}
     return {f"model.{key}": pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _other_tokenizer(source: Path, job: Job) -> dict[str, Any]:
+    """Fingerprints of the tokenizer that the weights know and of the corpus's, if both are known and
+    differ."""
+    run = Run(source.resolve().parent.parent)
+    began = (event.get("fingerprint") for event in run.read_events() if event["event"] == "corpus")
+    there, here = next(began, None), open_corpora(job.data, job.model.sequence).fingerprint
+    for folder in (run.path, source):
+        if (folder / TOKENIZER_FILE).is_file():
+            with contextlib.suppress(BadInputError):  # one that ends no document: nothing to compare
+                there = Tokenizer.load(folder).fingerprint
+    return {"tokenizer": (there, here)} if there and here and there != here else {}
 
 
 def _by_name(rectangles: Iterator[Rectangle]) -> Mapping[str, list[Rectangle]]:
