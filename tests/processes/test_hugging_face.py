@@ -91,7 +91,7 @@ ROTARY = SMALL | {
 SHORT = SMALL | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24}
 THEIRS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(
-        **ROTARY, rope_parameters={"rope_type": "default", "rope_theta": 3e4}
+        **ROTARY, rope_theta=3e4, rope_parameters={"rope_type": "default", "rope_theta": 3e4}
     ),
     "llama, tied, wide": lambda: transformers.LlamaConfig(
         **(ROTARY | {"head_dim": 12}), tie_word_embeddings=True

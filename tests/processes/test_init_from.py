@@ -112,6 +112,20 @@ def test_every_layout_begins_with_the_same_weights(
         assert [event["event"] for event in run.read_events()][:2] == ["weights", "start"]
 
 
+@pytest.mark.parametrize(
+    "keys", [["train.precision=bfloat16"], ["layout.dp=2", "comm.sync_every=2"]], ids=["bfloat16", "alone"]
+)
+def test_nothing_keeps_the_seed_s_weights(keys: list[str], start: Callable[..., Run], tmp_path: Path) -> None:
+    """Neither what is computed with, where that is a rounded copy, nor what replicas that train alone compare
+    with: without learning, everything stays as it was given."""
+    weights = random_weights(**(LLAMA | {"vocabulary": 320}))
+    source = exported(weights, tmp_path / "hf")
+    run = start("run", LLAMA, f"train.init_from={source}", "optimizer.learning_rate=1e-9", *keys)
+    assert train(run)[0] == pytest.approx(loss_of(weights, run), rel=5e-3)
+    for name, tensor in load_model(CheckpointFolder(run.checkpoints_path).of_step(2)).items():
+        torch.testing.assert_close(tensor, weights.read(name), atol=1e-6, rtol=1e-6)
+
+
 def test_imported_weights_and_those_of_a_run_begin_the_same(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
