@@ -50,7 +50,7 @@ def find_newest(
     it. Raises `RunFailedError` when there is something, and nothing is good."""
     is_first = world.rank == world.ranks_of_node[world.node][0]
     in_memory = world.gather(client.snapshots() if is_first else [])
-    durable = world.gather(folder.steps() if world.rank == 0 else [])[0]
+    durable = world.gather(folder.trained_steps() if world.rank == 0 else [])[0]
     whole, found = _whole_in_memory(in_memory), Found()
     for step in sorted({*durable, *whole}, reverse=True):
         search = _Step(step, folder, client, in_memory[world.rank], world)
