@@ -62,11 +62,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one contender's turn (900)")
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose names contain one of these")
     parser.add_argument("--quick", action="store_true", help="a small run of each, in under a minute")
+    parser.add_argument("--verbose", action="store_true", help="show what ranks write on stderr")
     parser.add_argument("--json", type=Path, help="write all rows there")
     parser.add_argument("--svg", type=Path, help="draw stall and time to durable there")
     chosen = parser.parse_args(arguments)
     if chosen.quick:
-        small = {"megabytes": 32.0, "ranks": [2], "sharing": ["sharded"], "saves": 2, "restarts": 2}
+        small = {
+            "megabytes": 32.0,
+            "ranks": [2],
+            "sharing": ["sharded"],
+            "saves": 2,
+            "restarts": min(2, chosen.restarts),
+        }
         vars(chosen).update(small | {"step_seconds": 0.1, "quiet_steps": 2, "timeout": 60.0})
     if min(chosen.ranks) < 1 or chosen.saves < 1 or chosen.quiet_steps < 1 or chosen.megabytes <= 0:
         parser.error("--ranks, --saves, --quiet-steps and --megabytes must be at least 1")
@@ -105,6 +112,7 @@ class Bench:
             timeout or self._chosen.timeout,
             enter=storage.enter,
             environment=storage.environment,
+            quiet=not self._chosen.verbose,
         )
 
     def _plan(self, sharing: str) -> Plan:

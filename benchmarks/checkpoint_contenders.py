@@ -1,6 +1,7 @@
 """The peers of `checkpoint.py`: torch's distributed checkpoints (DCP), each in the best setting found.
 
-- Files are fsynced (``sync_files``); plans are cached between saves.
+- Files are fsynced (``sync_files``). Objects of S3 are durable when they are there, and DCP would sync all of
+  this machine's disks instead. Plans are cached between saves.
 - Copies for the background are kept between saves: by `DefaultStager`, in shared memory where another process
   writes. (The writer's own ``cache_staged_state_dict`` pins memory, which needs CUDA.)
 - "copied in the background": the copy itself runs beside training as well, and training waits for it only
@@ -48,7 +49,7 @@ def _tree(state: State) -> dict[str, torch.Tensor]:
 
 def _writer(place: Place, step: int, threads: int) -> FileSystemWriter:
     make: Callable[..., FileSystemWriter] = FsspecWriter if "://" in place.root else FileSystemWriter
-    return make(place.of_step(step), sync_files=True, thread_count=threads)
+    return make(place.of_step(step), sync_files=make is FileSystemWriter, thread_count=threads)
 
 
 def _planner() -> DefaultSavePlanner:

@@ -42,7 +42,9 @@ class Crew:
         enter: Callable[[], None] | None = None,
         environment: Mapping[str, str] | None = None,
         group: bool = True,
+        quiet: bool = False,
     ) -> None:
+        """``group``: with a process group of gloo; ``quiet``: what ranks write on stderr is lost."""
         context = multiprocessing.get_context("fork")
         base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world)}
         self.pipes: list[Connection] = []
@@ -50,7 +52,7 @@ class Crew:
         for rank in range(world):
             receiving, sending = context.Pipe(duplex=False)
             settings = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(environment or {})
-            arguments = (os.getpid(), enter, settings, function, group, sending)
+            arguments = (os.getpid(), enter, settings, function, group, quiet, sending)
             process = context.Process(target=_be_rank, args=arguments)
             process.start()
             sending.close()
@@ -115,10 +117,13 @@ def _be_rank(
     environment: Mapping[str, str],
     function: Callable[[int], Any],
     group: bool,
+    quiet: bool,
     pipe: Connection,
 ) -> None:
     os.setsid()
     die_with(parent)
+    if quiet:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.environ |= environment
     torch.set_num_threads(1)
     try:

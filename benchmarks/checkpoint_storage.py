@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def s3(rate: str | None) -> Iterator[Storage]:
         problem = problem or (f"{module} is not installed" if find_spec(module) is None else None)
     if problem:
         raise CrewError(problem)
+    import_module("s3fs")  # once, for all ranks
     with Hosts(2, rate=rate) as hosts:
         command = [sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", str(_PORT)]
         hosts.start(1, command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -80,6 +82,8 @@ def s3(rate: str | None) -> Iterator[Storage]:
             "AWS_ACCESS_KEY_ID": "benchmark",
             "AWS_SECRET_ACCESS_KEY": "benchmark",
             "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+            "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
         }
         enter = partial(enter_host, hosts.namespace(0), "host0", os.getpid())
         run_crew(1, partial(_make_bucket, endpoint), 60, enter=enter, group=False)
