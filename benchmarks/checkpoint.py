@@ -1,7 +1,7 @@
 """Saving and loading: Myriad's checkpoints beside torch's distributed checkpoints (DCP), in the same run.
 
     python benchmarks/checkpoint.py                            1 GB a rank; 1, 2, 4 ranks; all storages
-    python benchmarks/checkpoint.py --quick                    32 MB a rank, a minute
+    python benchmarks/checkpoint.py --quick                    32 MB a rank, no S3: under a minute
     python benchmarks/checkpoint.py --storage disk --only Myriad thread    some of it
     python benchmarks/checkpoint.py --json FILE --svg FILE     the rows, and a chart
 
@@ -39,7 +39,7 @@ from checkpoint_state import Place, local_shapes
 from checkpoint_storage import Storage, disk, full, make_room, remove, s3
 from hosts import bits_per_second
 
-_SHARINGS = ("sharded", "replicated")
+_SHARINGS, _STORAGES = ("sharded", "replicated"), ("disk", "s3", "full")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -50,9 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--megabytes", type=float, default=1000, help="of state on each rank (1000)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="(1 2 4)")
     parser.add_argument("--sharing", nargs="+", choices=_SHARINGS, default=list(_SHARINGS))
-    parser.add_argument(
-        "--storage", nargs="*", choices=["disk", "s3", "full"], default=["disk", "s3", "full"]
-    )
+    parser.add_argument("--storage", nargs="*", choices=_STORAGES, help="(all; with --quick: disk, full)")
     parser.add_argument("--saves", type=int, default=5, help="counted ones of each contender (5)")
     parser.add_argument("--step-seconds", type=float, default=1.0, help="of products in a step (1.0)")
     parser.add_argument("--quiet-steps", type=int, default=3, help="before each save (3)")
@@ -66,12 +64,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write all rows there")
     parser.add_argument("--svg", type=Path, help="draw stall and time to durable there")
     chosen = parser.parse_args(arguments)
+    if chosen.storage is None:
+        chosen.storage = ["disk", "full"] if chosen.quick else list(_STORAGES)
     if chosen.quick:
         small = {
             "megabytes": 32.0,
             "ranks": [2],
             "sharing": ["sharded"],
-            "saves": 2,
+            "saves": 1,
             "restarts": min(2, chosen.restarts),
         }
         vars(chosen).update(small | {"step_seconds": 0.1, "quiet_steps": 2, "timeout": 60.0})

@@ -1,4 +1,4 @@
-"""A benchmark whose contenders save different bytes, or whose stalls are summed up wrongly, compares nothing."""
+"""A benchmark whose contenders save different bytes, or that adds up stalls wrongly, compares nothing."""
 
 from dataclasses import replace
 from xml.etree import ElementTree
