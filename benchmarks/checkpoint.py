@@ -54,6 +54,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--saves", type=int, default=5, help="counted ones of each contender (5)")
     parser.add_argument("--step-seconds", type=float, default=1.0, help="of products in a step (1.0)")
     parser.add_argument("--quiet-steps", type=int, default=3, help="before each save (3)")
+    parser.add_argument("--s3-megabytes", type=float, default=200, help="as --megabytes, on S3 (200)")
     parser.add_argument("--rate", default="1gbit", help="of the S3 server's link (1gbit)")
     parser.add_argument("--restarts", type=int, default=5, help="kills of a rank; 0: none (5)")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk meant")
@@ -69,6 +70,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if chosen.quick:
         small = {
             "megabytes": 32.0,
+            "s3_megabytes": 32.0,
             "ranks": [2],
             "sharing": ["sharded"],
             "saves": 1,
@@ -96,32 +98,31 @@ class Bench:
     """Gives contenders their turns."""
 
     def __init__(self, chosen: argparse.Namespace, memory: str) -> None:
-        self._chosen, self._memory = chosen, memory
+        self._chosen, self._memory, self._megabytes = chosen, memory, chosen.megabytes
         found = [name for name in CONTENDERS if any(part.lower() in name.lower() for part in chosen.only)]
         self.contenders: dict[str, Make] = {name: CONTENDERS[name] for name in found}
 
     def _run(
         self, storage: Storage, world: int, function: Callable[[Place], Any], root: str, *, timeout: float = 0
     ) -> list[Any]:
-        def on_rank(rank: int) -> Any:
-            return function(Place(rank, world, root, self._memory))
-
-        return run_crew(
-            world,
-            on_rank,
-            timeout or self._chosen.timeout,
-            enter=storage.enter,
-            environment=storage.environment,
-            quiet=not self._chosen.verbose,
-        )
+        with tempfile.TemporaryDirectory(dir=self._memory) as memory:
+            return run_crew(
+                world,
+                lambda rank: function(Place(rank, world, root, memory)),
+                timeout or self._chosen.timeout,
+                enter=storage.enter,
+                environment=storage.environment,
+                quiet=not self._chosen.verbose,
+            )
 
     def _plan(self, sharing: str) -> Plan:
         chosen = self._chosen
-        return Plan(chosen.megabytes, sharing, chosen.saves, chosen.step_seconds, chosen.quiet_steps)
+        return Plan(self._megabytes, sharing, chosen.saves, chosen.step_seconds, chosen.quiet_steps)
 
     def rows(self, name: str, storage: Storage) -> list[Row]:
         """All rows of one storage, printed as they come."""
         rows = []
+        self._megabytes = self._chosen.s3_megabytes if storage.environment else self._chosen.megabytes
         for sharing in self._chosen.sharing:
             for world in self._chosen.ranks:
                 place = (name, sharing, world)
@@ -132,7 +133,7 @@ class Bench:
                     group = [self._row(place, storage, contender, alone) for contender in self.contenders]
                 except CrewError as error:
                     group = failed(place, self.contenders, _reason(error))
-                print(show_rows(group, self._chosen.megabytes), flush=True)
+                print(show_rows(group, self._megabytes), flush=True)
                 rows += group
         return rows
 
@@ -161,6 +162,7 @@ class Bench:
     def full(self) -> list[Full]:
         """Every contender on a disk with room for half of what it writes, then for four times as much."""
         rows = []
+        self._megabytes = self._chosen.megabytes
         for contender, make in self.contenders.items():
             _say(f"full disk: {contender}")
             try:

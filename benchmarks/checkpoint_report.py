@@ -120,7 +120,9 @@ def _table(titles: str, lines: Sequence[Sequence[str]]) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:,.0f}" if seconds >= 0.01 else f"{seconds * 1e3:.2g}"
+    return (
+        "" if seconds is None else f"{seconds * 1e3:,.0f}" if abs(seconds) >= 0.01 else f"{seconds * 1e3:.2g}"
+    )
 
 
 def _seconds(seconds: float | None) -> str:
