@@ -19,6 +19,7 @@ disk and the S3 server need root; so does loading with cold caches. The restart 
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -247,10 +248,13 @@ def main(arguments: Sequence[str]) -> None:
     """Measures and prints."""
     chosen = parse(arguments)
     chosen.folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # takes the folders away
     num_tensors = len(local_shapes(chosen.megabytes))
     print(f"{chosen.megabytes:g} MB a rank in {num_tensors} float32 tensors, {chosen.saves} saves counted")
     shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as memory:
+    with tempfile.TemporaryDirectory(
+        dir=shared if shared.is_dir() else None, prefix="checkpoints-"
+    ) as memory:
         rows, fulls, restarts = measure(Bench(chosen, memory), chosen)
     if chosen.json:
         found = {"rows": rows, "full": fulls, "restart": restarts}

@@ -1,9 +1,8 @@
 """Where `checkpoint.py` writes: a folder, an S3 server behind a link, a disk that is too small.
 
 The S3 server is moto's, in a host of its own (`hosts.py`); the ranks share another host and its one link. It
-keeps objects in memory, several times over (1.4 GB for one object of 0.4 GB), reads all of an object for every
-range of it, and is slower than a link of 1 Gbit/s: figures of S3 are those of this server, and the state is
-smaller there (``--s3-megabytes``).
+keeps objects in memory several times over (1.4 GB for one of 0.4 GB) and is slower than a link of 1 Gbit/s:
+figures of S3 are those of this server, and the state is smaller there (``--s3-megabytes``).
 
     host 0: all ranks  eth0 ═══ rate ═══ bridge ═══ rate ═══ eth0  host 1: S3 server
 """
