@@ -257,7 +257,7 @@ def main(arguments: Sequence[str]) -> None:
     ) as memory:
         rows, fulls, restarts = measure(Bench(chosen, memory), chosen)
     if chosen.json:
-        found = {"rows": rows, "full": fulls, "restart": restarts}
+        found: dict[str, Sequence[Any]] = {"rows": rows, "full": fulls, "restart": restarts}
         plain = {name: [asdict(row) for row in of_name] for name, of_name in found.items()}
         chosen.json.write_text(json.dumps(plain, indent=1) + "\n")
     if chosen.svg:

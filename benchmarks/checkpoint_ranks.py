@@ -199,7 +199,7 @@ def _write(state: State, num_bytes: int, path: str) -> None:
     pieces: list[list[memoryview]] = [[] for _ in range(_OBJECTS if "://" in path else 1)]
     for number, tensor in enumerate(state.tensors.values()):
         piece = tensor.view(-1).numpy().view("uint8")[:num_bytes]
-        pieces[number % len(pieces)].append(memoryview(piece))
+        pieces[number % len(pieces)].append(piece.data)
         num_bytes -= len(piece)
     with ThreadPoolExecutor(len(pieces)) as pool:
         list(pool.map(_write_one, (f"{path}-{number}" for number in range(len(pieces))), pieces))

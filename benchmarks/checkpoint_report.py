@@ -173,7 +173,7 @@ def show_summary(rows: Sequence[Row]) -> str:
         cells.append(_against(ours.stall.median, min(stalls, default=None)))
         for figure in ("durable_seconds", "lost_seconds", "load_warm_seconds"):
             best = _best(peers, figure)
-            cells.append(_against(getattr(ours, figure), best and getattr(best, figure)))
+            cells.append(_against(getattr(ours, figure), None if best is None else getattr(best, figure)))
         lines.append(cells)
     titles = "storage, sharing, ranks, stall, time to durable, lost a save, load (warm)"
     return f"\n### Myriad and the best peer of each figure, ms\n\n{_table(titles, lines)}"

@@ -124,7 +124,7 @@ def digest(state: State) -> str:
     found = xxhash.xxh3_128()
     for name, tensor in sorted(state.tensors.items()):
         found.update(name)
-        found.update(tensor.view(-1).numpy())
+        found.update(memoryview(tensor.view(-1).numpy().data))
     return found.hexdigest()
 
 
