@@ -83,14 +83,14 @@ def open_storage(url: str | Path) -> Storage:
     try:
         import fsspec
 
-        fs, root = fsspec.core.url_to_fs(text)
+        fs, root = fsspec.core.url_to_fs(text, use_listings_cache=False)  # others write here too
     except (ImportError, ValueError, OSError) as error:
-        raise BadInputError("checkpoint.url", text, f"cannot be opened: {_first_line(error)}") from None
+        raise BadInputError("checkpoint.url", text, f"cannot be opened: {_one_line(error)}") from None
     return RemoteStorage(text, fs, root)
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class LocalStorage:
@@ -195,7 +195,7 @@ class RemoteStorage:
         except (OSError, BadInputError):
             raise
         except Exception as error:
-            raise OSError(f"{self.url}: {_first_line(error)}") from error
+            raise OSError(f"{self.url}: {_one_line(error)}") from error
 
     def names(self, folder: str = "") -> list[str]:
         with self._plain_errors():
@@ -249,7 +249,19 @@ class RemoteStorage:
     def rename(self, old: str, new: str) -> None:
         self.remove(new)
         with self._plain_errors():
-            self._fs.mv(self._path(old), self._path(new), recursive=True)
+            if self._renames_itself:
+                self._fs.mv(self._path(old), self._path(new), recursive=True)
+                return
+            for path in self._fs.find(self._path(old)):
+                self._fs.cp_file(path, self._path(new) + path.removeprefix(self._path(old)))
+        self.remove(old)
+
+    @property
+    def _renames_itself(self) -> bool:
+        """Whether there is more to it than fsspec's copying, which takes a folder for an object (s3fs)."""
+        from fsspec import AbstractFileSystem
+
+        return type(self._fs).mv is not AbstractFileSystem.mv
 
 
 class _RemoteSink:

@@ -1,0 +1,237 @@
+"""Checkpoints on an S3 server: what was saved there must bring a run back bit for bit, damage must be seen, a
+server that is away must not stop training, and ten thousand ranks must not each read the same bytes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+from typer.testing import CliRunner, Result
+from watched_runs import (
+    TWO_REPLICAS,
+    assert_same_run,
+    events,
+    kill_run,
+    lose_ranks,
+    make_run,
+    stored_at,
+    tensors_at,
+    train,
+    wait_for_event,
+    wait_for_keeper_to_end,
+)
+
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.cli.main import build_app
+from myriad.job import load_job
+from myriad.run import Run
+from myriad.train.loop import Trainer
+
+if TYPE_CHECKING:
+    from object_store import ObjectStore
+
+
+@pytest.fixture
+def s3(object_store: "ObjectStore") -> Any:
+    import boto3
+
+    return boto3.client("s3", endpoint_url=object_store.url)
+
+
+@pytest.fixture
+def bucket(s3: Any, request: pytest.FixtureRequest) -> str:
+    """Of this test alone."""
+    name = "".join(c if c.isalnum() else "-" for c in request.node.name.lower())[-60:].strip("-")
+    s3.create_bucket(Bucket=name)
+    return name
+
+
+@pytest.fixture
+def start(tmp_path: Path, corpus: Path) -> Callable[..., Run]:
+    return lambda name, *overrides: make_run(tmp_path / name, corpus, *overrides)
+
+
+def checkpoint(*arguments: object) -> Result:
+    return CliRunner().invoke(build_app(), ["checkpoint", *map(str, arguments)])
+
+
+def flip(s3: Any, bucket: str, key: str, at: float = 0.5) -> None:
+    """One bit of an object."""
+    content = bytearray(s3.get_object(Bucket=bucket, Key=key)["Body"].read())
+    content[int(at * len(content))] ^= 4
+    s3.put_object(Bucket=bucket, Key=key, Body=bytes(content))
+
+
+def test_a_run_that_lost_its_machine_goes_on_from_s3_to_the_bits_of_an_undisturbed_one(start, bucket):
+    keys = [*TWO_REPLICAS, "layout.zero=3", "train.steps=20", "checkpoint.every=5", "overlap.checkpoint=off"]
+    run, undisturbed = start("lost", *keys, f"checkpoint.url=s3://{bucket}/run"), start("whole", *keys)
+    lose_ranks(run, {12: partial(kill_run, run)})
+    assert run.read_metrics()[-1]["step"] == 12
+    assert train(run) == train(undisturbed) == [0, 0]
+    (resumed,) = events(run, "resume")
+    assert (resumed["step"], resumed["source"]) == (10, "storage")
+    assert_same_run(run, undisturbed)
+    assert not any(run.checkpoints_path.iterdir()), "all of it is in the bucket"
+
+
+def test_what_is_in_the_bucket_is_listed_verified_compared_and_pruned(start, bucket, s3):
+    url = f"s3://{bucket}/run"
+    run = start("run", "train.steps=15", "checkpoint.every=5", "checkpoint.keep=3", f"checkpoint.url={url}")
+    assert train(run, {step + 1: stored_at(run, step) for step in (5, 10)}) == [0]
+    rows = json.loads(checkpoint("list", run.path, "--verify", "--json").stdout)["checkpoints"]
+    assert [(row["step"], row["state"]) for row in rows] == [(step, "verified") for step in (5, 10, 15)]
+    assert rows[0]["path"] == f"{url}/step-5" and rows[0]["bytes"] > 100_000
+    assert checkpoint("verify", run.path).exit_code == checkpoint("verify", f"{url}/step-10").exit_code == 0
+    assert checkpoint("diff", f"{url}/step-10", f"{url}/step-10").stdout.endswith("equal bits\n")
+    assert checkpoint("diff", f"{url}/step-10", f"{url}/step-15").exit_code == 1
+    flip(s3, bucket, "run/step-10/__0_0.distcp")
+    found = checkpoint("verify", run.path)
+    assert found.exit_code == 1 and "step-10/__0_0.distcp: chunk " in found.stdout, found.stdout
+    assert found.stdout.count(": whole") == 2
+    assert checkpoint("prune", run.path, "--keep", 1).stdout == "removed 2, kept 15\n"
+    left = {entry["Key"] for entry in s3.list_objects_v2(Bucket=bucket)["Contents"]}
+    assert {key.split("/")[1] for key in left} == {"attempt", "step-15"}
+
+
+def test_a_flipped_bit_in_the_bucket_is_never_trained_on(start, bucket, s3):
+    keys = ["train.steps=15", "checkpoint.every=5", "overlap.checkpoint=off"]
+    run, undisturbed = start("run", *keys, f"checkpoint.url=s3://{bucket}/run"), start("undisturbed", *keys)
+    assert train(run) == train(undisturbed) == [0]
+    wait_for_keeper_to_end(run)
+    flip(s3, bucket, "run/step-15/__0_0.distcp")
+    assert train(run) == [0]
+    (fault,) = events(run, "fault")
+    assert "step-15/__0_0.distcp: " in fault["problem"] and fault["set_aside"] == ["step-15.damaged"]
+    assert events(run, "resume")[0]["step"] == 10
+    assert "step-15.damaged" in CheckpointFolder(run.checkpoints()).storage.names()
+    assert_same_run(run, undisturbed)
+
+
+def load_and_compare(run: Run, expected: dict[str, np.ndarray]) -> tuple[int, int]:
+    """On one rank: the step, and how many elements are not those that were saved."""
+    trainer = Trainer(run)
+    wrong = 0
+    for part in trainer.engine.all_rectangles():
+        inside = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.values.shape, strict=True))
+        wrong += int((part.values.detach().numpy() != expected[part.name][inside]).sum())
+    trainer.close()
+    return trainer.step, wrong
+
+
+@pytest.fixture
+def saved(start, bucket) -> tuple[Run, dict[str, np.ndarray]]:
+    """A run of two shards that has ended, and what it left in the bucket."""
+    run = start("run", *TWO_REPLICAS, "layout.zero=1", "train.steps=4", f"checkpoint.url=s3://{bucket}/run")
+    assert train(run) == [0, 0]
+    wait_for_keeper_to_end(run)
+    return run, tensors_at(run, 4)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 4, "zero": 0, "micro_batch": 2},
+        {"dp": 4, "zero": 3, "micro_batch": 2},
+        {"dp": 2, "tp": 2, "micro_batch": 4},
+        {"dp": 2, "pp": 2, "zero": 1, "micro_batch": 2},
+    ],
+    ids=lambda layout: " ".join(f"{key} {value}" for key, value in layout.items()),
+)
+def test_every_byte_is_read_from_the_bucket_once_whoever_needs_it(saved, layout, object_store, bucket):
+    """By the server's count: replicas that each read for themselves would bring any storage to its knees."""
+    run, expected = saved
+    keys = [f"layout.{key}={value}" for key, value in layout.items()]
+    job = load_job(str(run.job_path), ["layout.zero=0", "layout.dp=1", "layout.micro_batch=8", *keys])
+    run.create_or_resume(job)
+    before = object_store.mark()
+    world = job.layout.world
+    assert run_ranks(world, load_and_compare, run, expected, timeout=120) == [(4, 0)] * world
+    reads = [request for request in object_store.requests(before) if request.method == "GET"]
+    spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for request in reads:
+        if request.path.endswith(".distcp"):
+            assert request.status == 206 and request.span is not None
+            spans[request.path.rpartition("/")[2]].append(request.span)
+    manifest = CheckpointFolder(run.checkpoints()).at_step(4).manifest()
+    for name, record in manifest.files.items():
+        if name.endswith(".distcp"):
+            _assert_read_once(sorted(spans[name]), record)
+    assert sum(request.path.endswith("manifest.json") for request in reads) == 1
+
+
+def _assert_read_once(spans: list[tuple[int, int]], record: Any) -> None:
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False)), spans
+    for chunk in record.chunks:
+        if chunk.bytes and not chunk.tensor.startswith("random."):
+            start, end = chunk.data_start, chunk.data_start + chunk.bytes
+            assert any(low <= start and end <= high for low, high in spans), chunk
+
+
+def test_training_goes_on_while_the_server_is_away_and_saves_when_it_is_back(start, bucket, object_store):
+    run = start("run", "train.steps=40", "checkpoint.every=5", f"checkpoint.url=s3://{bucket}/run")
+
+    def away() -> None:
+        stored_at(run, 5)()
+        object_store.go_down()
+
+    def back() -> None:
+        wait_for_event(run, "fault", alarm=True)
+        object_store.come_back()
+
+    try:
+        assert train(run, {6: away, 30: back, 36: stored_at(run, 35)}) == [0]
+    finally:
+        object_store.come_back()
+    faults = events(run, "fault")
+    assert [fault["failures"] for fault in faults] == list(range(1, len(faults) + 1)), "none in between"
+    assert [bool(fault.get("alarm")) for fault in faults] == [count > 2 for count in range(1, len(faults) + 1)]
+    assert all("\n" not in fault["problem"] for fault in faults)
+    folder = CheckpointFolder(run.checkpoints())
+    assert folder.newest() == (40, []) and folder.unfinished() == []
+
+
+def myriad(folder: Path, corpus: Path, url: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "myriad.cli.main", "train", "tiny", "--run", str(folder)]
+    keys = ["--data.corpus", str(corpus), "--checkpoint.url", url]
+    return subprocess.run([*command, *keys], capture_output=True, text=True, timeout=120, cwd=folder.parent)
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("s3://nobody-made-this/run", "bucket does not exist"),
+        ("xyz://somewhere/run", "Protocol not known: xyz"),
+        ("s3://No_Bucket/run", "Invalid bucket name"),
+    ],
+)
+def test_a_place_that_is_not_there_is_refused_before_anything_begins(tmp_path, corpus, object_store, url, told):
+    _assert_refused(myriad(tmp_path / "run", corpus, url), url, told, tmp_path)
+
+
+def test_without_credentials_a_run_is_refused_before_anything_begins(tmp_path, corpus, bucket, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    url = f"s3://{bucket}/run"
+    _assert_refused(myriad(tmp_path / "run", corpus, url), url, "credentials", tmp_path)
+
+
+def test_a_server_that_is_not_there_is_refused_before_anything_begins(tmp_path, corpus, bucket, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    url = f"s3://{bucket}/run"
+    _assert_refused(myriad(tmp_path / "run", corpus, url), url, "127.0.0.1:1", tmp_path)
+
+
+def _assert_refused(done: "subprocess.CompletedProcess[str]", url: str, told: str, folder: Path) -> None:
+    assert done.returncode == 2, done.stderr
+    [line] = done.stderr.strip().splitlines()
+    assert f"checkpoint.url = {url!r}: " in line and told in line, line
+    assert not (folder / "run").exists()

@@ -1,0 +1,138 @@
+"""Runs of forked ranks in which something happens at a step: at exactly that step, however fast they train."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ranks import _enter, free_port, run_ranks
+
+from myriad.checkpoint.keeper_client import keeper_name, list_in_memory
+from myriad.checkpoint.store import load_model
+from myriad.job import load_job
+from myriad.run import Run
+from myriad.train import worker
+
+__all__ = [
+    "Acts", "assert_same_run", "events", "kill_keeper", "kill_run", "lose_ranks", "make_run", "stored_at",
+    "train", "wait_for_event", "wait_for_keeper_to_end", "wait_until",
+]  # fmt: skip
+
+SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1"]
+TWO_REPLICAS = ["layout.dp=2", "layout.micro_batch=4"]
+
+Acts = Mapping[int, Callable[[], None]]
+"""By step: what rank 0 does right after it, before a snapshot of that step is taken."""
+
+
+def make_run(path: Path, corpus: Path, *overrides: str) -> Run:
+    run = Run(path)
+    run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *SMALL, *overrides]))
+    return run
+
+
+def _train(run: Run, acts: Acts) -> int:
+    trainer_tells = Run.append_metrics
+
+    def tell(self: Run, record: Mapping[str, Any]) -> None:
+        trainer_tells(self, record)
+        acts.get(record["step"], lambda: None)()
+
+    Run.append_metrics = tell
+    return worker.main([str(run.path)])
+
+
+def train(run: Run, acts: Acts | None = None) -> list[int]:
+    """The ranks' exit codes."""
+    return run_ranks(run.job().layout.world, _train, run, acts or {}, timeout=120)
+
+
+def lose_ranks(run: Run, acts: Acts) -> None:
+    """The same for ranks that end without an answer; returns when all of them are gone."""
+    context = multiprocessing.get_context("fork")
+    world, port, results = run.job().layout.world, free_port(), context.SimpleQueue()
+    arguments = (world, port, (run, acts), results)
+    processes = [context.Process(target=_enter, args=(_train, rank, *arguments)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+
+
+def events(run: Run, *names: str) -> list[dict[str, Any]]:
+    return [event for event in run.read_events() if event["event"] in names]
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(0.02)
+
+
+def wait_for_event(run: Run, name: str, **fields: Any) -> None:
+    """Until there is one with these fields."""
+    wait_until(
+        lambda: any(fields.items() <= event.items() for event in events(run, name)), f"{name} {fields}"
+    )
+
+
+def stored_at(run: Run, step: int) -> Callable[[], None]:
+    """Waits until a step is durable: what follows begins with nothing under way."""
+    return lambda: wait_for_event(run, "checkpoint", step=step)
+
+
+def _keeper_pids(run: Run) -> list[int]:
+    name, found = keeper_name(run.path).encode(), []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if name in (path / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+def kill_keeper(run: Run) -> None:
+    for pid in _keeper_pids(run):
+        os.kill(pid, signal.SIGKILL)
+    wait_for_keeper_to_end(run)
+
+
+def wait_for_keeper_to_end(run: Run) -> None:
+    wait_until(lambda: not _keeper_pids(run), "the end of the keeper")
+
+
+def kill_run(run: Run) -> None:
+    """As if the machine had gone: the keeper, then this rank, in whose process it is called; the others see
+    it."""
+    for pid in _keeper_pids(run):
+        os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def assert_same_run(run: Run, undisturbed: Run) -> None:
+    """Losses, norms, rates and every tensor, bit for bit."""
+    for key in ("step", "loss", "grad_norm", "learning_rate", "tokens"):
+        expected = [line[key] for line in undisturbed.read_metrics()]
+        assert [line[key] for line in run.read_metrics()] == expected, key
+    found, expected = (tensors_at(each, each.job().train.steps) for each in (run, undisturbed))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
+
+
+def tensors_at(run: Run, step: int) -> dict[str, np.ndarray]:
+    """Of the durable checkpoint after ``step`` steps."""
+    where = f"{run.checkpoints()}/step-{step}"
+    return {name: tensor.numpy() for name, tensor in load_model(where, "").items()}
+
+
+def steps_in_memory(run: Run) -> list[int]:
+    """Of which the keeper has a snapshot of every rank."""
+    return [step for step, _ in list_in_memory(run.path)]
