@@ -25,6 +25,7 @@ from myriad.errors import BadInputError, RunFailedError
 __all__ = ["Checkpoint", "CheckpointFolder", "Show", "open_checkpoint", "verify"]
 
 _ATTEMPT = "attempt"
+_PROBE = "probe"
 
 Show = Callable[[int, int], None]
 """Told the bytes read and the bytes to read."""
@@ -146,13 +147,25 @@ class CheckpointFolder:
             return time.time() - self.at_step(step).manifest().time > seconds
         return False
 
+    def check(self) -> None:
+        """Writes a file and removes it, before anything is begun. Raises `BadInputError` when a checkpoint
+        could not be written: no such bucket, no credentials, no room, no right."""
+        try:
+            self.storage.put(_PROBE, b"\n")
+            self.storage.remove(_PROBE)
+        except OSError as error:
+            raise self._cannot_be_written(error) from None
+
+    def _cannot_be_written(self, error: OSError) -> BadInputError:
+        return BadInputError("checkpoint.url", self.storage.url, f"cannot be written: {error}")
+
     def claim(self, attempt: int) -> None:
         """Says that a new start of the ranks owns the folder. Raises `BadInputError` when it cannot be
         written."""
         try:
             self.storage.put(_ATTEMPT, str(attempt).encode())
         except OSError as error:
-            raise BadInputError("checkpoint.url", self.storage.url, f"cannot be written: {error}") from None
+            raise self._cannot_be_written(error) from None
 
     def owner(self) -> int:
         """The newest start of the ranks that has claimed the folder; 0: none."""

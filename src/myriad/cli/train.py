@@ -76,6 +76,7 @@ def train(
             console.print(f"this run is done: all its {resolved.train.steps} steps")
         _report(folder, console, oversubscribe)
         return
+    _check_storage(resolved)
     corpora = open_inputs(resolved, lambda stage: console.print(f"{stage} ...") if console else None)
     refuse_other_tokenizer(folder, resolved, corpora)
     if resolved.train.init_from is not None:
@@ -91,6 +92,14 @@ def train(
     if ended == "interrupted":
         raise typer.Exit(_INTERRUPTED)
     raise RunFailedError(f"all ranks ended before the last step (logs: {folder.logs_path})")
+
+
+def _check_storage(job: "Job") -> None:
+    """Refuses a place for checkpoints that cannot be written, before hours of training need it."""
+    if job.checkpoint.url is not None:
+        from myriad.checkpoint.folder import CheckpointFolder
+
+        CheckpointFolder(job.checkpoint.url).check()
 
 
 def _resolve(job: str, run: str | None, overrides: list[str]) -> "tuple[Job, Run]":
