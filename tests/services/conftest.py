@@ -1,4 +1,4 @@
-"""A real Redis server of the test's own, gone when the test is."""
+"""Real services of the test's own, gone when the test is: a Redis server, an S3 server."""
 
 import os
 import shutil
@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from ranks import free_port
@@ -16,7 +17,16 @@ from myriad.resilience.engines import child
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "data"))  # tiny_corpora
 
-redis = pytest.importorskip("redis", reason="needs the package redis (pip install 'myriad[redis]')")
+if TYPE_CHECKING:
+    import redis
+    from object_store import ObjectStore
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny_corpora import make_corpus
+
+    return make_corpus(tmp_path_factory.mktemp("corpus"), count=300)
 
 
 class Server:
@@ -32,10 +42,14 @@ class Server:
 
     @property
     def client(self) -> "redis.Redis":
+        import redis
+
         return redis.Redis("127.0.0.1", self.port, 1)
 
     def start(self) -> "Server":
         """Returns when it answers."""
+        import redis
+
         options = ["--port", self.port, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         command = [sys.executable, "-S", child.__file__, os.getpid(), "redis-server", *options]
         self.process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
@@ -60,6 +74,7 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
+    pytest.importorskip("redis", reason="needs the package redis (pip install 'myriad[redis]')")
     if shutil.which("redis-server") is None:
         pytest.skip("needs redis-server (apt-get install redis-server)")
     running = Server().start()
@@ -67,3 +82,35 @@ def server() -> Iterator[Server]:
         yield running
     finally:
         running.kill()
+
+
+@pytest.fixture(scope="session")
+def _object_store(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ObjectStore]":
+    for package in ("moto", "flask", "boto3", "s3fs"):
+        pytest.importorskip(package, reason=f"needs the package {package} (pip install 'myriad[dev]')")
+    from object_store import ObjectStore
+
+    store = ObjectStore(free_port(), tmp_path_factory.mktemp("object-store"))
+    store.start()
+    try:
+        yield store
+    finally:
+        store.stop()
+
+
+@pytest.fixture
+def object_store(_object_store: "ObjectStore", monkeypatch: pytest.MonkeyPatch) -> "ObjectStore":
+    """What a user sets in the environment leads to it, and nowhere else."""
+    variables = {
+        "AWS_ENDPOINT_URL": _object_store.url,
+        "AWS_ACCESS_KEY_ID": "somebody",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "1",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return _object_store

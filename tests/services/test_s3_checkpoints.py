@@ -177,26 +177,28 @@ def _assert_read_once(spans: list[tuple[int, int]], record: Any) -> None:
 
 
 def test_training_goes_on_while_the_server_is_away_and_saves_when_it_is_back(start, bucket, object_store):
-    run = start("run", "train.steps=40", "checkpoint.every=5", f"checkpoint.url=s3://{bucket}/run")
+    run = start("run", "train.steps=30", "checkpoint.every=5", f"checkpoint.url=s3://{bucket}/run")
 
     def away() -> None:
         stored_at(run, 5)()
         object_store.go_down()
 
-    def back() -> None:
-        wait_for_event(run, "fault", alarm=True)
-        object_store.come_back()
+    def told(step: int) -> Callable[[], None]:
+        return lambda: wait_for_event(run, "fault", step=step)
 
+    acts = {6: away, 11: told(10), 16: told(15), 21: told(20), 22: object_store.come_back, 26: stored_at(run, 25)}
     try:
-        assert train(run, {6: away, 30: back, 36: stored_at(run, 35)}) == [0]
+        assert train(run, acts) == [0]
     finally:
         object_store.come_back()
-    faults = events(run, "fault")
-    assert [fault["failures"] for fault in faults] == list(range(1, len(faults) + 1)), "none in between"
-    assert [bool(fault.get("alarm")) for fault in faults] == [count > 2 for count in range(1, len(faults) + 1)]
-    assert all("\n" not in fault["problem"] for fault in faults)
+    assert [(fault["step"], fault["failures"], "alarm" in fault) for fault in events(run, "fault")] == [
+        (10, 1, False),
+        (15, 2, False),
+        (20, 3, True),
+    ]
+    assert all("\n" not in fault["problem"] for fault in events(run, "fault"))
     folder = CheckpointFolder(run.checkpoints())
-    assert folder.newest() == (40, []) and folder.unfinished() == []
+    assert folder.newest() == (30, []) and folder.unfinished() == []
 
 
 def myriad(folder: Path, corpus: Path, url: str) -> "subprocess.CompletedProcess[str]":
@@ -210,7 +212,6 @@ def myriad(folder: Path, corpus: Path, url: str) -> "subprocess.CompletedProcess
     [
         ("s3://nobody-made-this/run", "bucket does not exist"),
         ("xyz://somewhere/run", "Protocol not known: xyz"),
-        ("s3://No_Bucket/run", "Invalid bucket name"),
     ],
 )
 def test_a_place_that_is_not_there_is_refused_before_anything_begins(tmp_path, corpus, object_store, url, told):
