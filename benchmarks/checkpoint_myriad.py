@@ -1,109 +1,86 @@
-"""Myriad in `checkpoint.py`: a copy in memory that outlives the rank's process, written by a thread.
+"""Myriad in `checkpoint.py`: the session that a trainer has, with a keeper that stores beside training."""
 
-The copy is made beside the next step's computing, and training waits for it before it changes the state.
-"""
-
-import threading
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from checkpoint_state import Place, State, balanced
+from myriad.checkpoint.config import CheckpointConfig
 from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.store import load, save
+from myriad.checkpoint.session import Session, Settings
+from myriad.checkpoint.snapshot import Wants
+from myriad.comm.grid import RankGrid
+from myriad.comm.layout import Layout
 from myriad.model.rectangle import Rectangle
 
 __all__ = ["Myriad"]
+
+_CONFIG = CheckpointConfig(keep=1, memory_every=0, timeout_seconds=600)
 
 
 class Myriad:
     """One rank's saves."""
 
     def __init__(self, place: Place) -> None:
-        self._place = place
-        self._state: State | None = None
-        self._copies: dict[str, torch.Tensor] = {}
-        self._group: dist.ProcessGroup | None = None
-        self._copied, self._thread = threading.Event(), threading.Thread()
-        self._error: BaseException | None = None
-        self._durable_at = 0.0
+        self._place, self._session, self._step = place, None, 0
+        self._loading: Session | None = None
 
-    def _folder(self) -> CheckpointFolder:
-        if "://" in self._place.root:
-            raise NotImplementedError("Myriad writes to folders")
-        return CheckpointFolder(Path(self._place.root))
+    def _open(self) -> Session:
+        place, memory = self._place, Path(self._place.memory)
+        folder = CheckpointFolder(place.root)
+        log = memory / f"keeper-{place.rank}.log"
+        settings = Settings(_CONFIG, memory, folder, memory / "events.jsonl", log, job="")
+        grid = RankGrid(Layout(dp=place.world), place.rank)
+        group = dist.new_group(backend="gloo") if dist.is_initialized() and place.world > 1 else None
+        session = Session(settings, grid, place.rank, group, torch.device("cpu"))
+        session.claim(0)
+        return session
 
     def setup(self, state: State) -> None:
-        self._folder()
-        self._state, self._copies = state, self._memory(state)
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._session = self._open()
+        self._session.begin(self._rectangles(state, owned_only=True))
 
-    def _memory(self, state: State) -> dict[str, torch.Tensor]:
-        path, start = str(Path(self._place.memory) / f"rank-{self._place.rank}"), 0
-        flat = torch.from_file(path, shared=True, size=state.num_bytes // 4)
-        views = {}
-        for name, tensor in state.tensors.items():
-            views[name] = flat[start : start + tensor.numel()].view(tensor.shape)
-            start += tensor.numel()
-        return views
-
-    def save(self, step: int) -> None:
-        self._copied.clear()
-        self._error = None
-        self._thread = threading.Thread(target=self._write, args=(step,))
-        self._thread.start()
-
-    def _write(self, step: int) -> None:
-        try:
-            assert self._state is not None
-            for name, tensor in self._state.tensors.items():
-                self._copies[name].copy_(tensor)
-            self._copied.set()
-            save(
-                self._folder(), step, self._rectangles(self._state, self._copies), {"step": step}, self._group
-            )
-            self._durable_at = time.monotonic()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._copied.set()
-
-    def _rectangles(self, state: State, tensors: dict[str, torch.Tensor]) -> list[Rectangle]:
-        """Those that this rank writes: of replicas a share, of shards all."""
-        owner = balanced({name: tensor.shape for name, tensor in tensors.items()}, state.world)
+    def _rectangles(self, state: State, *, owned_only: bool) -> list[Rectangle]:
+        """Those that this rank keeps: of replicas a share, of shards all."""
+        owner = balanced({name: tensor.shape for name, tensor in state.tensors.items()}, state.world)
         return [
             Rectangle(name, state.full_shape(name), state.offsets(name), tensor)
-            for name, tensor in tensors.items()
-            if state.sharing == "sharded" or owner[name] == state.rank
+            for name, tensor in state.tensors.items()
+            if not owned_only or state.sharing == "sharded" or owner[name] == state.rank
         ]
+
+    def save(self, step: int) -> None:
+        assert self._session is not None
+        self._step = step
+        self._session.take(step, {"step": step}, Wants(durable=True))
 
     def before_update(self) -> None:
-        if self._thread.is_alive():
-            self._copied.wait()
+        assert self._session is not None
+        self._session.settle()
 
     def is_durable(self) -> bool:
-        return not self._thread.is_alive()
+        return self._session is None or self._session.outcome(self._step) is not None
 
     def wait_durable(self) -> float:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._durable_at
+        assert self._session is not None
+        problem = self._session.finish(self._step)
+        if problem is not None:
+            raise OSError(problem)
+        outcome = self._session.outcome(self._step)
+        assert outcome is not None
+        return outcome.at
 
     def load(self, state: State, step: int) -> None:
-        rectangles = [
-            Rectangle(name, state.full_shape(name), state.offsets(name), tensor)
-            for name, tensor in state.tensors.items()
-        ]
-        load(self._folder().of_step(step), rectangles)
+        self._loading = self._loading or self._open()
+        found = self._loading.resume(self._rectangles(state, owned_only=False))
+        assert found is not None and found.step == step and not found.problems
 
     def load_from_memory(self, state: State) -> None:
-        """What the last copy of a rank that is gone holds."""
-        for name, copy in self._memory(state).items():
-            state.tensors[name].copy_(copy)
+        """What the last snapshot of a rank that is gone holds."""
+        found = self._open().resume(self._rectangles(state, owned_only=False))
+        assert found is not None and found.source == "memory"
 
     def close(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._session is not None:
+            self._session.close()

@@ -79,7 +79,7 @@ class Trainer:
         self.engine.before_update = self.session.settle
         self.meter = self._build_meter()
         self._next_save_at = self._save_deadline()
-        self._save_due = False
+        self._save_due, self._waited_for_saves = False, 0.0
         self.resumed: Loaded | None = None
         self.step = self._resume()
 
@@ -213,9 +213,10 @@ class Trainer:
         seconds = time.perf_counter() - started
         if self.is_first:
             waited = self.feed.wait_seconds - waited
-            self.run_folder.append_metrics(
-                self.meter.line(self.step, result, rate, seconds, waited, self.recorder)
-            )
+            saved = self.session.waited_seconds - self._waited_for_saves
+            self._waited_for_saves += saved
+            line = self.meter.line(self.step, result, rate, seconds, waited, saved, self.recorder)
+            self.run_folder.append_metrics(line)
         return result.signal % _SAVE_DUE > 0 and self._agrees
 
     def _load(self) -> Batch:
