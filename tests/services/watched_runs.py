@@ -18,8 +18,8 @@ from myriad.run import Run
 from myriad.train import worker
 
 __all__ = [
-    "Acts", "assert_same_run", "events", "kill_keeper", "kill_run", "lose_ranks", "make_run", "stored_at",
-    "train", "wait_for_event", "wait_for_keeper_to_end", "wait_until",
+    "Acts", "assert_same_run", "events", "kill_keeper", "kill_rank", "kill_run", "lose_ranks", "make_run",
+    "steps_in_memory", "stored_at", "tensors_at", "train", "wait_for_event", "wait_for_keeper_to_end", "wait_until",
 ]  # fmt: skip
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1"]
@@ -113,6 +113,11 @@ def kill_run(run: Run) -> None:
     it."""
     for pid in _keeper_pids(run):
         os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_rank() -> None:
+    """This process; the keeper stays."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
