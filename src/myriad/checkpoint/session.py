@@ -205,7 +205,8 @@ class Session:
 
     def finish(self, step: int) -> str | None:
         """Until a step is durable, on all ranks: ``None``, or why it is not."""
-        self.settle()
+        if self._snapshots is not None:
+            self._snapshots.await_told()
         problem = None
         if self._grid.rank == 0:
             seconds = self._settings.config.timeout_seconds
