@@ -14,6 +14,7 @@ line for step n makes every earlier line for a step >= n void (`read_metrics`).
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import time
@@ -26,6 +27,8 @@ from myriad.job import Job, dump_toml, load_job
 from myriad.jsonl import JsonlTail, Record, append_line
 
 __all__ = ["Run"]
+
+_LOG = logging.getLogger(__name__)
 
 _MAY_CHANGE = re.compile(
     r"(layout|overlap|checkpoint)\..*|train\.(threads|device|steps|validate_every|collect_garbage_every)"
@@ -107,11 +110,11 @@ class Run:
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         """Adds the line of one step."""
-        append_line(self.metrics_path, record)
+        _append(self.metrics_path, record)
 
     def append_event(self, event: str, **fields: Any) -> None:
         """Adds an event, with the time in seconds since the epoch."""
-        append_line(self.events_path, {"time": time.time(), "event": event, **fields})
+        _append(self.events_path, {"time": time.time(), "event": event, **fields})
 
     def read_metrics(self) -> list[Record]:
         """One line per step, in order, without those that a resumed attempt has replaced."""
@@ -136,6 +139,14 @@ class Run:
     def log_path(self, rank: int, attempt: int) -> Path:
         """Everything that one rank printed in one attempt."""
         return self.logs_path / f"rank-{rank}-attempt-{attempt}.log"
+
+
+def _append(path: Path, record: Mapping[str, Any]) -> None:
+    """A disk that is full costs lines, never training."""
+    try:
+        append_line(path, record)
+    except OSError as error:
+        _LOG.warning("a line is lost: %s: %s", path, error.strerror)
 
 
 def _replace_file(path: Path, text: str) -> None:
