@@ -13,6 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,8 +134,9 @@ class Storing:
             num_bytes = self._commit(step, attempt, write, progress)
         except Exception as error:  # whatever a storage does, training goes on
             problem = f"checkpoint not stored: {str(error) or type(error).__name__}"
-            self._end(step, problem)
             self._fail(step, problem)
+            self._clear(step, attempt)
+            self._end(step, problem)
             return False
         seconds = time.monotonic() - started
         self._failures, self.stored_step = 0, max(step, self.stored_step)
@@ -169,6 +171,12 @@ class Storing:
         owner = self._folder.owner()
         if owner > attempt:
             raise OSError(f"attempt {owner} of the run has taken over; this is attempt {attempt}")
+
+    def _clear(self, step: int, attempt: int) -> None:
+        """What a failed try has left takes no room from the next; a newer attempt's is not touched."""
+        with suppress(OSError):
+            if self._folder.owner() == attempt:
+                self._folder.begin(step)
 
     def _prune(self, newest: int) -> None:
         try:
