@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ranks import _enter, free_port, run_ranks
+from ranks import enter, free_port, run_ranks
 
 from myriad.checkpoint.keeper_client import keeper_name, list_in_memory
 from myriad.checkpoint.store import load_model
@@ -56,7 +56,7 @@ def lose_ranks(run: Run, acts: Acts) -> None:
     context = multiprocessing.get_context("fork")
     world, port, results = run.job().layout.world, free_port(), context.SimpleQueue()
     arguments = (world, port, (run, acts), results)
-    processes = [context.Process(target=_enter, args=(_train, rank, *arguments)) for rank in range(world)]
+    processes = [context.Process(target=enter, args=(_train, rank, *arguments)) for rank in range(world)]
     for process in processes:
         process.start()
     for process in processes:
