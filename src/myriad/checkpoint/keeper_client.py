@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from myriad.checkpoint.claiming import Claimed
 from myriad.checkpoint.member import Opened
 from myriad.checkpoint.memory import SnapshotMemory
 from myriad.checkpoint.piece import Piece, join_pieces, split_pieces
@@ -90,6 +91,12 @@ class KeeperClient:
         """What became of a step; ``None``: it is still being stored. For the ranks of rank 0's node."""
         outcome = self._ask({"op": "wait", "step": step, "seconds": seconds})[0]["outcome"]
         return None if outcome is None else Outcome(**outcome)
+
+    def claim(self, url: str, attempts_before: int, seconds: float) -> Claimed:
+        """Takes the folder of durable checkpoints over for a new start of the ranks."""
+        how = {"url": url, "attempts_before": attempts_before, "seconds": seconds}
+        answer = self._ask({"op": "claim", **how})[0]
+        return Claimed(answer["attempt"], tuple(answer["steps"]), answer["problem"])
 
     def snapshots(self) -> list[dict[str, Any]]:
         """What this node has in memory: attempt, world, rank, copied, steps of each."""

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from myriad.checkpoint.claiming import claim_folder
 from myriad.checkpoint.keeper import Keeper
 from myriad.checkpoint.member import Member
 from myriad.checkpoint.wire import Closed, Message, Wire
@@ -44,7 +45,10 @@ class _Server:
 
     def _accept(self, listener: socket.socket, serve: Callable[[Wire], None]) -> None:
         while True:
-            connection, _ = listener.accept()
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed
+                return
             if listener.family == socket.AF_UNIX and _user_of(connection) != os.getuid():
                 connection.close()
                 continue
@@ -54,6 +58,11 @@ class _Server:
         with suppress(Closed):
             serve(wire)
         wire.close()
+
+    def close(self) -> None:
+        """The name is free, even if a thread in a dead file system keeps this process from ending."""
+        self._unix.shutdown(socket.SHUT_RDWR)
+        self._unix.close()
 
     # Ranks
 
@@ -93,6 +102,9 @@ class _Server:
             wire.send({})
         elif op == "port":
             wire.send({"port": self._port()})
+        elif op == "claim":
+            claimed = claim_folder(message["url"], message["attempts_before"], message["seconds"])
+            wire.send(asdict(claimed))
         elif op == "snapshots":
             wire.send({"snapshots": [known.summary() for known in keeper.snapshots() if known.steps()]})
         elif op == "open":
@@ -189,6 +201,7 @@ def main(arguments: list[str]) -> int:
     except OSError:
         return 0
     server.stay()
+    server.close()
     sys.stdout.flush()
     os._exit(0)  # a thread that hangs in a dead file system must not hold up the end
 

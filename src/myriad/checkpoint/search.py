@@ -21,7 +21,7 @@ from myriad.checkpoint.sources import InMemory, Part, Place, parts_of_manifest, 
 from myriad.errors import RunFailedError
 from myriad.model.rectangle import Rectangle
 
-__all__ = ["Found", "find_newest"]
+__all__ = ["Found", "find_newest", "gather_in_memory", "whole_in_memory"]
 
 Summary = dict[str, Any]
 """A snapshot of one rank in the memory of a node; see `myriad.checkpoint.member.Member.summary`."""
@@ -41,17 +41,17 @@ class Found:
 
 def find_newest(
     folder: CheckpointFolder,
+    durable: Sequence[int],
     client: KeeperClient,
     rectangles: Sequence[Rectangle],
     random: Rectangle,
     world: LoadWorld,
 ) -> Found:
     """Fills the rectangles, and ``random`` where it was saved by the same rank of as many; every rank calls
-    it. Raises `RunFailedError` when there is something, and nothing is good."""
-    is_first = world.rank == world.ranks_of_node[world.node][0]
-    in_memory = world.gather(client.snapshots() if is_first else [])
-    durable = world.gather(folder.trained_steps() if world.rank == 0 else [])[0]
-    whole, found = _whole_in_memory(in_memory), Found()
+    it. ``durable``: steps of which the folder has a checkpoint. Raises `RunFailedError` when there is
+    something, and nothing is good."""
+    in_memory = gather_in_memory(client, world)
+    whole, found = whole_in_memory(in_memory), Found()
     for step in sorted({*durable, *whole}, reverse=True):
         search = _Step(step, folder, client, in_memory[world.rank], world)
         candidate = search.candidate(step in durable, whole.get(step))
@@ -85,7 +85,13 @@ def _set_aside(folder: CheckpointFolder, step: int) -> str:
         return f"step-{step} could not be renamed: {error}"
 
 
-def _whole_in_memory(in_memory: Sequence[Sequence[Summary]]) -> dict[int, int]:
+def gather_in_memory(client: KeeperClient, world: LoadWorld) -> list[list[Summary]]:
+    """What the nodes have, each at its first rank."""
+    is_first = world.rank == world.ranks_of_node[world.node][0]
+    return world.gather(client.snapshots() if is_first else [])
+
+
+def whole_in_memory(in_memory: Sequence[Sequence[Summary]]) -> dict[int, int]:
     """Steps of which all ranks of some attempt have a snapshot somewhere, with the newest such attempt."""
     ranks: dict[tuple[int, int, int], set[int]] = defaultdict(set)
     for snapshots in in_memory:

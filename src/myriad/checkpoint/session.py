@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from myriad.checkpoint.claiming import Claimed
 from myriad.checkpoint.config import CheckpointConfig
 from myriad.checkpoint.copies import choose_node, new_token
 from myriad.checkpoint.dcp import METADATA, make_metadata, make_pieces
@@ -29,15 +30,19 @@ from myriad.checkpoint.keeper_client import KeeperClient, keeper_name
 from myriad.checkpoint.load import LoadWorld
 from myriad.checkpoint.progress import decode_progress, progress_rectangle, write_progress
 from myriad.checkpoint.random_state import load_random, random_rectangle, write_random
-from myriad.checkpoint.search import Found, find_newest
+from myriad.checkpoint.search import Found, find_newest, gather_in_memory, whole_in_memory
 from myriad.checkpoint.snapshot import Snapshots, Wants
 from myriad.checkpoint.store import constant_manifest
 from myriad.checkpoint.storing import Outcome
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import AXES
+from myriad.errors import BadInputError
 from myriad.model.rectangle import Rectangle
 
 __all__ = ["Loaded", "Session", "Settings"]
+
+_CLAIM_SECONDS = 60.0
+"""How long a start waits for the storage, if it does not say sooner that it is away."""
 
 
 @dataclass(frozen=True)
@@ -95,31 +100,37 @@ class Session:
         self._snapshots: Snapshots | None = None
         self.waited_seconds = 0.0
         """For which training has waited in `take` and `settle`."""
-        self.attempt = 0
+        self.attempt, self._claimed = 0, Claimed(0)
 
     def claim(self, attempts_before: int) -> None:
-        """A new attempt owns the run; earlier ones commit no more. Raises `BadInputError` when the storage
-        cannot be written."""
-        folder = self._settings.folder
-        number = max(attempts_before, folder.owner()) + 1 if self._grid.rank == 0 else 0
+        """A new attempt owns the run; earlier ones commit no more. A storage that takes nothing is asked
+        again by the first checkpoint, if memory has a state to go on from; otherwise raises
+        `BadInputError`."""
+        url, claimed = self._settings.folder.storage.url, None
         if self._grid.rank == 0:
-            folder.claim(number)
-        self.attempt = int(self._world.gather(number)[0])
+            seconds = min(_CLAIM_SECONDS, self._settings.config.timeout_seconds)
+            claimed = self._client.claim(url, attempts_before, seconds)
+        self._claimed = self._world.gather(claimed)[0]
+        in_memory = whole_in_memory(gather_in_memory(self._client, self._world))
+        if self._claimed.problem is not None and not in_memory:
+            raise BadInputError("checkpoint.url", url, self._claimed.problem)
+        self.attempt = max(self._claimed.attempt, 1 + max(in_memory.values(), default=0))
 
     def resume(self, rectangles: Sequence[Rectangle]) -> Loaded | None:
         """Fills the rectangles with the newest state that memory or storage has, and verified. Raises
         `RunFailedError` when there is some state, and none of it is good."""
         began = time.perf_counter()
         wanted = [*rectangles, self._progress]
-        found: Found = find_newest(self._settings.folder, self._client, wanted, self._random, self._world)
+        folder, durable = self._settings.folder, self._claimed.steps
+        found: Found = find_newest(folder, durable, self._client, wanted, self._random, self._world)
         if found.step is None:
             return None
         load_random(self._random, found.has_random, self._device)
         progress = decode_progress(self._progress.values)
         seconds = time.perf_counter() - began
-        return Loaded(
-            found.step, progress, found.source, seconds, tuple(found.problems), tuple(found.set_aside)
-        )
+        away = [f"{folder.storage.url} {self._claimed.problem}"] if self._claimed.problem else []
+        problems = (*away, *found.problems)
+        return Loaded(found.step, progress, found.source, seconds, problems, tuple(found.set_aside))
 
     def begin(self, rectangles: Sequence[Rectangle]) -> None:
         """``rectangles``: what this rank keeps, as views of memory that stays where it is."""

@@ -171,6 +171,8 @@ class Storing:
         owner = self._folder.owner()
         if owner > attempt:
             raise OSError(f"attempt {owner} of the run has taken over; this is attempt {attempt}")
+        if owner < attempt:  # storage was away when the attempt began
+            self._folder.claim(attempt)
 
     def _clear(self, step: int, attempt: int) -> None:
         """What a failed try has left takes no room from the next; a newer attempt's is not touched."""

@@ -76,7 +76,7 @@ def train(
             console.print(f"this run is done: all its {resolved.train.steps} steps")
         _report(folder, console, oversubscribe)
         return
-    _check_storage(resolved)
+    _check_storage(folder, resolved)
     corpora = open_inputs(resolved, lambda stage: console.print(f"{stage} ...") if console else None)
     refuse_other_tokenizer(folder, resolved, corpora)
     if resolved.train.init_from is not None:
@@ -94,10 +94,15 @@ def train(
     raise RunFailedError(f"all ranks ended before the last step (logs: {folder.logs_path})")
 
 
-def _check_storage(job: "Job") -> None:
-    """Refuses a place for checkpoints that cannot be written, before hours of training need it."""
+def _check_storage(run: "Run", job: "Job") -> None:
+    """Refuses a place for checkpoints that cannot be written, before hours of training need it; a run whose
+    state is still in memory goes on even so."""
     if job.checkpoint.url is not None:
         from myriad.checkpoint.folder import CheckpointFolder
+        from myriad.checkpoint.keeper_client import list_in_memory
+
+        if list_in_memory(run.path):
+            return
 
         CheckpointFolder(job.checkpoint.url).check()
 
