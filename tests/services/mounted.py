@@ -1,5 +1,5 @@
-"""File systems of a test's own that can go wrong: one that hangs (ext4, frozen), one that is full or read-only
-(tmpfs). Whatever a test does, they are thawed and gone after it."""
+"""File systems of a test's own that can go wrong: one that hangs (ext4, frozen), one that is full or
+read-only (tmpfs). Whatever a test does, they are thawed and gone after it."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A real S3 API server (moto) in a process of its own, which can go down and come back with what it holds, and
+"""A real S3 API server (moto) in a process of its own, which can go down, come back with what it holds, and
 writes down every request that reaches it.
 
     python object_store.py PORT LOG      SIGUSR1: down, nobody listens; SIGUSR2: up again

@@ -1,5 +1,5 @@
-"""A storage that hangs, fills up or turns read-only must cost checkpoints, never training; somebody must be told,
-and what is in memory must still bring the run back."""
+"""A storage that hangs, fills up or turns read-only must cost checkpoints, never training; somebody must be
+told, and what is in memory must still bring the run back."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,6 +23,7 @@ from watched_runs import (
     wait_until,
 )
 
+from myriad.checkpoint import session
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.job import load_job
 from myriad.run import Run
@@ -107,7 +108,13 @@ def test_a_run_that_ends_while_storage_hangs_says_so_and_can_go_on_from_memory(s
     assert_same_run(run, undisturbed)
 
 
-def test_a_rank_lost_while_storage_hangs_costs_no_step(start, disk):
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start takes storage for hung after a second."""
+    monkeypatch.setattr(session, "_CLAIM_SECONDS", 1.0)
+
+
+def test_a_rank_lost_while_storage_hangs_costs_no_step(start, disk, impatient):
     keys = [*EVERY_5, "train.steps=30"]
     run, undisturbed = start("run", *keys, f"checkpoint.url={disk.path}/kept"), start("undisturbed", *keys)
 
@@ -118,10 +125,22 @@ def test_a_rank_lost_while_storage_hangs_costs_no_step(start, disk):
     lose_ranks(run, {6: hang, 17: kill_rank})
     newest = max(steps_in_memory(run))
     assert newest >= 15
-    disk.thaw()
-    assert train(run) == train(undisturbed) == [0, 0]
+    assert train(run, {24: disk.thaw, 26: stored_at(run, 25)}) == train(undisturbed) == [0, 0]
     assert [(event["step"], event["source"]) for event in events(run, "resume")] == [(newest, "memory")]
+    assert any("does not answer within 1 s" in fault["problem"] for fault in events(run, "fault"))
     assert_same_run(run, undisturbed)
+
+
+def test_a_start_on_a_storage_that_hangs_says_so_and_leaves_nothing_in_the_way(start, disk, impatient, capfd):
+    run = start("run", *EVERY_5, "train.steps=10", f"checkpoint.url={disk.path}/kept")
+    disk.freeze()
+    assert [train(run), train(run)] == [[2, 2], [2, 2]]
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("myriad: error:")]
+    url = run.checkpoints()
+    assert told == [f"myriad: error: checkpoint.url = {url!r}: does not answer within 1 s"] * 4
+    disk.thaw()
+    assert train(run) == [0, 0] and events(run, "resume") == []
+    assert CheckpointFolder(url).newest() == (10, [])
 
 
 def _fail_and_recover(run: Run, fail: Callable[[], None], recover: Callable[[], None], reason: str) -> None:
@@ -154,13 +173,13 @@ def test_a_full_disk_costs_checkpoints_but_neither_training_nor_older_ones(start
 
 def test_a_disk_that_turned_read_only_costs_checkpoints_but_neither_training_nor_older_ones(start, small):
     run = start("run", *EVERY_5, "train.steps=30", f"checkpoint.url={small.path}/kept")
-    _fail_and_recover(
-        run, partial(small.allow, "ro"), partial(small.allow, "rw"), "Read-only file system"
-    )
+    _fail_and_recover(run, partial(small.allow, "ro"), partial(small.allow, "rw"), "Read-only file system")
 
 
 def test_a_checkpoint_that_did_not_fit_takes_no_room_from_others(start, small):
-    run = start("run", *EVERY_5, "train.steps=20", f"checkpoint.url={small.path}/kept", "overlap.checkpoint=off")
+    run = start(
+        "run", *EVERY_5, "train.steps=20", f"checkpoint.url={small.path}/kept", "overlap.checkpoint=off"
+    )
 
     def nearly_fill() -> None:
         small.fill()

@@ -1,9 +1,8 @@
 """Checkpoints on an S3 server: what was saved there must bring a run back bit for bit, damage must be seen, a
 server that is away must not stop training, and ten thousand ranks must not each read the same bytes."""
 
+import itertools
 import json
-import os
-import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -169,7 +168,7 @@ def test_every_byte_is_read_from_the_bucket_once_whoever_needs_it(saved, layout,
 
 
 def _assert_read_once(spans: list[tuple[int, int]], record: Any) -> None:
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False)), spans
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), spans
     for chunk in record.chunks:
         if chunk.bytes and not chunk.tensor.startswith("random."):
             start, end = chunk.data_start, chunk.data_start + chunk.bytes
@@ -186,7 +185,14 @@ def test_training_goes_on_while_the_server_is_away_and_saves_when_it_is_back(sta
     def told(step: int) -> Callable[[], None]:
         return lambda: wait_for_event(run, "fault", step=step)
 
-    acts = {6: away, 11: told(10), 16: told(15), 21: told(20), 22: object_store.come_back, 26: stored_at(run, 25)}
+    acts = {
+        6: away,
+        11: told(10),
+        16: told(15),
+        21: told(20),
+        22: object_store.come_back,
+        26: stored_at(run, 25),
+    }
     try:
         assert train(run, acts) == [0]
     finally:
@@ -214,7 +220,9 @@ def myriad(folder: Path, corpus: Path, url: str) -> "subprocess.CompletedProcess
         ("xyz://somewhere/run", "Protocol not known: xyz"),
     ],
 )
-def test_a_place_that_is_not_there_is_refused_before_anything_begins(tmp_path, corpus, object_store, url, told):
+def test_a_place_that_is_not_there_is_refused_before_anything_begins(
+    tmp_path, corpus, object_store, url, told
+):
     _assert_refused(myriad(tmp_path / "run", corpus, url), url, told, tmp_path)
 
 

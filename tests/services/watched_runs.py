@@ -1,4 +1,4 @@
-"""Runs of forked ranks in which something happens at a step: at exactly that step, however fast they train."""
+"""Runs of forked ranks in which something happens at a step: at exactly that one, however fast they train."""
 
 import multiprocessing
 import os
@@ -19,7 +19,8 @@ from myriad.train import worker
 
 __all__ = [
     "Acts", "assert_same_run", "events", "kill_keeper", "kill_rank", "kill_run", "lose_ranks", "make_run",
-    "steps_in_memory", "stored_at", "tensors_at", "train", "wait_for_event", "wait_for_keeper_to_end", "wait_until",
+    "steps_in_memory", "stored_at", "tensors_at", "train", "wait_for_event", "wait_for_keeper_to_end",
+    "wait_until",
 ]  # fmt: skip
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1"]
