@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: train test check clean redis-server
+.PHONY: train test check clean services
 .DEFAULT_GOAL := help
 
 help:
@@ -17,14 +17,16 @@ help:
 train: $(VENV)/.installed
 	@$(BIN)/myriad train
 
-test: check redis-server
+test: check services
 	@$(BIN)/python -m pytest
 
-# tests/services use it; where it cannot be installed they are skipped and say so. Its own service is not started.
-redis-server:
-	@command -v redis-server >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
-		{ echo "installing redis-server for tests/services"; \
-		RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server >/dev/null 2>&1; } || true
+# tests/services use these; where they cannot be installed the tests are skipped and say so. No service is started.
+services:
+	@{ command -v redis-server && command -v mkfs.ext4 && command -v fsfreeze; } >/dev/null || \
+		[ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
+		{ echo "installing redis-server, e2fsprogs and util-linux for tests/services"; \
+		RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server e2fsprogs util-linux \
+		>/dev/null 2>&1; } || true
 
 check: $(VENV)/.installed-dev
 	@$(BIN)/ruff check

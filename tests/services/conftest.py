@@ -84,25 +84,16 @@ def server() -> Iterator[Server]:
         running.kill()
 
 
-@pytest.fixture(scope="session")
-def _object_store(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ObjectStore]":
+@pytest.fixture(scope="module")
+def object_store(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ObjectStore]":
+    """What a user sets in the environment leads to it, and nowhere else."""
     for package in ("moto", "flask", "boto3", "s3fs"):
         pytest.importorskip(package, reason=f"needs the package {package} (pip install 'myriad[dev]')")
     from object_store import ObjectStore
 
     store = ObjectStore(free_port(), tmp_path_factory.mktemp("object-store"))
-    store.start()
-    try:
-        yield store
-    finally:
-        store.stop()
-
-
-@pytest.fixture
-def object_store(_object_store: "ObjectStore", monkeypatch: pytest.MonkeyPatch) -> "ObjectStore":
-    """What a user sets in the environment leads to it, and nowhere else."""
     variables = {
-        "AWS_ENDPOINT_URL": _object_store.url,
+        "AWS_ENDPOINT_URL": store.url,
         "AWS_ACCESS_KEY_ID": "somebody",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
@@ -111,6 +102,11 @@ def object_store(_object_store: "ObjectStore", monkeypatch: pytest.MonkeyPatch) 
         "AWS_CONFIG_FILE": os.devnull,
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     }
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    return _object_store
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in variables.items():
+            environment.setenv(name, value)
+        try:
+            store.start()
+            yield store
+        finally:
+            store.stop()
