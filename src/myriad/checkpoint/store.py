@@ -25,7 +25,7 @@ from myriad.checkpoint.writing import check_file, write_pieces
 from myriad.errors import RunFailedError
 from myriad.model.rectangle import Rectangle
 
-__all__ = ["constant_manifest", "load", "load_model", "save"]
+__all__ = ["bytes_of", "constant_manifest", "load", "load_model", "save"]
 
 
 def constant_manifest(pieces_of_rank: Sequence[Sequence[Piece]], layout: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _together(world: LoadWorld, step: int, do: Callable[[], Any]) -> list[Any]:
 def _write_own(
     checkpoint: Checkpoint, rank: int, rectangles: Sequence[Rectangle], pieces: Sequence[Piece]
 ) -> tuple[str, FileRecord]:
-    data = {id(piece): _bytes_of(part.values) for part, piece in zip(rectangles, pieces, strict=True)}
+    data = {id(piece): bytes_of(part.values) for part, piece in zip(rectangles, pieces, strict=True)}
     name = file_of_rank(rank)
     record = record_pieces(pieces, [hash_of(data[id(piece)]) for piece in pieces])
     write_pieces(checkpoint.storage, checkpoint.at(name), pieces, lambda piece: data[id(piece)])
@@ -91,7 +91,8 @@ def _write_own(
     return name, record
 
 
-def _bytes_of(values: torch.Tensor) -> memoryview:
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """Of a tensor, in C order."""
     flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return flat.numpy().data
 
