@@ -2,6 +2,7 @@
 
 import json as json_format
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
