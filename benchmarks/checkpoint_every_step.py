@@ -4,8 +4,8 @@
     python benchmarks/checkpoint_every_step.py --every 1 10    other intervals as well
 
 A snapshot is parameters and optimizer state in memory that outlives the rank, hashed by the keeper of the
-node. Stall is what training waited for (``checkpoint_wait_seconds`` of metrics.jsonl, rank 0); the last column
-is what a step took longer than without snapshots: the keeper shares the cores with the ranks.
+node. Stall is what training waited for (``checkpoint_wait_seconds`` of metrics.jsonl, rank 0); the last
+column is what a step took longer than without snapshots: the keeper shares the cores with the ranks.
 """
 
 import argparse

@@ -13,12 +13,11 @@ import torch
 
 from myriad.checkpoint.dcp import METADATA, make_metadata, make_pieces
 from myriad.checkpoint.folder import Checkpoint
-from myriad.checkpoint.manifest import FileRecord, Manifest, hash_of, record_pieces, record_plain
-from myriad.checkpoint.piece import Piece, file_of_rank
+from myriad.checkpoint.manifest import FileRecord, Manifest, record_plain
+from myriad.checkpoint.piece import Piece
 from myriad.checkpoint.progress import progress_rectangle
-from myriad.checkpoint.store import bytes_of, constant_manifest, load
-from myriad.checkpoint.writing import check_file, write_pieces
-from myriad.errors import BadInputError, RunFailedError
+from myriad.checkpoint.store import constant_manifest, load, write_rank
+from myriad.errors import BadInputError
 from myriad.model.rectangle import Rectangle
 
 __all__ = ["Cut", "reshard"]
@@ -36,7 +35,8 @@ def reshard(
 ) -> Manifest:
     """Writes ``target`` with one file for each rank's parts; every byte is verified as it is read and read
     back after it was written. ``show``: told the bytes done and all bytes. Raises `BadInputError` when the
-    target is there already, `RunFailedError` when the source is not whole."""
+    target is there already, `RunFailedError` when the source is not whole, ``OSError`` when the target cannot
+    be written."""
     if target.storage.names(target.name):
         raise BadInputError("OUT", target.where, "must be new: a checkpoint of this step is there")
     manifest = source.manifest()
@@ -47,7 +47,7 @@ def reshard(
         if rank == 0:
             parts.append(progress_rectangle(manifest.progress))
         pieces_of_rank.append(make_pieces(parts))
-        files[file_of_rank(rank)] = _write(target, file_of_rank(rank), parts, pieces_of_rank[-1])
+        files |= write_rank(target, rank, parts, pieces_of_rank[-1])
         show(sum(file.bytes for file in files.values()), manifest.num_bytes)
     plain = {METADATA: make_metadata(pieces_of_rank)}
     plain |= {name: source.storage.read(source.at(name)) for name in ("job.toml",) if name in manifest.files}
@@ -71,13 +71,3 @@ def _load_parts(where: Path | str, manifest: Manifest, cuts: Sequence[Cut]) -> l
     ]
     load(where, parts)
     return parts
-
-
-def _write(target: Checkpoint, name: str, parts: Sequence[Rectangle], pieces: Sequence[Piece]) -> FileRecord:
-    data = {id(piece): bytes_of(part.values) for part, piece in zip(parts, pieces, strict=True)}
-    record = record_pieces(pieces, [hash_of(data[id(piece)]) for piece in pieces])
-    write_pieces(target.storage, target.at(name), pieces, lambda piece: data[id(piece)])
-    target.storage.forget_cache(target.at(name))
-    if problems := check_file(target.storage, target.at(name), record):
-        raise RunFailedError(f"read back other bytes than were written: {target.at(name)}: {problems[0]}")
-    return record
