@@ -261,20 +261,20 @@ def _expand_model(tree: dict[str, Any]) -> None:
 def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
     """A job from a file or recipe with ``key=value`` overrides, checked. Raises `BadInputError`."""
     tree = read_recipe("jobs", name_or_path, "job")
-    for override in overrides:
-        set_dotted(tree, *parse_override(override))
-    return _job_of(tree)
+    return _job_of(tree, overrides)
 
 
-def parse_job(text: str, source: str) -> Job:
+def parse_job(text: str, source: str, overrides: Sequence[str] = ()) -> Job:
     """A job from the text of a file, checked; ``source`` names it in messages. Raises `BadInputError`."""
     try:
-        return _job_of(tomllib.loads(text))
+        return _job_of(tomllib.loads(text), overrides)
     except tomllib.TOMLDecodeError as error:
         raise BadInputError("job", source, f"not valid TOML: {error}") from None
 
 
-def _job_of(tree: dict[str, Any]) -> Job:
+def _job_of(tree: dict[str, Any], overrides: Sequence[str]) -> Job:
+    for override in overrides:
+        set_dotted(tree, *parse_override(override))
     _expand_model(tree)
     try:
         job = Job.model_validate(tree)

@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from myriad.checkpoint.piece import Piece, Shape, file_of_rank, place_in_file
+from myriad.checkpoint.piece import Piece, Shape, files_of_rank, place_in_file
 from myriad.model.rectangle import Rectangle
 
 __all__ = ["METADATA", "dtype_name", "make_metadata", "make_pieces"]
@@ -109,7 +110,8 @@ def make_metadata(pieces_of_rank: Sequence[Sequence[Piece]]) -> bytes:
     """The content of ``.metadata`` for files of all ranks' pieces."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
-    for rank, pieces in enumerate(pieces_of_rank):
+    files = (files_of_rank(rank, own) for rank, own in enumerate(pieces_of_rank))
+    for file, pieces in chain.from_iterable(files):
         for piece, start in place_in_file(pieces):
             if piece.tensor not in tensors:
                 properties = TensorProperties(dtype=getattr(torch, piece.dtype))
@@ -118,5 +120,5 @@ def make_metadata(pieces_of_rank: Sequence[Sequence[Piece]]) -> bytes:
             assert isinstance(kept, TensorStorageMetadata)
             index = MetadataIndex(piece.tensor, torch.Size(piece.offsets), len(kept.chunks))
             kept.chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape)))
-            where[index] = _StorageInfo(file_of_rank(rank), start, piece.file_bytes)
+            where[index] = _StorageInfo(file, start, piece.file_bytes)
     return pickle.dumps(Metadata(tensors, storage_data=where))

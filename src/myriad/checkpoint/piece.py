@@ -1,6 +1,6 @@
 """A rectangle of a tensor as it lies in memory and in a file. No torch here.
 
-    file of one rank    head data tail | head data tail | ...      data: the bytes of one piece, in C order
+    files of one rank   head data tail | head data tail | ...      data: the bytes of one piece, in C order
     snapshot in memory       data      |      data      | ...
 
 Head and tail make what ``torch.save`` would have written of each (see `myriad.checkpoint.dcp`). They depend
@@ -12,9 +12,12 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
-__all__ = ["Piece", "file_of_rank", "join_pieces", "place_in_file", "snapshot_bytes", "split_pieces"]
+__all__ = ["Piece", "files_of_rank", "join_pieces", "place_in_file", "snapshot_bytes", "split_pieces"]
 
 Shape = tuple[int, ...]
+
+FILE_BYTES = 2**28
+"""Of a file with more than one piece."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,18 @@ class Piece:
         return len(self.head) + self.num_bytes + len(self.tail)
 
 
-def file_of_rank(rank: int) -> str:
-    """Name of the file that a rank's pieces are in."""
-    return f"__{rank}_0.distcp"
+def files_of_rank(rank: int, pieces: Sequence[Piece]) -> list[tuple[str, list[Piece]]]:
+    """Names of the files that a rank's pieces are in, and those in each, in their order. There are several so
+    that one can be read back while the next is written."""
+    files: list[list[Piece]] = [[]]
+    size = 0
+    for piece in pieces:
+        if files[-1] and size + piece.file_bytes > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(piece)
+        size += piece.file_bytes
+    return [(f"__{rank}_{number}.distcp", own) for number, own in enumerate(files)]
 
 
 def place_in_file(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int]]:

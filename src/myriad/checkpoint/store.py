@@ -17,15 +17,15 @@ from myriad.checkpoint.dcp import METADATA, make_metadata, make_pieces
 from myriad.checkpoint.folder import Checkpoint, CheckpointFolder, open_checkpoint
 from myriad.checkpoint.load import Candidate, LoadWorld, load_candidate
 from myriad.checkpoint.manifest import FileRecord, Manifest, hash_of, record_pieces, record_plain
-from myriad.checkpoint.piece import Piece, file_of_rank
+from myriad.checkpoint.piece import Piece, files_of_rank
 from myriad.checkpoint.progress import progress_rectangle
 from myriad.checkpoint.sources import parts_of_manifest
 from myriad.checkpoint.storing import PROGRESS
-from myriad.checkpoint.writing import check_file, write_pieces
+from myriad.checkpoint.writing import write_and_check
 from myriad.errors import RunFailedError
 from myriad.model.rectangle import Rectangle
 
-__all__ = ["constant_manifest", "load", "load_model", "save"]
+__all__ = ["constant_manifest", "load", "load_model", "save", "write_rank"]
 
 
 def constant_manifest(pieces_of_rank: Sequence[Sequence[Piece]], layout: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def save(
     pieces = make_pieces(own)
     checkpoint = folder.at_step(step)
     _together(world, step, lambda: rank == 0 and folder.begin(step))
-    records = _together(world, step, lambda: _write_own(checkpoint, rank, own, pieces))
+    records = _together(world, step, lambda: write_rank(checkpoint, rank, own, pieces))
     pieces_of_rank = world.gather(pieces)
     commit = partial(_commit, checkpoint, step, records, pieces_of_rank, progress, layout or {})
     _together(world, step, commit if rank == 0 else lambda: None)
@@ -78,20 +78,21 @@ def _together(world: LoadWorld, step: int, do: Callable[[], Any]) -> list[Any]:
     return [given for given, _ in found]
 
 
-def _write_own(
+def write_rank(
     checkpoint: Checkpoint, rank: int, rectangles: Sequence[Rectangle], pieces: Sequence[Piece]
-) -> tuple[str, FileRecord]:
+) -> dict[str, FileRecord]:
+    """The files of one rank from its live memory, each read back. Raises ``OSError``."""
     data = {id(piece): _bytes_of(part.values) for part, piece in zip(rectangles, pieces, strict=True)}
-    name = file_of_rank(rank)
-    record = record_pieces(pieces, [hash_of(data[id(piece)]) for piece in pieces])
-    write_pieces(checkpoint.storage, checkpoint.at(name), pieces, lambda piece: data[id(piece)])
-    checkpoint.storage.forget_cache(checkpoint.at(name))
-    if problems := check_file(checkpoint.storage, checkpoint.at(name), record):
-        raise OSError(f"read back other bytes than were written: {name}: {problems[0]}")
-    return name, record
+    records = {}
+    for name, own in files_of_rank(rank, pieces):
+        records[name] = record_pieces(own, [hash_of(data[id(piece)]) for piece in own])
+        path = checkpoint.at(name)
+        write_and_check(checkpoint.storage, path, own, lambda piece: data[id(piece)], records[name])
+    return records
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
+    """Of a tensor, in C order."""
     flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return flat.numpy().data
 
@@ -99,14 +100,15 @@ def _bytes_of(values: torch.Tensor) -> memoryview:
 def _commit(
     checkpoint: Checkpoint,
     step: int,
-    records: Sequence[tuple[str, FileRecord]],
+    records: Sequence[dict[str, FileRecord]],
     pieces_of_rank: Sequence[Sequence[Piece]],
     progress: Mapping[str, Any],
     layout: Mapping[str, Any],
 ) -> None:
     metadata = make_metadata(pieces_of_rank)
     checkpoint.storage.put(checkpoint.at(METADATA), metadata)
-    files = dict(records) | {METADATA: record_plain(metadata)}
+    files = {name: record for own in records for name, record in own.items()}
+    files[METADATA] = record_plain(metadata)
     constant = constant_manifest(pieces_of_rank, layout)
     data = progress.get("data", {})
     checkpoint.commit(Manifest(step, 0, 0.0, dict(progress), data=data, files=files, **constant))

@@ -13,6 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,36 +21,41 @@ from typing import Any
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.manifest import FileRecord, Manifest, record_pieces, record_plain
 from myriad.checkpoint.member import Member
-from myriad.checkpoint.piece import file_of_rank
+from myriad.checkpoint.piece import files_of_rank
 from myriad.checkpoint.storage import Storage
-from myriad.checkpoint.writing import check_file, write_pieces
+from myriad.checkpoint.writing import check_file, write_and_check
 
 __all__ = ["PROGRESS", "Outcome", "Storing", "read_progress", "store_own"]
 
 PROGRESS = "progress"
 """Name of the tensor of bytes (JSON, spaces behind it) that says where the run was."""
 
+_WRITERS = 3
+"""Files that are written or read back at a time."""
+
 Tell = Callable[..., None]
 """``tell(event, **fields)``: a line in the run's events."""
 
 
 def store_own(storage: Storage, step: int, members: Sequence[Member]) -> dict[str, FileRecord]:
-    """Writes and reads back the files of this node's ranks. Raises ``OSError``."""
-    return {file_of_rank(member.rank): _store_member(storage, step, member) for member in members}
-
-
-def _store_member(storage: Storage, step: int, member: Member) -> FileRecord:
-    slot = member.slot_of(step)
-    hashes = None if slot is None else member.hashes(slot, step)
-    if slot is None or hashes is None:
-        raise OSError(f"rank {member.rank} has no snapshot of step {step}")
-    path = f"step-{step}/{file_of_rank(member.rank)}"
-    record = record_pieces(member.pieces, hashes)
-    write_pieces(storage, path, member.pieces, member.data_in(slot))
-    storage.forget_cache(path)
-    if problems := check_file(storage, path, record):
-        raise OSError(f"read back other bytes than were written: {path}: {problems[0]}")
-    return record
+    """Writes and reads back the files of this node's ranks, some at a time. Raises ``OSError``."""
+    files: dict[str, FileRecord] = {}
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        waiting = []
+        for member in members:
+            slot = member.slot_of(step)
+            hashes = None if slot is None else member.hashes(slot, step)
+            if slot is None or hashes is None:
+                raise OSError(f"rank {member.rank} has no snapshot of step {step}")
+            hash_of_piece = dict(zip(map(id, member.pieces), hashes, strict=True))
+            for name, pieces in files_of_rank(member.rank, member.pieces):
+                files[name] = record_pieces(pieces, [hash_of_piece[id(piece)] for piece in pieces])
+                path = f"step-{step}/{name}"
+                data = member.data_in(slot)
+                waiting.append(pool.submit(write_and_check, storage, path, pieces, data, files[name]))
+        for written in waiting:
+            written.result()
+    return files
 
 
 def read_progress(member: Member, slot: int) -> Mapping[str, Any]:

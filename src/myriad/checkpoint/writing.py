@@ -12,7 +12,7 @@ from myriad.checkpoint.manifest import FileRecord, hash_of
 from myriad.checkpoint.piece import Piece
 from myriad.checkpoint.storage import Storage
 
-__all__ = ["check_file", "write_pieces"]
+__all__ = ["check_file", "write_and_check", "write_pieces"]
 
 _READ_BYTES = 2**24
 
@@ -36,6 +36,21 @@ def write_pieces(
                 sink.write(pending)
                 pending = bytearray()
         sink.write(pending)
+
+
+def write_and_check(
+    storage: Storage,
+    path: str,
+    pieces: Sequence[Piece],
+    data: Callable[[Piece], memoryview],
+    record: FileRecord,
+) -> None:
+    """`write_pieces`, then every byte is read from where it is stored. Raises ``OSError`` when one is not as
+    ``record`` says."""
+    write_pieces(storage, path, pieces, data)
+    storage.forget_cache(path)
+    if problems := check_file(storage, path, record):
+        raise OSError(f"read back other bytes than were written: {path}: {problems[0]}")
 
 
 def check_file(

@@ -153,8 +153,7 @@ def _prune(
     ] = None,
     json: _Json = False,
 ) -> None:
-    """Remove all but the newest checkpoints, after making sure that the newest is whole, which always
-    stays."""
+    """Remove all but the newest checkpoints; the newest that is whole always stays."""
     from myriad.run import Run
 
     path = existing_run(run)

@@ -1,11 +1,16 @@
-"""``myriad checkpoint export`` and ``import``: weights to and from other people's formats."""
+"""``myriad checkpoint export``, ``import`` and ``reshard``: checkpoints in other formats and other cuts."""
 
 import json as json_format
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from myriad.cli.bars import bytes_bar
+from myriad.cli.overrides import OverrideCommand
+from myriad.errors import BadInputError
 
 __all__ = ["register"]
 
@@ -22,9 +27,12 @@ class _Dtype(StrEnum):
 
 
 def register(verb: typer.Typer) -> None:
-    """Adds both to ``myriad checkpoint``."""
+    """Adds them to ``myriad checkpoint``."""
     verb.command("export")(_export)
     verb.command("import")(_import)
+    verb.command("reshard", cls=OverrideCommand, options_metavar="[OPTIONS] [--layout.KEY VALUE]...")(
+        _reshard
+    )
 
 
 def _export(
@@ -71,3 +79,29 @@ def _import(
     typer.echo(
         f"train from it: myriad train {run}/job.toml --run NAME --init-from {run} --data.corpus CORPUS"
     )
+
+
+def _reshard(
+    context: typer.Context,
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="A run: its newest checkpoint; or a checkpoint's folder or URL."),
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder or URL in which step-N is written.")],
+    json: _Json = False,
+) -> None:
+    """Write a checkpoint cut for another layout: --layout.tp 2 --layout.dp 4.
+
+    A run needs none of this: any layout goes on from any checkpoint. It saves reads at the next start."""
+    from myriad.train.reshard import reshard_checkpoint
+
+    overrides = OverrideCommand.of(context)
+    for override in overrides:
+        if not override.startswith("layout."):
+            raise BadInputError(override.partition("=")[0], override.partition("=")[2], "only layout.* keys")
+    with bytes_bar(quiet=json) as show:
+        done = reshard_checkpoint(path, out, overrides, partial(show, "cutting"))
+    if json:
+        typer.echo(json_format.dumps(done))
+        return
+    typer.echo(f"{done['out']}: step {done['step']} in {done['ranks']} files")

@@ -139,7 +139,12 @@ def _event_line(event: Record) -> Text | None:
         return Text(f"weights from {event.get('source')}{differs}", style="yellow" if differs else "dim")
     if name == "fault":
         details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
-        return Text(f"fault: {details}", style="yellow")
+        loud = bool(event.get("alarm"))
+        return Text(f"{'ALARM' if loud else 'fault'}: {details}", style="bold red" if loud else "yellow")
+    if name == "resume":
+        return Text(
+            f"step {step}: state from {event.get('source')} in {event.get('seconds', 0.0):.2f} s", style="dim"
+        )
     return None
 
 

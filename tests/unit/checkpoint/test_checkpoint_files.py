@@ -18,7 +18,14 @@ from myriad.checkpoint.manifest import (
     record_pieces,
     record_plain,
 )
-from myriad.checkpoint.piece import Piece, join_pieces, snapshot_bytes, split_pieces
+from myriad.checkpoint.piece import (
+    FILE_BYTES,
+    Piece,
+    files_of_rank,
+    join_pieces,
+    snapshot_bytes,
+    split_pieces,
+)
 from myriad.checkpoint.storage import LocalStorage, open_storage
 from myriad.checkpoint.wire import Closed, Wire
 from myriad.checkpoint.writing import check_file, write_pieces
@@ -64,6 +71,17 @@ def test_pieces_survive_the_way_to_another_process(sizes):
     pieces, data = pieces_of(sizes)
     assert split_pieces(*join_pieces(pieces)) == pieces
     assert snapshot_bytes(pieces) == sum(map(len, data.values()))
+
+
+def test_a_rank_with_much_state_has_several_files_that_hold_each_piece_once():
+    sizes = [(10, size, 10) for size in (100, FILE_BYTES, 5, 5, FILE_BYTES // 2, FILE_BYTES // 2)]
+    around = (b"h" * 10, b"t" * 10)
+    pieces = [Piece(f"t{n}", (), "uint8", (), (), size, 0, *around) for n, (_, size, _) in enumerate(sizes)]
+    files = files_of_rank(3, pieces)
+    assert [name for name, _ in files] == [f"__3_{number}.distcp" for number in range(len(files))]
+    assert [piece for _, own in files for piece in own] == pieces
+    assert all(sum(piece.file_bytes for piece in own) <= FILE_BYTES or len(own) == 1 for _, own in files)
+    assert files_of_rank(0, []) == [("__0_0.distcp", [])]
 
 
 def test_a_manifest_is_read_as_written_and_not_otherwise():
