@@ -102,8 +102,9 @@ def _whole_in_memory(in_memory: Sequence[Sequence[Summary]]) -> dict[int, int]:
 def _has_random(candidate: Candidate, random: Rectangle, world: LoadWorld) -> bool:
     """Whether every rank finds the states of a rank of its number, and there were no more ranks."""
     known = {part.tensor: part.full_shape for part in candidate.parts if part.tensor.startswith("random.")}
-    fits = known.get(random.name) == random.full_shape and len(known) == len(world.gather(None))
-    return all(world.gather(fits))
+    fits = known.get(random.name) == random.full_shape
+    everywhere = world.gather(fits)
+    return all(everywhere) and len(known) == len(everywhere)
 
 
 class _Step:
