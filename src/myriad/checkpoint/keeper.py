@@ -249,17 +249,25 @@ class Keeper:
                 if slot.held and slot.step < step:
                     member.memory.release(slot.index)
 
-    def _await_step(self, step: int) -> None:
+    def leave(self, member: Member) -> None:
+        """A rank is gone; what it has not said to be whole may be so."""
         with self._arrived:
-            done = self._arrived.wait_for(
-                lambda: (
-                    len(self._wanted.get(step, {})) == self._num_local
-                    or all(step in member.steps() for member in self.members())
-                ),
-                _OTHERS_WAIT_SECONDS,
-            )
-        if not done:
-            raise OSError(f"not all ranks of the node have a snapshot of step {step}")
+            member.gone = True
+            self._arrived.notify_all()
+
+    def _await_step(self, step: int) -> None:
+        """Until the ranks of this node have it, or those that have not never will."""
+
+        def missing() -> list[Member]:
+            return [member for member in self.members() if step not in member.steps()]
+
+        def settled() -> bool:
+            return all(one.gone or max(one.steps(), default=-1) > step for one in missing())
+
+        with self._arrived:
+            self._arrived.wait_for(settled, _OTHERS_WAIT_SECONDS)
+            if missing() or len(self._members) < self._num_local:
+                raise OSError(f"not all ranks of the node have a snapshot of step {step}")
 
     def wait_stored(self, step: int, seconds: float) -> str | None:
         """Until a step is durable: ``None``, or why it is not. Of the keeper of rank 0's node."""

@@ -71,6 +71,8 @@ class _Server:
                     return
                 member = self._answer_rank(wire, message, payload, member)
         finally:
+            if member is not None:
+                self.keeper.leave(member)
             with self._lock:
                 self._ranks -= 1
                 self._last_change = time.monotonic()

@@ -23,6 +23,8 @@ class Member:
     pieces: list[Piece]
     descriptor: int
     copied: bool = False
+    gone: bool = False
+    """The rank is no longer there."""
     memory: SnapshotMemory = field(init=False)
 
     def __post_init__(self) -> None:
