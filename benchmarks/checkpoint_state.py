@@ -1,110 +1,137 @@
-"""A state that is a pure function of the step, so that any wrong byte of a loaded one is seen.
+"""What the contenders of `checkpoint.py` save: a transformer's parameters and Adam's two moments, and where.
 
-Every rank holds all of it and keeps its share: rows, uneven slices of flat memory, a view that is not
-contiguous, a number without dimensions. Saved by any number of ranks it can be loaded by any other.
+sharded       rank r holds rows r n .. (r + 1) n of every tensor: no byte is held twice
+replicated    every rank holds all of every tensor, as data-parallel replicas do
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod, sqrt
+from typing import Protocol
 
 import torch
+import xxhash
 
-from myriad.checkpoint.config import CheckpointConfig
-from myriad.checkpoint.dcp import make_metadata, make_pieces
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.progress import progress_rectangle
-from myriad.checkpoint.random_state import random_rectangle
-from myriad.checkpoint.session import Session, Settings
-from myriad.comm.grid import RankGrid
-from myriad.comm.layout import Layout
-from myriad.model.rectangle import Rectangle
+__all__ = ["Contender", "Place", "State", "balanced", "digest", "local_shapes", "make_state", "update"]
 
-__all__ = ["CPU", "State", "open_session", "warm_up"]
-
-CPU = torch.device("cpu")
-_SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-    "model.w": ((64, 96), torch.float32),
-    "model.turned": ((48, 40), torch.float32),
-    "model.half": ((50, 32), torch.bfloat16),
-    "model.scale": ((), torch.float32),
-    "optimizer.m": ((20011,), torch.float32),
-    "optimizer.v": ((3, 1001), torch.float64),
-}
+_LAYERS, _KINDS = 5, ("parameter", "moment", "variance")
+_SHRINK = 0.999
+"""Every step multiplies all of the state by this: no byte of it stays as it was."""
 
 
-def _values(step: int, which: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    count = torch.Size(shape).numel()
-    numbers = torch.arange(count, dtype=torch.int64) * 2654435761 + step * 40503 + which * 7919
-    return (numbers % 65521).to(dtype).view(tuple(shape))
+@dataclass(frozen=True)
+class Place:
+    """Where one rank runs and writes."""
+
+    rank: int
+    world: int
+    root: str
+    """A folder or a URL; each checkpoint is one below it."""
+    memory: str
+    """A folder of this machine's memory, for what outlives a rank's process."""
+
+    def of_step(self, step: int) -> str:
+        """The checkpoint after ``step`` steps, for contenders that do not name it themselves."""
+        return f"{self.root}/step-{step}"
 
 
+@dataclass(frozen=True)
 class State:
-    """As it is after some step; ``scale``: of the largest tensor."""
+    """One rank's part of the state."""
 
-    def __init__(self, scale: int = 1) -> None:
-        self._shapes = dict(_SHAPES) | {"optimizer.m": ((20011 * scale,), torch.float32)}
-        self.full = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in self._shapes.items()}
-        self.full["model.turned"] = torch.empty(40, 48).t()  # not contiguous
+    sharing: str
+    rank: int
+    world: int
+    tensors: dict[str, torch.Tensor]
 
-    def become(self, step: int) -> None:
-        """The state after ``step`` steps, in place."""
-        for which, values in enumerate(self.full.values()):
-            values.copy_(_values(step, which, values.shape, values.dtype))
+    @property
+    def num_bytes(self) -> int:
+        """Held by this rank."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def forget(self) -> None:
-        """What a process has before it loads."""
-        for values in self.full.values():
-            values.fill_(-1)
+    @property
+    def full_bytes(self) -> int:
+        """That a checkpoint of all ranks must hold."""
+        return self.num_bytes * (self.world if self.sharing == "sharded" else 1)
 
-    def wrong(self, step: int) -> list[str]:
-        """Tensors that are not exactly as they are after ``step`` steps."""
-        expected = {
-            name: _values(step, which, x.shape, x.dtype) for which, (name, x) in enumerate(self.full.items())
-        }
-        return [name for name, values in self.full.items() if not torch.equal(values, expected[name])]
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        first, *rest = self.tensors[name].shape
+        return (first * (self.world if self.sharing == "sharded" else 1), *rest)
 
-    def all_rectangles(self) -> list[Rectangle]:
-        """All of it."""
-        return [Rectangle(name, tuple(x.shape), (0,) * x.dim(), x) for name, x in self.full.items()]
-
-    def rectangles(self, rank: int, world: int) -> list[Rectangle]:
-        """The share that one rank keeps."""
-        found = []
-        for name, values in self.full.items():
-            if not values.dim():
-                if rank == 0:
-                    found.append(Rectangle(name, (), (), values))
-                continue
-            low, high = (values.shape[0] * at // world for at in (rank, rank + 1))
-            offsets = (low, *[0] * (values.dim() - 1))
-            found.append(Rectangle(name, tuple(values.shape), offsets, values[low:high]))
-        return found
+    def offsets(self, name: str) -> tuple[int, ...]:
+        """Of this rank's part in the whole tensor."""
+        first, *rest = self.tensors[name].shape
+        return (first * self.rank if self.sharing == "sharded" else 0, *(0 for _ in rest))
 
 
-def open_session(
-    run: Path,
-    config: CheckpointConfig,
-    rank: int = 0,
-    world: int = 1,
-    local_rank: int = 0,
-    group: torch.distributed.ProcessGroup | None = None,
-) -> Session:
-    """One rank's checkpoints, as the trainer opens them."""
-    settings = Settings(
-        config,
-        run=run,
-        folder=CheckpointFolder(run / "checkpoints"),
-        events=run / "events.jsonl",
-        log=run / f"keeper-{rank}.log",
-        job="# state of the step\n",
-    )
-    return Session(settings, RankGrid(Layout(dp=world), rank), local_rank, group, CPU)
+class Contender(Protocol):
+    """One way to save and load; one object for each rank."""
+
+    def setup(self, state: State) -> None:
+        """Once, before the first step."""
+
+    def save(self, step: int) -> None:
+        """Called right after the state was changed; training waits for it."""
+
+    def before_update(self) -> None:
+        """Called right before the state is changed; training waits for it."""
+
+    def is_durable(self) -> bool:
+        """Whether the last save is done, one way or the other. Does not wait."""
+
+    def wait_durable(self) -> float:
+        """Waits for the last save; the monotonic time at which it was durable. Raises if it failed."""
+
+    def load(self, state: State, step: int) -> None:
+        """Fills a state, in processes other than those that saved."""
+
+    def close(self) -> None:
+        """Once, at the end."""
 
 
-def warm_up(scale: int = 1) -> None:
-    """Makes once what forked ranks would each make anew."""
-    torch.set_num_threads(1)
-    state = State(scale)
-    for world in (1, 2):
-        others = [progress_rectangle({}), random_rectangle(0, CPU)]
-        make_metadata([make_pieces([*state.rectangles(rank, world), *others]) for rank in range(world)])
+def local_shapes(megabytes: float) -> dict[str, tuple[int, ...]]:
+    """Shapes that come to about ``megabytes`` (1e6 bytes) in float32 with both moments, by name."""
+    per_square = 12 * _LAYERS + 16
+    hidden = max(8, 8 * round(sqrt(megabytes * 1e6 / (4 * len(_KINDS) * per_square)) / 8))
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (8 * hidden, hidden)}
+    for layer in range(_LAYERS):
+        blocks = {"norm": (hidden,), "qkv": (3 * hidden, hidden), "out": (hidden, hidden)}
+        blocks |= {"norm_mlp": (hidden,), "up": (4 * hidden, hidden), "down": (hidden, 4 * hidden)}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in blocks.items()}
+    shapes |= {"norm": (hidden,), "head": (8 * hidden, hidden)}
+    return {f"{kind}.{name}": shape for kind in _KINDS for name, shape in shapes.items()}
+
+
+def make_state(megabytes: float, sharing: str, place: Place, *, empty: bool = False) -> State:
+    """Random values, equal on all ranks if replicated; ``empty``: zeros, to be loaded into."""
+    generator = torch.Generator().manual_seed(1 + (place.rank if sharing == "sharded" else 0))
+    tensors = {
+        name: torch.zeros(shape) if empty else torch.rand(shape, generator=generator)
+        for name, shape in local_shapes(megabytes).items()
+    }
+    return State(sharing, place.rank, place.world, tensors)
+
+
+def update(state: State) -> None:
+    """Changes every byte, in place, as an optimizer does."""
+    for tensor in state.tensors.values():
+        tensor.mul_(_SHRINK)
+
+
+def digest(state: State) -> str:
+    """Of all bits of a rank's part."""
+    found = xxhash.xxh3_128()
+    for name, tensor in sorted(state.tensors.items()):
+        found.update(name)
+        found.update(memoryview(tensor.view(-1).numpy().data))
+    return found.hexdigest()
+
+
+def balanced(sizes: Mapping[str, Sequence[int]], world: int) -> dict[str, int]:
+    """A rank for each name, so that all have about as many elements: the largest first, to whom has least."""
+    loads, owner = [0] * world, {}
+    for name in sorted(sizes, key=lambda name: (-prod(sizes[name]), name)):
+        owner[name] = loads.index(min(loads))
+        loads[owner[name]] += prod(sizes[name])
+    return owner

@@ -7,6 +7,7 @@ No torch here: a job can be read, checked and explained on a machine that cannot
 """
 
 import difflib
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -28,7 +29,16 @@ from myriad.program.config import OverlapConfig
 from myriad.recipes import read_recipe, recipe_names
 from myriad.toml_text import dump_toml, parse_override, set_dotted
 
-__all__ = ["CheckpointConfig", "Job", "TrainConfig", "dump_toml", "job_keys", "load_job", "recipe_names"]
+__all__ = [
+    "CheckpointConfig",
+    "Job",
+    "TrainConfig",
+    "dump_toml",
+    "job_keys",
+    "load_job",
+    "parse_job",
+    "recipe_names",
+]
 
 
 class TrainConfig(Config):
@@ -51,6 +61,8 @@ class TrainConfig(Config):
     collect_garbage_every: int = Field(100, ge=0)
     """Steps between collections of Python's garbage, on all ranks after the same step; 0: whenever Python
     does it."""
+    init_from: str | None = None
+    """Weights to begin with: of a run, a checkpoint or a Hugging Face folder; off: from the seed."""
     sample_prompt: str | None = None
     """Text to continue at the end; off: no sample."""
 
@@ -251,6 +263,18 @@ def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
     tree = read_recipe("jobs", name_or_path, "job")
     for override in overrides:
         set_dotted(tree, *parse_override(override))
+    return _job_of(tree)
+
+
+def parse_job(text: str, source: str) -> Job:
+    """A job from the text of a file, checked; ``source`` names it in messages. Raises `BadInputError`."""
+    try:
+        return _job_of(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise BadInputError("job", source, f"not valid TOML: {error}") from None
+
+
+def _job_of(tree: dict[str, Any]) -> Job:
     _expand_model(tree)
     try:
         job = Job.model_validate(tree)

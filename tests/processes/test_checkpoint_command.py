@@ -62,10 +62,10 @@ def test_the_list_says_step_time_and_size_and_reads_every_byte_when_asked(run, c
     rows = json.loads(command("list", run.path, "--verify", "--json").stdout)["checkpoints"]
     assert [row["state"] for row in rows] == ["verified", "damaged", "verified"]
     shown = command("list", run.path, "--verify").stdout
-    assert "damaged" in shown and "step-20/__0_0.distcp: its bytes changed" in shown
+    assert "damaged" in shown and "step-20/__0_0.distcp: chunk 2 (progress" in shown
 
 
-def test_verify_names_every_bad_file_and_fails(run, command):
+def test_verify_names_every_bad_chunk_and_fails(run, command):
     whole = command("verify", run.path)
     assert whole.exit_code == 0 and whole.stdout.count(": whole") == 3
     damage(run, 10)
@@ -73,7 +73,8 @@ def test_verify_names_every_bad_file_and_fails(run, command):
     found = command("verify", run.path)
     assert found.exit_code == 1
     assert [line for line in found.stdout.splitlines() if "changed" in line] == [
-        f"step-{step}/__0_0.distcp: its bytes changed after it was written" for step in (10, 30)
+        f"step-{step}/__0_0.distcp: chunk 2 (progress[4096] at [0]): its bytes changed after it was written"
+        for step in (10, 30)
     ]
     assert command("verify", run.checkpoints_path / "step-20").exit_code == 0
 

@@ -85,6 +85,10 @@ class CheckpointFolder:
         """Steps with a committed checkpoint, ascending."""
         return [step for step in self._begun() if self._committed(step)]
 
+    def trained_steps(self) -> list[int]:
+        """The same without step 0, which holds imported weights and no optimizer state."""
+        return [step for step in self.steps() if step > 0]
+
     def _begun(self) -> list[int]:
         found = (name.removeprefix("step-") for name in self.storage.names() if name.startswith("step-"))
         return sorted(int(name) for name in found if name.isdigit())

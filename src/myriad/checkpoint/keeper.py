@@ -24,7 +24,7 @@ from myriad.checkpoint.manifest import FileRecord
 from myriad.checkpoint.member import Member
 from myriad.checkpoint.memory import SnapshotMemory
 from myriad.checkpoint.piece import snapshot_bytes, split_pieces
-from myriad.checkpoint.storing import Retention, Storing, read_progress, store_own
+from myriad.checkpoint.storing import Outcome, Retention, Storing, read_progress, store_own
 from myriad.checkpoint.wire import Message
 from myriad.jsonl import append_line
 
@@ -269,8 +269,8 @@ class Keeper:
             if missing() or len(self._members) < self._num_local:
                 raise OSError(f"not all ranks of the node have a snapshot of step {step}")
 
-    def wait_stored(self, step: int, seconds: float) -> str | None:
-        """Until a step is durable: ``None``, or why it is not. Of the keeper of rank 0's node."""
+    def wait_stored(self, step: int, seconds: float) -> Outcome | None:
+        """What became of a step; ``None``: it is still being stored. Of the keeper of rank 0's node."""
         assert self._storing is not None, "asked by rank 0 alone"
         return self._storing.wait(step, seconds)
 

@@ -16,6 +16,7 @@ from typing import Any
 from myriad.checkpoint.member import Opened
 from myriad.checkpoint.memory import SnapshotMemory
 from myriad.checkpoint.piece import Piece, join_pieces, split_pieces
+from myriad.checkpoint.storing import Outcome
 from myriad.checkpoint.wire import Message, Wire
 from myriad.errors import RunFailedError
 
@@ -85,10 +86,10 @@ class KeeperClient:
             wants = {"durable": durable, "copies": copies, "last": last}
             self._wire.send({"op": "whole", "slot": slot, "step": step, **wants})
 
-    def wait_stored(self, step: int, seconds: float) -> str | None:
-        """Until a step is durable: ``None``, or why it is not. For rank 0."""
-        problem: str | None = self._ask({"op": "wait", "step": step, "seconds": seconds})[0]["problem"]
-        return problem
+    def wait_stored(self, step: int, seconds: float) -> Outcome | None:
+        """What became of a step; ``None``: it is still being stored. For the ranks of rank 0's node."""
+        outcome = self._ask({"op": "wait", "step": step, "seconds": seconds})[0]["outcome"]
+        return None if outcome is None else Outcome(**outcome)
 
     def snapshots(self) -> list[dict[str, Any]]:
         """What this node has in memory: attempt, world, rank, copied, steps of each."""

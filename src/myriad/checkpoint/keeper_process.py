@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from myriad.checkpoint.keeper import Keeper
@@ -99,7 +100,8 @@ class _Server:
         elif op == "open":
             self._open(wire, message)
         elif op == "wait":
-            wire.send({"problem": keeper.wait_stored(message["step"], message["seconds"])})
+            outcome = keeper.wait_stored(message["step"], message["seconds"])
+            wire.send({"outcome": None if outcome is None else asdict(outcome)})
         return member
 
     def _open(self, wire: Wire, message: Message) -> None:

@@ -46,6 +46,11 @@ class LoadWorld:
         """Of this rank."""
         return next(node for node, ranks in enumerate(self.ranks_of_node) if self.rank in ranks)
 
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return sum(map(len, self.ranks_of_node))
+
     def gather(self, value: Any) -> list[Any]:
         """Everybody's value, on every rank."""
         if self.group is None:

@@ -50,7 +50,7 @@ def find_newest(
     it. Raises `RunFailedError` when there is something, and nothing is good."""
     is_first = world.rank == world.ranks_of_node[world.node][0]
     in_memory = world.gather(client.snapshots() if is_first else [])
-    durable = world.gather(folder.steps() if world.rank == 0 else [])[0]
+    durable = world.gather(folder.trained_steps() if world.rank == 0 else [])[0]
     whole, found = _whole_in_memory(in_memory), Found()
     for step in sorted({*durable, *whole}, reverse=True):
         search = _Step(step, folder, client, in_memory[world.rank], world)
@@ -102,9 +102,8 @@ def _whole_in_memory(in_memory: Sequence[Sequence[Summary]]) -> dict[int, int]:
 def _has_random(candidate: Candidate, random: Rectangle, world: LoadWorld) -> bool:
     """Whether every rank finds the states of a rank of its number, and there were no more ranks."""
     known = {part.tensor: part.full_shape for part in candidate.parts if part.tensor.startswith("random.")}
-    fits = known.get(random.name) == random.full_shape
-    everywhere = world.gather(fits)
-    return all(everywhere) and len(known) == len(everywhere)
+    fits = known.get(random.name) == random.full_shape and len(known) == world.size
+    return all(world.gather(fits))
 
 
 class _Step:

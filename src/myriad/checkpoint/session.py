@@ -32,6 +32,7 @@ from myriad.checkpoint.random_state import load_random, random_rectangle, write_
 from myriad.checkpoint.search import Found, find_newest
 from myriad.checkpoint.snapshot import Snapshots, Wants
 from myriad.checkpoint.store import constant_manifest
+from myriad.checkpoint.storing import Outcome
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import AXES
 from myriad.model.rectangle import Rectangle
@@ -92,6 +93,8 @@ class Session:
         self._progress = progress_rectangle({})
         self._random = random_rectangle(grid.rank, device)
         self._snapshots: Snapshots | None = None
+        self.waited_seconds = 0.0
+        """For which training has waited in `take` and `settle`."""
         self.attempt = 0
 
     def claim(self, attempts_before: int) -> None:
@@ -182,27 +185,32 @@ class Session:
     def take(self, step: int, progress: Mapping[str, Any], wants: Wants) -> None:
         """Begins a snapshot; the state may not change before `settle`."""
         assert self._snapshots is not None, "begin comes first"
+        began = time.perf_counter()
         self._snapshots.settle()
         write_progress(self._progress.values, progress)
         write_random(self._random, self._device)
         self._snapshots.take(step, wants)
+        self.waited_seconds += time.perf_counter() - began
 
     def settle(self) -> None:
         """Returns when the state may change."""
         if self._snapshots is not None:
+            began = time.perf_counter()
             self._snapshots.settle()
+            self.waited_seconds += time.perf_counter() - began
 
-    @property
-    def waited_seconds(self) -> float:
-        """For which training has waited in `take` and `settle`."""
-        return self._snapshots.waited_seconds if self._snapshots else 0.0
+    def outcome(self, step: int) -> Outcome | None:
+        """What became of a step so far, without waiting; for the ranks of rank 0's node."""
+        return self._client.wait_stored(step, 0.0)
 
     def finish(self, step: int) -> str | None:
         """Until a step is durable, on all ranks: ``None``, or why it is not."""
         self.settle()
         problem = None
         if self._grid.rank == 0:
-            problem = self._client.wait_stored(step, self._settings.config.timeout_seconds)
+            seconds = self._settings.config.timeout_seconds
+            outcome = self._client.wait_stored(step, seconds)
+            problem = f"not stored after {seconds:g} s" if outcome is None else outcome.problem
         told: str | None = self._world.gather(problem)[0]
         return told
 

@@ -12,7 +12,6 @@ stream copies into the same memory, pinned, and the update waits for it on the d
 import ctypes
 import queue
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,8 +87,6 @@ class Snapshots:
         self._copied = threading.Event()
         self._copied.set()
         self._error: BaseException | None = None
-        self.waited_seconds = 0.0
-        """Time for which training waited, since it began."""
         self.skipped = 0
         """Snapshots not taken because the keeper still held every slot."""
         self._thread = threading.Thread(target=self._work, name="myriad-snapshot", daemon=True)
@@ -105,10 +102,7 @@ class Snapshots:
 
     def settle(self) -> None:
         """Returns when the state may change. Raises `RunFailedError` when the keeper is gone."""
-        if not self._copied.is_set():
-            began = time.perf_counter()
-            self._copied.wait()
-            self.waited_seconds += time.perf_counter() - began
+        self._copied.wait()
         if self._error is not None:
             raise RunFailedError(f"the checkpoint process is gone: {self._error}") from self._error
 

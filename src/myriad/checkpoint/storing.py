@@ -23,7 +23,7 @@ from myriad.checkpoint.piece import file_of_rank
 from myriad.checkpoint.storage import Storage
 from myriad.checkpoint.writing import check_file, write_pieces
 
-__all__ = ["PROGRESS", "Storing", "read_progress", "store_own"]
+__all__ = ["PROGRESS", "Outcome", "Storing", "read_progress", "store_own"]
 
 PROGRESS = "progress"
 """Name of the tensor of bytes (JSON, spaces behind it) that says where the run was."""
@@ -59,6 +59,16 @@ def read_progress(member: Member, slot: int) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What became of a step that was to be stored."""
+
+    problem: str | None
+    """``None``: it is durable."""
+    at: float
+    """When it was known, by the monotonic clock of this machine."""
+
+
+@dataclass(frozen=True)
 class Retention:
     """What is kept."""
 
@@ -86,7 +96,7 @@ class Storing:
         self.stored_step = -1
         self._changed = threading.Condition()
         self._under_way: tuple[int, float] | None = None
-        self._outcomes: dict[int, str | None] = {}
+        self._outcomes: dict[int, Outcome] = {}
 
     def begin(self, step: int, *, last: bool = False) -> bool:
         """Whether storing may begin now; if an earlier one is under way this step is not stored, unless it is
@@ -166,21 +176,20 @@ class Storing:
         loud = {"alarm": True} if self._failures >= self._alarm_after else {}
         self._tell("fault", step=step, problem=problem, failures=self._failures, **loud)
         with self._changed:
-            self._outcomes[step] = problem
+            self._outcomes[step] = Outcome(problem, time.monotonic())
             self._changed.notify_all()
 
     def _end(self, step: int, problem: str | None) -> None:
         with self._changed:
             self._under_way = None
-            self._outcomes[step] = problem
+            self._outcomes[step] = Outcome(problem, time.monotonic())
             self._changed.notify_all()
 
-    def wait(self, step: int, seconds: float) -> str | None:
-        """Until a step is stored: ``None``, or why it is not."""
+    def wait(self, step: int, seconds: float) -> Outcome | None:
+        """What became of a step; ``None``: it is still being stored."""
         with self._changed:
-            if not self._changed.wait_for(lambda: step in self._outcomes, seconds):
-                return f"step {step} is not stored after {seconds:.0f} s"
-            return self._outcomes[step]
+            self._changed.wait_for(lambda: step in self._outcomes, seconds)
+            return self._outcomes.get(step)
 
     @property
     def is_idle(self) -> bool:

@@ -56,9 +56,8 @@ def check_file(
         )
     problems = []
     for number, chunk in enumerate(record.chunks):
-        head = reader.take(chunk.head)
-        data = reader.hash_of(chunk.bytes)
-        if data != chunk.xxh3_128 or hash_of(head, reader.take(chunk.tail)) != chunk.envelope:
+        head, data, tail = reader.take(chunk.head), reader.hash_of(chunk.bytes), reader.take(chunk.tail)
+        if data != chunk.xxh3_128 or hash_of(head, tail) != chunk.envelope:
             problems.append(f"chunk {number} ({chunk}): its bytes changed after it was written")
     return problems
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from myriad.cli import convert
 from myriad.cli.bars import bytes_bar
 from myriad.cli.runs import existing_run
 from myriad.errors import BadInputError
@@ -28,11 +29,13 @@ _Path = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    verb = typer.Typer(no_args_is_help=True, help="What a run has saved: list, verify, diff, prune.")
+    told = "What a run has saved: list, verify, diff, prune; to and from Hugging Face: export, import."
+    verb = typer.Typer(no_args_is_help=True, help=told)
     verb.command("list")(_list)
     verb.command("verify")(_verify)
     verb.command("diff")(_diff)
     verb.command("prune")(_prune)
+    convert.register(verb)
     app.add_typer(verb, name="checkpoint")
 
 

@@ -132,6 +132,11 @@ def _event_line(event: Record) -> Text | None:
         return Text(text + ("" if bits is None else f", {bits:.3f} bits per byte"), style="cyan")
     if name == "checkpoint":
         return Text(f"step {step}: checkpoint saved", style="dim")
+    if name == "weights":
+        differs = "".join(
+            f"; {key} was {was}, is {now}" for key, (was, now) in event.get("differs", {}).items()
+        )
+        return Text(f"weights from {event.get('source')}{differs}", style="yellow" if differs else "dim")
     if name == "fault":
         details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
         return Text(f"fault: {details}", style="yellow")

@@ -41,6 +41,10 @@ def train(
             metavar="NAME", help="Run folder: a name under runs/ (the job's name when left out), or a path."
         ),
     ] = None,
+    init_from: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Begin with these weights; short for --train.init_from."),
+    ] = None,
     oversubscribe: Annotated[
         bool, typer.Option("--oversubscribe", help="Allow more ranks than cores: they take turns.")
     ] = False,
@@ -62,7 +66,8 @@ def train(
     from myriad.resilience.engines.local import check_cores
     from myriad.train.inputs import open_inputs, refuse_other_tokenizer
 
-    resolved, folder = _resolve(job, run, OverrideCommand.of(context))
+    short = [] if init_from is None else [f"train.init_from={init_from}"]
+    resolved, folder = _resolve(job, run, [*OverrideCommand.of(context), *short])
     console = None if as_json else Console()
     folder.check(resolved)
     check_cores(resolved.layout.world, oversubscribe=oversubscribe)
@@ -73,6 +78,10 @@ def train(
         return
     corpora = open_inputs(resolved, lambda stage: console.print(f"{stage} ...") if console else None)
     refuse_other_tokenizer(folder, resolved, corpora)
+    if resolved.train.init_from is not None:
+        from myriad.train.initial import check_initial
+
+        check_initial(folder, resolved)
     with folder.lock():
         folder.create_or_resume(resolved)
         folder.append_event("corpus", fingerprint=corpora.fingerprint, tokens=corpora.num_tokens)

@@ -86,6 +86,12 @@ class Tokenizer:
         """The text; incomplete characters at the edges become U+FFFD."""
         return self._backend.decode([int(token) for token in tokens], skip_special_tokens=skip_special)
 
+    def token(self, identifier: int) -> str:
+        """How the tokenizer writes one token."""
+        token = self._backend.id_to_token(identifier)
+        assert token is not None, "one of the tokenizer's own"
+        return token
+
     @property
     def vocabulary(self) -> int:
         """Number of tokens: the largest identifier and one."""

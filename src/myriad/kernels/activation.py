@@ -9,12 +9,17 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-__all__ = ["ACTIVATIONS", "gelu", "relu2", "swiglu"]
+__all__ = ["ACTIVATIONS", "gelu", "gelu_tanh", "relu2", "swiglu"]
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """Exact GELU (the tanh form takes twice the time on a CPU)."""
     return F.gelu(x)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """The tanh form, with which GPT-2 was trained."""
+    return F.gelu(x, approximate="tanh")
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -61,6 +66,7 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
     "swiglu": swiglu,
     "relu2": relu2,
 }

@@ -51,8 +51,8 @@ class ModelConfig(Config):
     """RMSNorm or LayerNorm."""
     norm_epsilon: float = Field(1e-5, gt=0)
     """Added under the root in each norm."""
-    activation: Literal["gelu", "swiglu", "relu2"] = "gelu"
-    """Non-linearity of the MLP (relu2 is max(x, 0)^2)."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "relu2"] = "gelu"
+    """Non-linearity of the MLP (gelu_tanh is GPT-2's approximation, relu2 is max(x, 0)^2)."""
     bias: bool = False
     """Biases in linears and LayerNorms. Keys never have one: softmax cannot see it, so its gradient is
     rounding noise."""

@@ -51,11 +51,11 @@ def compare_runs(reference: Run, other: Run, tolerance: float) -> Comparison:
     ]
     parted = next((step for step, pair in enumerate(losses, 1) if _relative(*pair) > tolerance), None)
     order = _parameter_order(reference)
-    folders = [CheckpointFolder(run.checkpoints_path) for run in (reference, other)]
+    folders = [CheckpointFolder(run.checkpoints()) for run in (reference, other)]
     parted_tensor, equal_bits = None, all(a == b for a, b in losses)
     last: dict[str, float] = {}
     for step in sorted(set(folders[0].steps()) & set(folders[1].steps())):
-        first, second = (load_model(folder.of_step(step)) for folder in folders)
+        first, second = (load_model(folder.at_step(step).where) for folder in folders)
         equal_bits = equal_bits and all(torch.equal(first[name], second[name]) for name in order)
         last = {name: _tensor_difference(first[name], second[name]) for name in order}
         beyond = [name for name in order if not last[name] <= tolerance]

@@ -5,6 +5,7 @@ nothing was started.
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from myriad.data.cache import prepare_embedded
 from myriad.data.corpus import EMBEDDED, Corpora, open_corpora
@@ -12,7 +13,10 @@ from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.run import Run
 
-__all__ = ["open_inputs", "refuse_other_tokenizer"]
+if TYPE_CHECKING:
+    from myriad.data.tokenizer import Tokenizer
+
+__all__ = ["open_inputs", "refuse_other_tokenizer", "tokenizer_of"]
 
 
 def open_inputs(job: Job, tell: Callable[[str], None]) -> Corpora:
@@ -37,3 +41,12 @@ def refuse_other_tokenizer(run: Run, job: Job, corpora: Corpora) -> None:
     if began is not None and began.get("fingerprint") != corpora.fingerprint:
         allowed = f"its tokenizer is not the one that {run.path} began with; choose another --run"
         raise BadInputError("data.corpus", job.data.corpus, allowed)
+
+
+def tokenizer_of(run: Run, job: Job) -> "Tokenizer | None":
+    """The run's own, which came with imported weights, else its corpus's; ``None`` where that has none."""
+    from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
+
+    if (run.path / TOKENIZER_FILE).is_file():
+        return Tokenizer.load(run.path)
+    return open_corpora(job.data, job.model.sequence).tokenizer

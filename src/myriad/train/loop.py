@@ -32,6 +32,7 @@ from myriad.train.batches import Validation, rank_rows, to_batch
 from myriad.train.build import Place, find_place, pick_device, settle_links, stage_layers
 from myriad.train.feed import open_feed
 from myriad.train.garbage import GarbageSchedule
+from myriad.train.initial import fill_initial
 from myriad.train.inputs import open_inputs
 from myriad.train.metrics import StepMeter
 from myriad.train.peak import Peak, find_peak
@@ -78,7 +79,7 @@ class Trainer:
         self.engine.before_update = self.session.settle
         self.meter = self._build_meter()
         self._next_save_at = self._save_deadline()
-        self._save_due = False
+        self._save_due, self._waited_for_saves = False, 0.0
         self.resumed: Loaded | None = None
         self.step = self._resume()
 
@@ -127,8 +128,8 @@ class Trainer:
         return StepMeter(tokens, flops, self.peak.flops_per_second * self.place.world, self.device)
 
     def _resume(self) -> int:
-        """Loads the newest state that memory or storage has, if there is one; gives the number of steps
-        done."""
+        """Loads the newest state that memory or storage has, else the weights to begin with, if there are
+        any; gives the number of steps done."""
         self.session.claim(self.run_folder.num_starts() if self.is_first else 0)
         self.resumed = self.session.resume(list(self.engine.all_rectangles()))
         step = 0
@@ -136,6 +137,8 @@ class Trainer:
             step = self.resumed.step
             self.engine.optimizer.steps_done = self.resumed.progress["optimizer_steps"]
             self.engine.loaded()
+        elif begun := fill_initial(self.run_folder, self.job, self.engine):
+            self._event("weights", **begun)
         self.session.begin(list(self.engine.rectangles()))
         return step
 
@@ -210,9 +213,10 @@ class Trainer:
         seconds = time.perf_counter() - started
         if self.is_first:
             waited = self.feed.wait_seconds - waited
-            self.run_folder.append_metrics(
-                self.meter.line(self.step, result, rate, seconds, waited, self.recorder)
-            )
+            saved = self.session.waited_seconds - self._waited_for_saves
+            self._waited_for_saves += saved
+            line = self.meter.line(self.step, result, rate, seconds, waited, saved, self.recorder)
+            self.run_folder.append_metrics(line)
         return result.signal % _SAVE_DUE > 0 and self._agrees
 
     def _load(self) -> Batch:

@@ -29,6 +29,7 @@ class StepMeter:
         learning_rate: float,
         seconds: float,
         data_wait: float,
+        checkpoint_wait: float,
         recorder: Recorder,
     ) -> dict[str, float]:
         """``step`` counts steps done."""
@@ -44,6 +45,7 @@ class StepMeter:
             "mfu": self.flops_per_step / seconds / self.peak_flops,
             "memory_bytes": self._memory_bytes(),
             "data_wait_seconds": data_wait,
+            "checkpoint_wait_seconds": checkpoint_wait,
             "exposed_comm_seconds": sum(totals.get(name, 0.0) for name in COMMUNICATION),
         }
 

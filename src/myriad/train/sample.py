@@ -7,12 +7,12 @@ from torch import nn
 
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.store import load_model
-from myriad.data.corpus import open_corpora
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError, RunFailedError
 from myriad.model.generate import generate
 from myriad.model.gpt import build_full
 from myriad.run import Run
+from myriad.train.inputs import tokenizer_of
 
 __all__ = ["Sampler", "continue_text", "open_run"]
 
@@ -63,7 +63,7 @@ def open_run(run: Run) -> Sampler:
             for name, parameter in layer.named_parameters():
                 if f"{prefix}.{name}" in values:
                     parameter.copy_(values[f"{prefix}.{name}"])
-    tokenizer = open_corpora(job.data, job.model.sequence).tokenizer
+    tokenizer = tokenizer_of(run, job)
     if tokenizer is None:
         raise RunFailedError(
             f"{job.data.corpus}: no tokenizer.json beside the corpus, so no text can be made"

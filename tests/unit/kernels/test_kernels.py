@@ -262,6 +262,7 @@ def test_activations():
     x = torch.randn(3, 4, 10) * 3
     references = {
         "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5)),
+        "gelu_tanh": lambda x: x * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
         "swiglu": lambda x: x[..., :5] * torch.sigmoid(x[..., :5]) * x[..., 5:],
         "relu2": lambda x: x.clamp(min=0) ** 2,
     }

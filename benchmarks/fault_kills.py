@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from checkpoint_state import State, open_session, warm_up
+from fault_state import State, open_session, warm_up
 from myriad.checkpoint.config import CheckpointConfig
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.keeper_client import keeper_name

@@ -1,0 +1,205 @@
+"""A folder of Hugging Face's, read as weights of ours and written from them.
+
+    config.json               what the model is                      `hugging_face_config`
+    model.safetensors         its tensors, or several such files     `hugging_face_names`
+    model.safetensors.index.json       and which tensor is in which
+    generation_config.json, tokenizer.json, tokenizer_config.json
+
+A folder is written beside its place and renamed: a kill leaves nothing half.
+"""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from myriad.checkpoint.hugging_face_config import config_of, model_of
+from myriad.checkpoint.hugging_face_names import Link, links_of, missing_or_other
+from myriad.checkpoint.weights import Shapes, Weights
+from myriad.data.tokenizer import Tokenizer
+from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
+
+__all__ = ["HuggingFaceWeights", "is_hugging_face", "staged_folder", "write_folder"]
+
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_SHARD_BYTES = 5 * 10**9
+_BASES = ("model.", "transformer.")
+"""Before the names of all but the output projection; left out in files of a model without one."""
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether this is a folder in their layout."""
+    return (path / _CONFIG).is_file()
+
+
+class HuggingFaceWeights:
+    """Weights in a folder of theirs, under our names and in our shapes."""
+
+    def __init__(self, path: Path, vocabulary_multiple: int = 64) -> None:
+        """Reads headers, no values. Raises `BadInputError` when the model has no counterpart here, or a
+        tensor is missing or of another shape than ``config.json`` says."""
+        self.path, self.where = path, str(path)
+        self.run: Path | None = None
+        self.model: ModelConfig | None = model_of(_read_json(path / _CONFIG), vocabulary_multiple)
+        links = links_of(self.model)
+        self._links = {link.name: link for link in links}
+        self._places = _find_tensors(path)
+        found = {name: shape for name, (_, _, shape) in self._places.items()}
+        if problem := next(missing_or_other(links, found), None):
+            raise BadInputError("weights", str(path), f"not those of its config.json: {problem}")
+        self.shapes: Shapes = {link.name: link.shape for link in links}
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor of ours."""
+        return self._links[name].read(self._read_theirs)
+
+    def _read_theirs(self, name: str) -> torch.Tensor:
+        file, own_name, _ = self._places[name]
+        with safe_open(file, "pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(own_name)
+        return tensor
+
+
+_Place = tuple[Path, str, tuple[int, ...]]
+"""File, name in it, shape."""
+
+
+def _find_tensors(path: Path) -> Mapping[str, _Place]:
+    """Every tensor by its whole name."""
+    places: dict[str, _Place] = {}
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                    places[name] = (file, name, tuple(opened.get_slice(name).get_shape()))
+        except (SafetensorError, OSError) as error:
+            raise BadInputError("weights", str(file), f"not readable ({error})") from None
+    if any(name.startswith(_BASES) for name in places):
+        return places
+    return places | {f"{base}{name}": place for base in _BASES for name, place in places.items()}
+
+
+def _weight_files(path: Path) -> Sequence[Path]:
+    if (path / _INDEX).is_file():
+        places = _read_json(path / _INDEX).get("weight_map", {})
+        return [path / name for name in sorted(set(places.values()))]
+    if not (path / _WEIGHTS).is_file():
+        raise BadInputError(
+            "weights", str(path), f"must hold {_WEIGHTS} or {_INDEX}; other formats are not read"
+        )
+    return [path / _WEIGHTS]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInputError("path", str(path), f"not readable ({error})") from None
+    if not isinstance(content, dict):
+        raise BadInputError("path", str(path), "must be a JSON object")
+    return content
+
+
+@contextlib.contextmanager
+def staged_folder(out: Path) -> Iterator[Path]:
+    """A folder beside ``out`` that becomes it when all went well, and is removed otherwise. Raises
+    `BadInputError` where there is something already."""
+    out = out.absolute()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadInputError("OUT", str(out), "must be new or an empty folder")
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise BadInputError("OUT", str(out), f"must be writable ({error.strerror})") from None
+    try:
+        yield partial
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def write_folder(
+    weights: Weights,
+    model: ModelConfig,
+    out: Path,
+    tokenizer: Tokenizer | None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """Everything that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` need, in
+    ``out``.
+
+    Holds one file's tensors in memory at a time. Raises `BadInputError`, with nothing written, for a model
+    that has no counterpart there and for an ``out`` that is not empty."""
+    end = None if tokenizer is None else tokenizer.end_of_document
+    config, links = config_of(model, dtype, end), links_of(model)
+    with staged_folder(out) as partial:
+        _write_json(partial / _CONFIG, config)
+        ends = {key: end for key in ("bos_token_id", "eos_token_id") if end is not None}
+        _write_json(partial / "generation_config.json", ends)
+        if tokenizer is not None:
+            _write_tokenizer(partial, tokenizer, model.sequence)
+        _write_weights(
+            partial, weights, _in_shards(links, _DTYPES[dtype].itemsize, shard_bytes), _DTYPES[dtype]
+        )
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence: int) -> None:
+    tokenizer.save(folder)
+    end = tokenizer.token(tokenizer.end_of_document)
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": end,
+            "eos_token": end,
+            "model_max_length": sequence,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+
+
+def _in_shards(links: Sequence[Link], item_bytes: int, shard_bytes: int) -> list[list[Link]]:
+    shards: list[list[Link]] = [[]]
+    filled = 0
+    for link in links:
+        size = item_bytes * sum(torch.Size(shape).numel() for shape in link.their_shapes().values())
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(link)
+        filled += size
+    return shards
+
+
+def _write_weights(
+    folder: Path, weights: Weights, shards: Sequence[Sequence[Link]], dtype: torch.dtype
+) -> None:
+    total = 0
+    places: dict[str, str] = {}
+    for number, links in enumerate(shards, 1):
+        name = _WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors: dict[str, torch.Tensor] = {}
+        for link in links:
+            tensors |= link.write(weights.read(link.name).to(dtype))
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        shutil.copymode(folder / _CONFIG, folder / name)  # safetensors lets nobody else read it
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        places |= dict.fromkeys(tensors, name)
+    if len(shards) > 1:
+        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,73 @@
+"""``myriad checkpoint export`` and ``import``: weights to and from other people's formats."""
+
+import json as json_format
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["register"]
+
+_Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, for programs.")]
+
+
+class _Format(StrEnum):
+    hf = "hf"
+
+
+class _Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+def register(verb: typer.Typer) -> None:
+    """Adds both to ``myriad checkpoint``."""
+    verb.command("export")(_export)
+    verb.command("import")(_import)
+
+
+def _export(
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A run: its newest checkpoint; or a checkpoint's folder.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: new, or empty.")],
+    format: Annotated[
+        _Format, typer.Option(help="hf: Hugging Face, as transformers' from_pretrained reads it.")
+    ] = _Format.hf,
+    dtype: Annotated[_Dtype, typer.Option(help="Of the weights that are written.")] = _Dtype.float32,
+    json: _Json = False,
+) -> None:
+    """Write a checkpoint for other people's tools: Llama, Mistral, Arcee or GPT-2, whichever the model is.
+
+    A model that is none of them is refused, and nothing is written."""
+    from myriad.train.convert import export_hugging_face
+
+    done = export_hugging_face(path, out, dtype.value)
+    if json:
+        typer.echo(json_format.dumps(done))
+        return
+    typer.echo(f"{out}: {done['model_type']}, {done['parameters']:,} parameters in {done['dtype']}")
+    if done["why_no_tokenizer"]:
+        typer.echo(f"no tokenizer: {done['why_no_tokenizer']}")
+
+
+def _import(
+    folder: Annotated[
+        Path, typer.Argument(metavar="HF_FOLDER", help="Folder with config.json and model.safetensors.")
+    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to make: new, or empty.")],
+    json: _Json = False,
+) -> None:
+    """Make a run of Hugging Face weights: to sample from, and to train from with --init-from."""
+    from myriad.train.convert import import_hugging_face
+
+    done = import_hugging_face(folder, run)
+    if json:
+        typer.echo(json_format.dumps(done))
+        return
+    tokenizer = "with its tokenizer" if done["tokenizer"] else "without a tokenizer: no text can be made"
+    typer.echo(f"{run}: {done['parameters']:,} parameters, {tokenizer}")
+    typer.echo(
+        f"train from it: myriad train {run}/job.toml --run NAME --init-from {run} --data.corpus CORPUS"
+    )

@@ -1,0 +1,79 @@
+"""Runs to Hugging Face's folders, and back."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.hugging_face import HuggingFaceWeights, is_hugging_face, staged_folder, write_folder
+from myriad.checkpoint.hugging_face_config import kind_of
+from myriad.checkpoint.store import save
+from myriad.checkpoint.weights import CheckpointWeights
+from myriad.data.config import DataConfig
+from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from myriad.errors import BadInputError
+from myriad.job import Job
+from myriad.model.rectangle import Rectangle
+from myriad.run import Run
+from myriad.train.inputs import tokenizer_of
+from myriad.train.weights import job_of, open_weights
+
+__all__ = ["export_hugging_face", "import_hugging_face"]
+
+
+def export_hugging_face(path: str, out: Path, dtype: Literal["float32", "bfloat16"]) -> dict[str, Any]:
+    """Writes the weights of a run (its newest whole checkpoint) or of one checkpoint to ``out``; gives what
+    was written. Raises `BadInputError`, with nothing written, for a model that has no counterpart."""
+    weights = open_weights(path, "PATH", every_byte=True)
+    job = job_of(weights) if isinstance(weights, CheckpointWeights) else None
+    if job is None:
+        allowed = "must be a run, or a checkpoint in one: its job.toml says what the model is"
+        raise BadInputError("PATH", path, allowed)
+    kind = kind_of(job.model)
+    tokenizer, why_not = _tokenizer(weights.run, job)
+    write_folder(weights, job.model, out, tokenizer, dtype)
+    return {
+        "checkpoint": weights.where,
+        "out": str(out),
+        "model_type": kind,
+        "dtype": dtype,
+        "parameters": job.model.num_parameters(),
+        "tokenizer": tokenizer is not None,
+        "why_no_tokenizer": why_not,
+    }
+
+
+def _tokenizer(run: Path | None, job: Job) -> tuple[Tokenizer | None, str | None]:
+    """The run's, or why there is none: a corpus that is gone does not keep weights from being written."""
+    try:
+        tokenizer = None if run is None else tokenizer_of(Run(run), job)
+    except BadInputError as error:
+        return None, str(error)
+    return tokenizer, None if tokenizer else f"{job.data.corpus} has no {TOKENIZER_FILE} beside it"
+
+
+def import_hugging_face(folder: Path, out: Path) -> dict[str, Any]:
+    """Makes the run folder ``out`` of Hugging Face's ``folder``: a job with its model, a checkpoint of step
+    0, its tokenizer; gives what was made. The job reads a corpus in ``out/corpus``, which is not there yet.
+
+    Holds the whole model in memory. Raises `BadInputError`, with nothing written, for what cannot be read."""
+    if not is_hugging_face(folder):
+        raise BadInputError("HF_FOLDER", str(folder), "must be a folder with config.json and safetensors")
+    weights = HuggingFaceWeights(folder)
+    assert weights.model is not None, "config.json says what the model is"
+    named = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", out.name)
+    data = DataConfig(corpus=str(out / "corpus"))
+    job = Job(name=out.name if named else "imported", model=weights.model, data=data).check()
+    has_tokenizer = (folder / TOKENIZER_FILE).is_file()
+    with staged_folder(out) as partial:
+        run = Run(partial)
+        run.create_or_resume(job)
+        if has_tokenizer:
+            shutil.copyfile(folder / TOKENIZER_FILE, partial / TOKENIZER_FILE)
+        values = {f"model.{name}": weights.read(name).float() for name in weights.shapes}
+        parts = [Rectangle(name, tuple(x.shape), (0,) * x.dim(), x) for name, x in values.items()]
+        save(CheckpointFolder(run.checkpoints_path), 0, parts, {"step": 0, "optimizer_steps": 0})
+        run.append_event("import", source=str(folder), tensors=len(parts))
+    parameters = weights.model.num_parameters()
+    return {"source": str(folder), "run": str(out), "parameters": parameters, "tokenizer": has_tokenizer}

@@ -1,0 +1,174 @@
+"""Where a fresh run's weights come from, when not from its seed.
+
+    before any rank     names and shapes of the source against the model's, from headers alone
+    rank 0              verifies every byte, tells the others which checkpoint it is
+    every rank          reads the tensors that it holds a part of, one at a time, and copies its rectangles
+
+A run that holds nothing but an imported checkpoint of step 0 begins from that one.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.hugging_face import HuggingFaceWeights
+from myriad.checkpoint.weights import Shapes, Weights
+from myriad.data.corpus import open_corpora
+from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from myriad.errors import BadInputError, MyriadError
+from myriad.job import Job
+from myriad.model.boundary import Boundary
+from myriad.model.config import ModelConfig
+from myriad.model.gpt import GPT
+from myriad.model.rectangle import Rectangle
+from myriad.parallel.engine import Engine
+from myriad.run import Run
+from myriad.train.weights import open_weights
+
+__all__ = ["check_initial", "fill_initial"]
+
+_KEY, _PREFIX = "train.init_from", "model."
+_SAME = {
+    "heads": "heads",
+    "num_kv_heads": "kv_heads",
+    "head_width": "head_dim",
+    "block": "block",
+    "position": "position",
+    "norm": "norm",
+    "activation": "activation",
+}
+"""Of a model, and its key: where these differ, equal shapes mean nothing."""
+_TOLD = ("vocabulary", "rotary_base", "norm_epsilon", "window", "window_pattern")
+"""Where these differ, the run says so: somebody may mean it."""
+
+
+def check_initial(run: Run, job: Job) -> None:
+    """Refuses weights of another model before any rank starts. Raises `BadInputError` with the first tensor
+    that differs. Nothing is looked at where the run has a checkpoint of its own."""
+    if job.train.init_from is not None and not CheckpointFolder(run.checkpoints(job)).steps():
+        _open(job.train.init_from, job)
+
+
+def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
+    """Sets the parameters of a run that begins; every rank calls it. Gives what was done, for the run's
+    events, or ``None`` where the seed's values stay."""
+    source = _agree(lambda: _imported(run, job), engine) or job.train.init_from
+    if source is None:
+        return None
+    weights = _open(_agree(lambda: _open(source, job, every_byte=True).where, engine), job)
+    for name, parts in _by_name(engine.all_rectangles()).items():
+        _fill(parts, weights.read(name))
+    engine.loaded()
+    kind = "hugging_face" if isinstance(weights, HuggingFaceWeights) else "checkpoint"
+    told = {"source": weights.where, "kind": kind, "tensors": len(weights.shapes)}
+    differs = _differences(weights.model, job.model)
+    if engine.groups.grid.rank == 0:
+        differs |= _other_tokenizer(weights, job)
+    return told | ({"differs": differs} if differs else {})
+
+
+def _open(source: str, job: Job, *, every_byte: bool = False) -> Weights:
+    multiple = job.model.vocabulary_multiple
+    weights = open_weights(source, _KEY, vocabulary_multiple=multiple, every_byte=every_byte)
+    _refuse_other_shapes(source, _shapes_of(job.model), weights.shapes)
+    if weights.model is not None:
+        _refuse_other_kind(source, job.model, weights.model)
+    return weights
+
+
+def _imported(run: Run, job: Job) -> str | None:
+    """The checkpoint of step 0 that an import has left, if the run begins with one."""
+    folder = CheckpointFolder(run.checkpoints(job))
+    return folder.at_step(0).where if 0 in folder.steps() else None
+
+
+_Told = TypeVar("_Told")
+
+
+def _agree(find: Callable[[], _Told], engine: Engine) -> _Told:
+    """What rank 0 found, on every rank; or its error."""
+    told: list[Any] = [None]
+    if engine.groups.grid.rank == 0:
+        try:
+            told = [find()]
+        except MyriadError as error:
+            told = [error]
+    if engine.groups.world is not None:
+        dist.broadcast_object_list(told, src=0)
+    if isinstance(told[0], MyriadError):
+        raise told[0]
+    found: _Told = told[0]
+    return found
+
+
+def _shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of every tensor that a checkpoint of the model holds."""
+    definition = GPT(model, seed=0)
+    shapes: dict[str, tuple[int, ...]] = {}
+    with torch.device("meta"):
+        for index, prefix in enumerate(definition.names):
+            layer = definition.build(index, Boundary())
+            shapes |= {f"{prefix}.{name}": tuple(x.shape) for name, x in layer.named_parameters()}
+    return {name: shape for name, shape in shapes.items() if name not in definition.tied}
+
+
+def _refuse_other_shapes(source: str, here: Shapes, there: Shapes) -> None:
+    other = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    if not other:
+        return
+    name, nothing = other[0], "nothing"
+    shapes = f"{name} is {here.get(name, nothing)} here, {there.get(name, nothing)} there"
+    more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
+    raise BadInputError(_KEY, source, f"weights of another model: {shapes}{more}")
+
+
+def _refuse_other_kind(source: str, here: ModelConfig, there: ModelConfig) -> None:
+    for name, key in _SAME.items():
+        own, other = getattr(here, name), getattr(there, name)
+        if own != other:
+            raise BadInputError(
+                _KEY, source, f"weights of another model: model.{key} is {own!r} here, {other!r} there"
+            )
+
+
+def _differences(there: ModelConfig | None, here: ModelConfig) -> dict[str, Any]:
+    """Keys of the model to (there, here), where equal shapes do not show it."""
+    if there is None:
+        return {}
+    pairs = {key: (getattr(there, key), getattr(here, key)) for key in _TOLD}
+    return {f"model.{key}": pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _other_tokenizer(weights: Weights, job: Job) -> dict[str, Any]:
+    """Fingerprints of the tokenizer that the weights know and of the corpus's, if both are known and
+    differ."""
+    here = open_corpora(job.data, job.model.sequence).fingerprint
+    there = None
+    if weights.run is not None:
+        events = Run(weights.run).read_events()
+        there = next((event.get("fingerprint") for event in events if event["event"] == "corpus"), None)
+    for folder in (weights.run, Path(weights.where)):
+        if folder is not None and (folder / TOKENIZER_FILE).is_file():
+            with contextlib.suppress(BadInputError):  # one that ends no document: nothing to compare
+                there = Tokenizer.load(folder).fingerprint
+    return {"tokenizer": (there, here)} if there and here and there != here else {}
+
+
+def _by_name(rectangles: Iterator[Rectangle]) -> Mapping[str, list[Rectangle]]:
+    """This rank's parts of the model's tensors."""
+    parts: dict[str, list[Rectangle]] = {}
+    for part in rectangles:
+        if part.name.startswith(_PREFIX):
+            parts.setdefault(part.name.removeprefix(_PREFIX), []).append(part)
+    return parts
+
+
+def _fill(parts: list[Rectangle], whole: torch.Tensor) -> None:
+    for part in parts:
+        spans = zip(part.offsets, part.values.shape, strict=True)
+        part.values.copy_(whole[tuple(slice(start, start + size) for start, size in spans)])

@@ -1,0 +1,360 @@
+"""If these break: a model that leaves for Hugging Face, or comes from there, computes something else than it
+did."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+import pytest
+import torch
+import transformers
+from hugging_face_case import GPT2, LLAMA, TINY, exported, our_logits, random_weights, tokens_of
+from safetensors.torch import load_file, save_file
+from tiny_corpora import make_corpus
+from typer.testing import CliRunner, Result
+
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.hugging_face import HuggingFaceWeights
+from myriad.checkpoint.hugging_face_config import kind_of, model_of
+from myriad.checkpoint.store import save
+from myriad.cli.main import build_app
+from myriad.errors import BadInputError
+from myriad.job import load_job
+from myriad.model.config import ModelConfig
+from myriad.model.rectangle import Rectangle
+from myriad.run import Run
+from myriad.train.sample import open_run
+
+OURS = {
+    "llama, shared heads": LLAMA,
+    "llama, untied": LLAMA | {"tied": False},
+    "llama, wide heads": LLAMA | {"head_dim": 16, "tied": False},
+    "llama, window in no layer": LLAMA | {"window": 4, "window_pattern": (False,)},
+    "mistral": LLAMA | {"window": 5, "rotary_base": 1e4},
+    "arcee": TINY,
+    "arcee, relu2": TINY | {"activation": "relu2", "kv_heads": 1},
+    "arcee, tanh": TINY | {"activation": "gelu_tanh"},
+    "gpt2": GPT2,
+    "gpt2, tanh": GPT2 | {"activation": "gelu_tanh", "ffn_hidden": 40},
+    "gpt2, untied": GPT2 | {"tied": False, "norm_epsilon": 1e-3},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def load_theirs(folder: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+@torch.no_grad()
+def their_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens).logits.float()
+
+
+@pytest.mark.parametrize("keys", OURS.values(), ids=OURS.keys())
+def test_a_model_that_leaves_gives_the_logits_it_gave_here(keys: dict[str, Any], tmp_path: Path) -> None:
+    weights = random_weights(**keys)
+    theirs = load_theirs(exported(weights, tmp_path / "out"))
+    tokens = tokens_of(weights.model)
+    assert theirs.dtype == torch.float32 and theirs.config.model_type == kind_of(weights.model)
+    expected = our_logits(weights, tokens)
+    assert expected.std() > 0.5, "logits that could differ"
+    torch.testing.assert_close(their_logits(theirs, tokens), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("keys", OURS.values(), ids=OURS.keys())
+def test_a_model_that_left_comes_back_with_its_bits(keys: dict[str, Any], tmp_path: Path) -> None:
+    weights = random_weights(**keys)
+    back = HuggingFaceWeights(exported(weights, tmp_path / "out"))
+    assert back.shapes == weights.shapes
+    for name in weights.shapes:
+        assert torch.equal(back.read(name), weights.read(name)), name
+    kept = {"num_kv_heads", "head_width", "ffn_width", "norm_epsilon", "activation", "sequence", "vocabulary"}
+    for key in kept | {"tied"} | ({"rotary_base"} if weights.model.position == "rotary" else set()):
+        assert getattr(back.model, key) == getattr(weights.model, key), key
+    windows = [[model.layer_window(layer) for layer in range(2)] for model in (back.model, weights.model)]
+    assert windows[0] == windows[1]
+
+
+SMALL = {"vocab_size": 90, "bos_token_id": None, "eos_token_id": None}
+ROTARY = SMALL | {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 24, "head_dim": 8,
+}  # fmt: skip
+SHORT = SMALL | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24}
+THEIRS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(
+        **ROTARY, rope_theta=3e4, rope_parameters={"rope_type": "default", "rope_theta": 3e4}
+    ),
+    "llama, tied, wide": lambda: transformers.LlamaConfig(
+        **(ROTARY | {"head_dim": 12}), tie_word_embeddings=True
+    ),
+    "mistral": lambda: transformers.MistralConfig(**ROTARY, sliding_window=6),
+    "mistral without a window": lambda: transformers.MistralConfig(**ROTARY, sliding_window=None),
+    "arcee": lambda: transformers.ArceeConfig(**ROTARY),
+    "gpt2": lambda: transformers.GPT2Config(**SHORT),
+    "gpt2, exact gelu": lambda: transformers.GPT2Config(**SHORT, activation_function="gelu", n_inner=72),
+}
+
+
+def random_theirs(config: Any) -> Any:
+    """With every tensor away from its initial value: biases too, the keys' among them."""
+    torch.manual_seed(4)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("config", THEIRS.values(), ids=THEIRS.keys())
+def test_a_model_that_comes_gives_the_logits_it_gave_there(config: Any, tmp_path: Path) -> None:
+    """GPT-2's keys have a bias there and none here: softmax does not see it."""
+    theirs = random_theirs(config())
+    theirs.save_pretrained(tmp_path / "theirs")
+    weights = HuggingFaceWeights(tmp_path / "theirs")
+    assert weights.model is not None
+    tokens = tokens_of(weights.model)
+    expected = their_logits(theirs, tokens)
+    torch.testing.assert_close(our_logits(weights, tokens), expected, atol=3e-5, rtol=1e-5)
+    if theirs.config.model_type == "gpt2":
+        bias = theirs.transformer.h[0].attn.c_attn.bias
+        assert bias[32:64].abs().min() > 1e-4, "the keys' bias is not nothing"
+        with torch.no_grad():
+            bias[:32] += 1
+        assert not torch.allclose(their_logits(theirs, tokens), expected, atol=1e-2), "the queries' counts"
+
+
+def test_files_as_people_have_them_are_read(tmp_path: Path) -> None:
+    """In several files; of the model without its output projection, as the hub's gpt2 is; bfloat16; the
+    rotary base where version 4 wrote it."""
+    theirs = random_theirs(THEIRS["gpt2"]())
+    theirs.save_pretrained(tmp_path / "whole")
+    theirs.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    theirs.transformer.save_pretrained(tmp_path / "base")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    assert any(name.startswith("h.0.") for name in load_file(tmp_path / "base" / "model.safetensors"))
+    whole, *others = (HuggingFaceWeights(tmp_path / name) for name in ("whole", "sharded", "base"))
+    for other in others:
+        assert other.shapes == whole.shapes
+        assert all(torch.equal(other.read(name), whole.read(name)) for name in whole.shapes)
+    llama = random_theirs(THEIRS["llama"]()).to(torch.bfloat16)
+    llama.save_pretrained(tmp_path / "llama")
+    path = tmp_path / "llama" / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    path.write_text(json.dumps(config))
+    weights = HuggingFaceWeights(tmp_path / "llama")
+    assert weights.model is not None and weights.model.rotary_base == 3e4
+    kept = llama.model.layers[1].mlp.down_proj.weight
+    assert torch.equal(weights.read("blocks.1.mlp.down.weight"), kept)
+
+
+def test_large_models_leave_in_several_files_and_in_bfloat16(tmp_path: Path) -> None:
+    weights = random_weights(**LLAMA)
+    out = exported(weights, tmp_path / "out", dtype="bfloat16", shard_bytes=10_000)
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    theirs = load_theirs(out, dtype="auto")
+    assert theirs.dtype == torch.bfloat16
+    assert index["metadata"]["total_size"] == 2 * theirs.num_parameters()
+    whole = load_theirs(exported(weights, tmp_path / "whole"))
+    rounded = whole.to(torch.bfloat16).state_dict()
+    assert all(torch.equal(rounded[name], tensor) for name, tensor in theirs.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "qwen2"}, "model_type = 'qwen2': one of llama, mistral, arcee, gpt2"),
+        ({"attention_bias": True}, "attention_bias = True: None or False"),
+        ({"hidden_act": "relu"}, "hidden_act = 'relu': silu or swish"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type = 'llama3': default"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear': default"),
+        ({"hidden_size": None}, "hidden_size = None: a whole number"),
+        ({"num_hidden_layers": 0}, "layers = 0: .*greater than or equal to 1"),
+    ],
+    ids=str,
+)
+def test_what_would_be_computed_otherwise_here_is_refused(config: dict[str, Any], told: str) -> None:
+    whole = transformers.LlamaConfig(**ROTARY).to_dict() | {"rope_parameters": None} | config
+    with pytest.raises(BadInputError, match=told) as caught:
+        model_of(whole)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_not_those_of_the_config_are_refused_with_the_tensor(tmp_path: Path) -> None:
+    out = exported(random_weights(**LLAMA), tmp_path / "out")
+    file = out / "model.safetensors"
+    tensors = load_file(file)
+    bad = tensors.pop("model.layers.1.mlp.down_proj.weight")
+    save_file(tensors, file)
+    with pytest.raises(
+        BadInputError, match=r"layers\.1\.mlp\.down_proj\.weight should be \(32, 48\), is not there"
+    ):
+        HuggingFaceWeights(out)
+    save_file(tensors | {"model.layers.1.mlp.down_proj.weight": bad[:, :40].contiguous()}, file)
+    with pytest.raises(BadInputError, match=r"should be \(32, 48\), is \(32, 40\)"):
+        HuggingFaceWeights(out)
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(BadInputError, match="not readable"):
+        HuggingFaceWeights(out)
+
+
+# From the command line
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def make_run(path: Path, corpus: Path, **keys: Any) -> Run:
+    """With a checkpoint after 7 steps."""
+    run = Run(path)
+    model = keys | {"vocabulary": 320}
+    overrides = [f"model.{key}={json.dumps(value)}" for key, value in model.items()]
+    job = load_job("tiny", [f"data.corpus={corpus}", *overrides])
+    run.create_or_resume(job)
+    weights = random_weights(**job.model.model_dump())
+    values = {f"model.{name}": weights.read(name) for name in weights.shapes}
+    values["optimizer.first.embedding.tokens.weight"] = torch.ones(3)
+    parts = [Rectangle(name, tuple(x.shape), (0,) * x.dim(), x) for name, x in values.items()]
+    save(CheckpointFolder(run.checkpoints_path), 7, parts, {"step": 7})
+    return run
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(build_app(), ["checkpoint", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("whole_run", [True, False], ids=["run", "checkpoint"])
+def test_a_run_leaves_with_its_tokenizer_and_comes_back_to_say_the_same(
+    whole_run: bool, tmp_path: Path, corpus: Path
+) -> None:
+    run = make_run(tmp_path / "run", corpus, **LLAMA)
+    done = command(
+        "export", run.path if whole_run else run.checkpoints_path / "step-7", tmp_path / "hf", "--json"
+    )
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["model_type"] == "llama" and json.loads(done.stdout)["tokenizer"]
+    theirs, tokenizer = (
+        load_theirs(tmp_path / "hf"),
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"),
+    )
+    text = "alpha épsilon 漢字 eta[3];"
+    own = open_run(run)._tokenizer
+    assert tokenizer.encode(text) == own.encode(text) and tokenizer.decode(own.encode(text)) == text
+    assert tokenizer.eos_token_id == theirs.config.eos_token_id == own.end_of_document
+    assert theirs.generation_config.eos_token_id == own.end_of_document
+    ids = torch.tensor([own.encode("alpha")])
+    said = theirs.generate(ids, attention_mask=ids * 0 + 1, max_new_tokens=8, do_sample=False)[
+        0, ids.shape[1] :
+    ]
+    ours = "".join(open_run(run).generate("alpha", 8, temperature=0))
+    assert own.decode(said.tolist(), skip_special=True).startswith(ours) and ours
+
+    made = command("import", tmp_path / "hf", tmp_path / "back")
+    assert made.exit_code == 0 and "with its tokenizer" in made.stdout, made.output
+    back = Run(tmp_path / "back")
+    assert "".join(open_run(back).generate("alpha", 8, temperature=0)) == ours
+    assert command("export", back.path, tmp_path / "again").exit_code == 0
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "again"))
+    assert first.keys() == second.keys() and all(torch.equal(second[name], x) for name, x in first.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "back", "hf", "run"]
+
+
+NO_COUNTERPART = [
+    ({"block": "parallel"}, "model.block = 'parallel': serial"),
+    ({"position": "none"}, "model.position = 'none': rotary with norm = rms"),
+    ({"position": "learned"}, "model.position = 'learned': rotary with norm = rms"),
+    ({"bias": True}, "model.bias = True: false with norm = rms"),
+    (
+        {"window": 4, "window_pattern": [True, False]},
+        r"model.window_pattern = \[True, False\]: the same in every",
+    ),
+    ({"window": 4}, "model.activation = 'gelu': swiglu with a window"),
+    (GPT2 | {"bias": False}, "model.bias = False: .*true with layer"),
+    (GPT2 | {"position": "rotary"}, "model.position = 'rotary': learned with norm = layer"),
+    (GPT2 | {"activation": "relu2"}, "model.activation = 'relu2': gelu or gelu_tanh with norm = layer"),
+    (GPT2 | {"window": 4}, "model.window = 4: off with norm = layer"),
+    (GPT2 | {"kv_heads": 2}, "model.kv_heads = 2: 4, as heads"),
+    (GPT2 | {"head_dim": 16}, "model.head_dim = 16: 8, hidden / heads"),
+]
+
+
+@pytest.mark.parametrize(("keys", "told"), NO_COUNTERPART, ids=str)
+def test_a_model_without_a_counterpart_is_refused_and_nothing_is_written(
+    keys: dict[str, Any], told: str, tmp_path: Path, corpus: Path
+) -> None:
+    run = make_run(tmp_path / "run", corpus, **(TINY | keys))
+    done = command("export", run.path, tmp_path / "hf")
+    assert isinstance(done.exception, BadInputError)
+    with pytest.raises(BadInputError, match=told) as caught:
+        raise done.exception
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_is_there_already_stays_as_it_is(tmp_path: Path, corpus: Path) -> None:
+    run = make_run(tmp_path / "run", corpus, **LLAMA)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    for arguments in [("export", run.path), ("import", exported(random_weights(**LLAMA), tmp_path / "hf"))]:
+        refused = command(*arguments, tmp_path / "full")
+        assert isinstance(refused.exception, BadInputError)
+        assert "must be new or an empty folder" in str(refused.exception)
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine.txt"]
+
+
+def test_what_a_kill_left_halfway_is_replaced(tmp_path: Path) -> None:
+    weights = random_weights(**LLAMA)
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "model-00001-of-00009.safetensors").write_bytes(b"half")
+    (tmp_path / "out").mkdir()
+    out = exported(weights, tmp_path / "out")
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "who reads one file may read all"
+    assert not (tmp_path / ".out.partial").exists()
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+
+
+def test_a_damaged_checkpoint_does_not_leave(tmp_path: Path, corpus: Path) -> None:
+    run = make_run(tmp_path / "run", corpus, **LLAMA)
+    (path,) = (run.checkpoints_path / "step-7").glob("*.distcp")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    done = command("export", run.path, tmp_path / "hf")
+    assert isinstance(done.exception, BadInputError) and "its bytes changed" in str(done.exception)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_run_whose_corpus_is_gone_leaves_without_a_tokenizer_and_says_so(
+    tmp_path: Path, corpus: Path
+) -> None:
+    run = make_run(tmp_path / "run", corpus, **LLAMA)
+    text = run.job_path.read_text().replace(str(corpus), str(tmp_path / "gone"))
+    run.job_path.write_text(text)
+    done = command("export", run.path, tmp_path / "hf")
+    assert done.exit_code == 0 and "no tokenizer: data.corpus" in done.stdout
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+    assert load_theirs(tmp_path / "hf").config.eos_token_id is None
+
+
+def test_recipes_of_known_models_have_a_counterpart() -> None:
+    kinds = {name: kind_of(load_job(name).model) for name in ("embedded", "tiny", "llama3-8b", "gpt2-124m")}
+    assert kinds == {"embedded": "arcee", "tiny": "arcee", "llama3-8b": "llama", "gpt2-124m": "gpt2"}
+    assert kind_of(ModelConfig(**(LLAMA | {"window": 5}))) == "mistral"

@@ -1,0 +1,132 @@
+"""If these fail, what was written is not what is read, or a kill leaves half a file under a good name."""
+
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from myriad.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    encode_manifest,
+    hash_of,
+    parse_manifest,
+    record_pieces,
+    record_plain,
+)
+from myriad.checkpoint.piece import Piece, join_pieces, snapshot_bytes, split_pieces
+from myriad.checkpoint.storage import LocalStorage, open_storage
+from myriad.checkpoint.wire import Closed, Wire
+from myriad.checkpoint.writing import check_file, write_pieces
+from myriad.errors import BadInputError
+
+SIZES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2_000_000), st.integers(0, 40)), max_size=6)
+
+
+def pieces_of(sizes) -> tuple[list[Piece], dict[str, bytes]]:
+    pieces, data, start = [], {}, 0
+    for number, (head, size, tail) in enumerate(sizes):
+        name = f"t{number}"
+        data[name] = os.urandom(size)
+        pieces.append(Piece(name, (size,), "uint8", (0,), (size,), size, start, b"h" * head, b"t" * tail))
+        start += size
+    return pieces, data
+
+
+@settings(deadline=None)
+@given(SIZES, st.data())
+def test_a_file_of_pieces_is_read_back_and_any_changed_byte_is_named_by_its_chunk(
+    tmp_path_factory, sizes, draw
+):
+    storage = LocalStorage(tmp_path_factory.mktemp("files"))
+    pieces, data = pieces_of(sizes)
+    record = record_pieces(pieces, [hash_of(data[piece.tensor]) for piece in pieces])
+    write_pieces(storage, "a/file", pieces, lambda piece: memoryview(data[piece.tensor]))
+    assert check_file(storage, "a/file", record) == []
+    path, size = storage.root / "a/file", record.bytes
+    assert path.stat().st_size == size
+    if size:
+        at = draw.draw(st.integers(0, size - 1))
+        content = bytearray(path.read_bytes())
+        content[at] ^= 1 << draw.draw(st.integers(0, 7))
+        path.write_bytes(content)
+        (number,) = (n for n, chunk in enumerate(record.chunks) if chunk.start <= at < chunk.stop)
+        (problem,) = check_file(storage, "a/file", record)
+        assert problem.startswith(f"chunk {number} (t{number}[")
+
+
+@given(SIZES)
+def test_pieces_survive_the_way_to_another_process(sizes):
+    pieces, data = pieces_of(sizes)
+    assert split_pieces(*join_pieces(pieces)) == pieces
+    assert snapshot_bytes(pieces) == sum(map(len, data.values()))
+
+
+def test_a_manifest_is_read_as_written_and_not_otherwise():
+    pieces, data = pieces_of([(3, 5, 2), (0, 0, 4)])
+    files = {"f": record_pieces(pieces, [hash_of(x) for x in data.values()]), "g": record_plain(b"abc")}
+    tensors = {"t0": {"shape": [5], "dtype": "uint8"}}
+    manifest = Manifest(7, 2, 1.5, {"step": 7}, {"dp": 2}, {"samples": 9}, {"myriad": "1"}, tensors, files)
+    content = encode_manifest(manifest)
+    assert parse_manifest(content) == manifest and manifest.num_bytes == files["f"].bytes + 3
+    assert FileRecord.parse(files["f"].as_json()) == files["f"]
+    with pytest.raises(ValueError, match="changed"):
+        parse_manifest(content.replace(b'"step": 7', b'"step": 8', 1))
+    newer = content.replace(b'"version": 2', b'"version": 3')
+    with pytest.raises(ValueError, match="changed"):
+        parse_manifest(newer)
+    assert replace(manifest, step=8) != manifest
+
+
+def test_a_format_of_a_newer_program_is_said_to_be_one(monkeypatch):
+    import myriad.checkpoint.manifest as module
+
+    monkeypatch.setattr(module, "VERSION", 3)
+    content = encode_manifest(Manifest(1, 1, 0.0, {}, {}, {}, {}, {}, {}))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="of version 3; this program reads version 2"):
+        parse_manifest(content)
+
+
+def test_a_replaced_file_is_the_old_or_the_new_one(tmp_path: Path):
+    storage = open_storage(f"file://{tmp_path}")
+    storage.put("a/b", b"old")
+    storage.put("a/b", b"newer")
+    assert storage.read("a/b") == b"newer" and storage.names("a") == ["b"] and storage.size("a/b") == 5
+    view = memoryview(bytearray(10))
+    assert storage.read_into("a/b", 2, view) == 3 and bytes(view[:3]) == b"wer"
+    storage.rename("a", "c")
+    assert storage.names() == ["c"] and storage.size("a/b") is None and storage.names("nowhere") == []
+    storage.remove("c")
+    storage.remove("c")
+    assert storage.names() == []
+
+
+@pytest.mark.parametrize("url", ["nosuch://bucket/x", "s4://x"])
+def test_a_scheme_that_nobody_knows_is_refused_in_one_line(url):
+    with pytest.raises(BadInputError, match=r"checkpoint\.url = '.*': cannot be opened") as caught:
+        open_storage(url)
+    assert "\n" not in str(caught.value)
+
+
+def test_messages_bring_bytes_and_descriptors_and_a_closed_line_is_told():
+    one, other = (Wire(end) for end in socket.socketpair())
+    reading, writing = os.pipe()
+    one.send({"op": "x"}, b"payload", [writing])
+    message, payload, (descriptor,) = other.receive()
+    assert message == {"op": "x"} and bytes(payload) == b"payload"
+    os.write(descriptor, b"!")
+    assert os.read(reading, 1) == b"!"
+    for each in (reading, writing, descriptor):
+        os.close(each)
+    one.close()
+    with pytest.raises(Closed):
+        other.receive()
+    with pytest.raises(Closed):
+        for _ in range(2):
+            other.send({})
+    other.close()

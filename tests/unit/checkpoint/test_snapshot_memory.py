@@ -1,0 +1,75 @@
+"""If these fail, the only whole snapshot is overwritten, or one that is still being stored."""
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from myriad.checkpoint.memory import SnapshotMemory
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["take", "hold", "tear", "release"]), st.integers(0, 3)), max_size=40
+)
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def create(num_slots: int, slot_bytes: int = 100) -> tuple[SnapshotMemory, SnapshotMemory]:
+        """The rank's and the keeper's view of the same memory."""
+        descriptor = SnapshotMemory.create(num_slots, slot_bytes)
+        made.append(descriptor)
+        return SnapshotMemory(descriptor), SnapshotMemory(descriptor)
+
+    yield create
+    for descriptor in made:
+        os.close(descriptor)
+
+
+@given(st.integers(2, 4), ACTIONS)
+def test_a_held_snapshot_stays_and_one_whole_one_is_always_there(num_slots, actions):
+    descriptor = SnapshotMemory.create(num_slots, 8)
+    rank, keeper = SnapshotMemory(descriptor), SnapshotMemory(descriptor)
+    os.close(descriptor)
+    held: set[int] = set()
+    newest = step = 0
+    for action, number in actions:
+        step += 1
+        if action == "release":
+            known = [slot for slot in keeper.whole() if slot.held]
+            if known:
+                chosen = known[number % len(known)]
+                keeper.release(chosen.index)
+                held.discard(chosen.step)
+            continue
+        before = {slot.step for slot in keeper.whole()}
+        slot = rank.begin(step)
+        during = {slot.step for slot in keeper.whole()}
+        assert held <= during, "what is held is never overwritten"
+        assert not before or during, "one whole snapshot is always there"
+        if slot is None:
+            assert during == before
+            continue
+        if len(before - held) > 1:
+            assert newest in during, "the newest is not the one that goes"
+        assert keeper.step_of(slot) is None, "a slot that is being filled holds nothing"
+        if action == "tear":
+            continue
+        rank.view(slot, 0, 8)[:] = step.to_bytes(8, "little")
+        rank.end(slot, hold=action == "hold")
+        newest = step
+        held |= {step} if action == "hold" else set()
+        assert keeper.step_of(slot) == step
+    for slot in keeper.whole():
+        assert int.from_bytes(keeper.view(slot.index, 0, 8), "little") == slot.step
+
+
+def test_both_sides_see_the_same_bytes_in_slots_of_whole_pages(make):
+    rank, keeper = make(3, 5000)
+    assert rank.num_slots == 3 and rank.slot_bytes % os.sysconf("SC_PAGE_SIZE") == 0
+    rank.touch()
+    rank.view(2, 4990, 5)[:] = b"abcde"
+    assert bytes(keeper.view(2, 4990, 5)) == b"abcde" and not any(keeper.view(1))
+    assert rank.slot_address(1) - rank.slot_address(0) == rank.slot_bytes
