@@ -67,13 +67,15 @@ class Keeper:
     # Messages of the ranks of this node
 
     def join(self, message: Message, payload: memoryview) -> Member:
-        """A rank of the newest attempt. Members of an earlier one become the past, to load from."""
+        """A rank of the newest attempt. Raises ``OSError`` for one of an older attempt."""
+        attempt = message["attempt"]
         with self._lock:
-            if message["attempt"] > self._attempt:
-                self._forget_past()
-                self._past = list(self._members.values())
+            if attempt < self._attempt:
+                raise OSError(f"attempt {self._attempt} has taken over; this is attempt {attempt}")
+            if attempt > self._attempt:
+                self._set_past(message["resumed"])
                 self._members, self._wanted, self._busy = {}, {}, {}
-                self._attempt, self._num_local = message["attempt"], message["num_local"]
+                self._attempt, self._num_local = attempt, message["num_local"]
                 self._storing = self._copies = None
         pieces = split_pieces(message["pieces"], bytes(payload))
         descriptor = SnapshotMemory.create(message["num_slots"], snapshot_bytes(pieces))
@@ -82,6 +84,18 @@ class Keeper:
         with self._lock:
             self._members[member.rank] = member
         return member
+
+    def _set_past(self, resumed: int | None) -> None:
+        """The step that a new attempt goes on from stays, from however many attempts ago, until the new one
+        has snapshots of its own. Newer ones never count again: they were no good."""
+        before = {id(one): one for one in (*self._past, *self._members.values(), *self._copied.values())}
+        kept = {key for key, one in before.items() if resumed is not None and resumed in one.steps()}
+        self._past = [one for key, one in before.items() if key in kept and not one.copied]
+        self._copied = {key: one for key, one in self._copied.items() if id(one) in kept}
+        for key, one in before.items():
+            one.newest = resumed
+            if key not in kept:
+                one.close()
 
     def configure(self, message: Message, payload: memoryview) -> None:
         """How this attempt stores, from the first rank of the node."""
@@ -104,25 +118,26 @@ class Keeper:
     def whole(self, member: Member, message: Message) -> None:
         """A rank has copied its state into a slot."""
         step = message["step"]
-        self._to_hash.put((member, message["slot"], step))
         with self._lock:
+            if self._members.get(member.rank) is not member:
+                return  # of an earlier attempt
+            self._to_hash.put((member, message["slot"], step))
             here = self._wanted.setdefault(step, {})
             here[member.rank] = message
             self._arrived.notify_all()
             if len(here) < self._num_local:
                 return
             self._drop_before(step)
-        storing, copies = self._storing, self._copies
-        if storing is None:
-            return
-        if message["durable"]:
-            self._begin(self._store, _Request(step, message["last"]))
-        if message["copies"] and copies is not None:
-            self._begin(self._copy, _Request(step))
+            if self._storing is None:
+                return
+            if message["durable"]:
+                self._begin(self._store, _Request(step, message["last"]))
+            if message["copies"] and self._copies is not None:
+                self._begin(self._copy, _Request(step))
 
     def _begin(self, work: Callable[[_Request], None], request: _Request) -> None:
-        with self._lock:
-            self._busy[request.step] = self._busy.get(request.step, 0) + 1
+        """With the lock held: no later step may release what is about to be stored."""
+        self._busy[request.step] = self._busy.get(request.step, 0) + 1
         threading.Thread(target=self._work, args=(work, request), daemon=True).start()
 
     def _work(self, work: Callable[[_Request], None], request: _Request) -> None:

@@ -40,9 +40,11 @@ class KeeperClient:
         process = _start(name, log) if starts else None
         deadline = time.monotonic() + _START_SECONDS
         while (wire := _connect(name)) is None:
-            ended = process is not None and process.poll() is not None
-            if ended or time.monotonic() > deadline:
+            code = None if process is None else process.poll()
+            if code or time.monotonic() > deadline:
                 raise RunFailedError(f"the checkpoint process did not start (log: {log})")
+            if code == 0:  # an older one still had the name, and was about to end
+                process = _start(name, log)
             time.sleep(_POLL_SECONDS)
         return wire
 
@@ -61,12 +63,17 @@ class KeeperClient:
         world: int,
         num_local: int,
         num_slots: int,
+        resumed: int | None = None,
     ) -> SnapshotMemory:
-        """Memory for this rank's snapshots."""
+        """Memory for this rank's snapshots; ``resumed``: the step that this attempt goes on from. Raises
+        `RunFailedError` when there is none."""
         values, envelopes = join_pieces(pieces)
         who = {"attempt": attempt, "rank": rank, "world": world, "num_local": num_local}
         message = {"op": "join", "num_slots": num_slots, "pieces": values, **who}
-        _, _, (descriptor,) = self._ask(message, envelopes)
+        answer, _, descriptors = self._ask(message | {"resumed": resumed}, envelopes)
+        if "problem" in answer:
+            raise RunFailedError(f"no memory for snapshots: {answer['problem']}")
+        (descriptor,) = descriptors
         memory = SnapshotMemory(descriptor)
         os.close(descriptor)
         return memory
@@ -121,7 +128,7 @@ def keeper_name(run: Path, node: int | None = None) -> str:
 
 def list_in_memory(run: Path) -> list[tuple[int, int]]:
     """Steps that all ranks of this machine have in memory, with their bytes; none without a keeper."""
-    wire = _connect(keeper_name(run))
+    wire = _connect(keeper_name(run), _LIST_SECONDS)
     if wire is None:
         return []
     with suppress(OSError):
@@ -140,14 +147,20 @@ def list_in_memory(run: Path) -> list[tuple[int, int]]:
     return []
 
 
-def _connect(name: str) -> Wire | None:
+def _connect(name: str, seconds: float = _START_SECONDS) -> Wire | None:
+    """To a keeper that has heard of it, and so does not end now."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    wire = Wire(connection)
     try:
         connection.connect(f"\0{name}")
+        wire.patience(seconds)
+        wire.send({"op": "hello"})
+        wire.receive()
+        wire.patience(None)
     except OSError:
-        connection.close()
+        wire.close()
         return None
-    return Wire(connection)
+    return wire
 
 
 def _start(name: str, log: Path) -> "subprocess.Popen[bytes]":

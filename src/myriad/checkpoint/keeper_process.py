@@ -33,7 +33,7 @@ class _Server:
         self.keeper = Keeper()
         self._lock = threading.Lock()
         self._ranks, self._patience = 0, _ALONE_SECONDS
-        self._said_good_bye = self._joined = self._flushed = False
+        self._said_good_bye = self._joined = self._flushed = self._is_ending = False
         self._last_change = time.monotonic()
         self._token = ""
         self._tcp: socket.socket | None = None
@@ -59,6 +59,8 @@ class _Server:
 
     def _serve_rank(self, wire: Wire) -> None:
         with self._lock:
+            if self._is_ending:
+                return
             self._ranks, self._patience = self._ranks + 1, 0.0
             self._said_good_bye = self._flushed = False
         member: Member | None = None
@@ -86,12 +88,18 @@ class _Server:
             assert member is not None, "a rank joins first"
             keeper.whole(member, message)
         elif op == "join":
+            try:
+                member = keeper.join(message, payload)
+            except OSError as error:
+                wire.send({"problem": str(error)})
+                return None
             self._joined = True
-            member = keeper.join(message, payload)
             wire.send({"num_bytes": member.memory.num_bytes}, descriptors=[member.descriptor])
         elif op == "configure":
             self._token = message["token"]
             keeper.configure(message, payload)
+            wire.send({})
+        elif op == "hello":
             wire.send({})
         elif op == "port":
             wire.send({"port": self._port()})
@@ -158,10 +166,12 @@ class _Server:
     def stay(self) -> None:
         """Returns when nobody needs the keeper any more."""
         begun = time.monotonic()
-        while not self._joined and (self._ranks or time.monotonic() - begun < self._patience):
+        while not self._is_ending:
             time.sleep(_POLL_SECONDS)
-        while self._joined and not self._is_over():
-            time.sleep(_POLL_SECONDS)
+            unused = not self._joined and time.monotonic() - begun > self._patience
+            if unused or (self._joined and self._is_over()):
+                with self._lock:
+                    self._is_ending = self._ranks == 0
 
     def _is_over(self) -> bool:
         with self._lock:

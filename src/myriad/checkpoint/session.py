@@ -96,6 +96,7 @@ class Session:
         self.waited_seconds = 0.0
         """For which training has waited in `take` and `settle`."""
         self.attempt = 0
+        self._resumed: int | None = None
 
     def claim(self, attempts_before: int) -> None:
         """A new attempt owns the run; earlier ones commit no more. Raises `BadInputError` when the storage
@@ -114,6 +115,7 @@ class Session:
         found: Found = find_newest(self._settings.folder, self._client, wanted, self._random, self._world)
         if found.step is None:
             return None
+        self._resumed = found.step
         load_random(self._random, found.has_random, self._device)
         progress = decode_progress(self._progress.values)
         seconds = time.perf_counter() - began
@@ -137,6 +139,7 @@ class Session:
             world=self._grid.layout.world,
             num_local=len(world.ranks_of_node[world.node]),
             num_slots=num_slots,
+            resumed=self._resumed,
         )
         ports = world.gather(self._client.port() if several and self._first else 0)
         addresses = world.gather(_own_address() if several else "")
