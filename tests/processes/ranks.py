@@ -16,9 +16,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _enter(
+def enter(
     function: Callable[..., Any], rank: int, world: int, port: int, arguments: tuple, results: Any
 ) -> None:
+    """A process becomes a rank."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -43,7 +44,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
     results = context.Queue()
     port = free_port()
     processes = [
-        context.Process(target=_enter, args=(function, rank, world, port, arguments, results), daemon=True)
+        context.Process(target=enter, args=(function, rank, world, port, arguments, results), daemon=True)
         for rank in range(world)
     ]
     for process in processes:

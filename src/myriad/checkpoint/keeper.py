@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,6 @@ _COPY_SLOTS = 2
 """Of another node's rank: the newest copy, and the one that is coming."""
 _OTHERS_WAIT_SECONDS = 60.0
 """How long a keeper waits for its own ranks' snapshots when another asks for a step."""
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Something to do with the snapshots of one step."""
-
-    step: int
-    last: bool = False
 
 
 class Keeper:
@@ -131,28 +122,28 @@ class Keeper:
             if self._storing is None:
                 return
             if message["durable"]:
-                self._begin(self._store, _Request(step, message["last"]))
+                self._begin(self._store, step)
             if message["copies"] and self._copies is not None:
-                self._begin(self._copy, _Request(step))
+                self._begin(self._copy, step)
 
-    def _begin(self, work: Callable[[_Request], None], request: _Request) -> None:
+    def _begin(self, work: Callable[[int], None], step: int) -> None:
         """With the lock held: no later step may release what is about to be stored."""
-        self._busy[request.step] = self._busy.get(request.step, 0) + 1
-        threading.Thread(target=self._work, args=(work, request), daemon=True).start()
+        self._busy[step] = self._busy.get(step, 0) + 1
+        threading.Thread(target=self._work, args=(work, step), daemon=True).start()
 
-    def _work(self, work: Callable[[_Request], None], request: _Request) -> None:
+    def _work(self, work: Callable[[int], None], step: int) -> None:
         try:
-            work(request)
+            work(step)
         finally:
             with self._lock:
-                self._busy[request.step] = self._busy.get(request.step, 1) - 1
-                free = self._busy[request.step] <= 0
+                self._busy[step] = self._busy.get(step, 1) - 1
+                free = self._busy[step] <= 0
                 if free:
-                    self._busy.pop(request.step, None)
+                    self._busy.pop(step, None)
             if free:
-                self._release(request.step)
+                self._release(step)
                 if self._copies is not None and self._storing is not None:
-                    self._copies.ask_all({"op": "release", "step": request.step})
+                    self._copies.ask_all({"op": "release", "step": step})
 
     def _release(self, step: int) -> None:
         for member in self.members():
@@ -184,23 +175,23 @@ class Keeper:
 
     # Storing and copying
 
-    def _store(self, request: _Request) -> None:
+    def _store(self, step: int) -> None:
         storing, copies, attempt = self._storing, self._copies, self._attempt
         assert storing is not None and copies is not None and self._folder is not None
-        if not storing.begin(request.step, last=request.last):
+        if not storing.begin(step):
             return
         first = self._members[0]
-        slot = first.slot_of(request.step)
+        slot = first.slot_of(step)
         progress = {} if slot is None else read_progress(first, slot)
 
         def write() -> dict[str, FileRecord]:
-            answers = copies.ask_all({"op": "store", "step": request.step})
-            files = self.store_own(request.step)
+            answers = copies.ask_all({"op": "store", "step": step})
+            files = self.store_own(step)
             for answer in answers:
                 files |= {name: FileRecord.parse(file) for name, file in answer()["files"].items()}
             return files
 
-        storing.store(request.step, attempt, write, progress)
+        storing.store(step, attempt, write, progress)
 
     def store_own(self, step: int) -> dict[str, FileRecord]:
         """Files of this node's ranks, once all of them have the snapshot."""
@@ -208,21 +199,21 @@ class Keeper:
         assert self._folder is not None, "configured"
         return store_own(self._folder.storage, step, self.members())
 
-    def _copy(self, request: _Request) -> None:
+    def _copy(self, step: int) -> None:
         copies = self._copies
         assert copies is not None
         with copies.one_at_a_time() as free:
             if not free:
                 return
             try:
-                answers = copies.ask_all({"op": "copy", "step": request.step})
-                self.copy_own(request.step)
+                answers = copies.ask_all({"op": "copy", "step": step})
+                self.copy_own(step)
                 for answer in answers:
                     answer()
                 copies.ask_all({"op": "copied"})
                 self.forget_copies_of_past()
             except OSError as error:
-                self.tell("fault", step=request.step, problem=f"snapshots not copied to other nodes: {error}")
+                self.tell("fault", step=step, problem=f"snapshots not copied to other nodes: {error}")
 
     def copy_own(self, step: int) -> None:
         """Sends this node's snapshots of a step to the nodes that keep copies of them."""
@@ -302,7 +293,7 @@ class Keeper:
                 common &= set(answer()["steps"])
             newest = max(common, default=-1)
             if newest > storing.stored_step:
-                self._store(_Request(newest, last=True))
+                self._store(newest)
 
     @property
     def is_idle(self) -> bool:

@@ -87,10 +87,10 @@ class KeeperClient:
         """Where keepers of other nodes reach this one."""
         return int(self._ask({"op": "port"})[0]["port"])
 
-    def say_whole(self, slot: int, step: int, *, durable: bool, copies: bool, last: bool) -> None:
+    def say_whole(self, slot: int, step: int, *, durable: bool, copies: bool) -> None:
         """A snapshot is complete; nothing is waited for."""
         with self._lock:
-            wants = {"durable": durable, "copies": copies, "last": last}
+            wants = {"durable": durable, "copies": copies}
             self._wire.send({"op": "whole", "slot": slot, "step": step, **wants})
 
     def wait_stored(self, step: int, seconds: float) -> Outcome | None:

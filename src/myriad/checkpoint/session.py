@@ -131,7 +131,8 @@ class Session:
         pieces, config, world = make_pieces(own), self._settings.config, self._world
         pieces_of_rank = world.gather(pieces)
         several = len(world.ranks_of_node) > 1
-        num_slots = 2 + (config.memory_every > 0) + (several and config.copies_every > 0)
+        # the newest and the next; one being stored, one that waits for it; one being copied
+        num_slots = 2 + 2 * (config.memory_every > 0) + (several and config.copies_every > 0)
         memory = self._client.join(
             pieces,
             attempt=self.attempt,
@@ -208,7 +209,8 @@ class Session:
 
     def finish(self, step: int) -> str | None:
         """Until a step is durable, on all ranks: ``None``, or why it is not."""
-        self.settle()
+        if self._snapshots is not None:
+            self._snapshots.await_told()
         problem = None
         if self._grid.rank == 0:
             seconds = self._settings.config.timeout_seconds

@@ -12,6 +12,7 @@ stream copies into the same memory, pinned, and the update waits for it on the d
 import ctypes
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,9 @@ from myriad.model.rectangle import Rectangle
 __all__ = ["Snapshots", "Wants"]
 
 
+_POLL_SECONDS = 0.01
+
+
 @dataclass(frozen=True)
 class Wants:
     """What becomes of a snapshot besides staying in memory."""
@@ -33,7 +37,7 @@ class Wants:
     durable: bool = False
     copies: bool = False
     last: bool = False
-    """Nothing comes after it: it is stored even if an earlier one must be waited for."""
+    """Nothing comes after it: it is taken even if an earlier one must be waited for."""
 
     @property
     def hold(self) -> bool:
@@ -84,8 +88,9 @@ class Snapshots:
             if not part.values.is_contiguous()
         ]
         self._jobs: queue.SimpleQueue[tuple[int, Wants] | None] = queue.SimpleQueue()
-        self._copied = threading.Event()
+        self._copied, self._told = threading.Event(), threading.Event()
         self._copied.set()
+        self._told.set()
         self._error: BaseException | None = None
         self.skipped = 0
         """Snapshots not taken because the keeper still held every slot."""
@@ -96,7 +101,9 @@ class Snapshots:
         """Begins a snapshot of the state as it is after ``step`` steps; nothing may change it before
         `settle`."""
         self.settle()
+        self._told.wait()
         self._copied.clear()
+        self._told.clear()
         self._copier.mark()
         self._jobs.put((step, wants))
 
@@ -105,6 +112,11 @@ class Snapshots:
         self._copied.wait()
         if self._error is not None:
             raise RunFailedError(f"the checkpoint process is gone: {self._error}") from self._error
+
+    def await_told(self) -> None:
+        """Returns when the keeper has been told of the last snapshot."""
+        self._told.wait()
+        self.settle()
 
     def close(self) -> None:
         """After the last one."""
@@ -121,9 +133,13 @@ class Snapshots:
                 self._error = error
             finally:
                 self._copied.set()
+                self._told.set()
 
     def _take(self, step: int, wants: Wants) -> None:
         slot = self._memory.begin(step)
+        while slot is None and wants.last:
+            time.sleep(_POLL_SECONDS)
+            slot = self._memory.begin(step)
         if slot is None:
             self.skipped += 1
             return
@@ -133,7 +149,7 @@ class Snapshots:
             torch.frombuffer(view, dtype=values.dtype).view(values.shape).copy_(values)
         self._memory.end(slot, hold=wants.hold)
         self._copied.set()
-        self._client.say_whole(slot, step, durable=wants.durable, copies=wants.copies, last=wants.last)
+        self._client.say_whole(slot, step, durable=wants.durable, copies=wants.copies)
 
 
 def _plan(rectangles: Sequence[Rectangle], pieces: Sequence[Piece]) -> list[_Copy]:

@@ -96,23 +96,28 @@ class Storing:
         self.stored_step = -1
         self._changed = threading.Condition()
         self._under_way: tuple[int, float] | None = None
+        self._waiting: int | None = None
         self._outcomes: dict[int, Outcome] = {}
 
-    def begin(self, step: int, *, last: bool = False) -> bool:
-        """Whether storing may begin now; if an earlier one is under way this step is not stored, unless it is
-        the ``last`` of a run, which waits."""
+    def begin(self, step: int) -> bool:
+        """Waits until what is under way is stored. One step waits at a time, the newest: the one before gives
+        up its place, and is not stored."""
         with self._changed:
-            if last:
-                self._changed.wait_for(lambda: self._under_way is None)
-            if self._under_way is None:
-                self._under_way = step, time.monotonic()
-                return True
-            earlier, since = self._under_way
-        seconds = time.monotonic() - since
-        self._fail(
-            step, f"step {earlier} is still being stored after {seconds:.0f} s; this one is in memory only"
-        )
-        return False
+            displaced, self._waiting = self._waiting, step
+            self._changed.notify_all()
+            slow = self._under_way
+        if displaced is not None:
+            reason = "a newer one came first"
+            if slow is not None:
+                seconds = time.monotonic() - slow[1]
+                reason = f"step {slow[0]} is still being stored after {seconds:.0f} s"
+            self._fail(displaced, f"checkpoint not stored, in memory only: {reason}")
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting != step or self._under_way is None)
+            if self._waiting != step:
+                return False
+            self._waiting, self._under_way = None, (step, time.monotonic())
+            return True
 
     def store(
         self,

@@ -1,0 +1,377 @@
+"""If these fail, a run that lost ranks, a node or its storage goes on from less than it had, or not."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import enter, free_port, run_ranks
+
+from myriad.checkpoint.config import CheckpointConfig
+from myriad.checkpoint.folder import CheckpointFolder, verify
+from myriad.checkpoint.keeper_client import list_in_memory
+from myriad.checkpoint.session import Loaded, Session, Settings
+from myriad.checkpoint.store import load_model
+from myriad.comm.groups import close_world, open_world
+from myriad.comm.layout import Layout
+from myriad.errors import BadInputError, RunFailedError
+from myriad.jsonl import JsonlTail
+from myriad.model.rectangle import Rectangle
+
+QUICK = {"linger_seconds": 60.0, "timeout_seconds": 60.0}
+ROWS = 6
+
+
+def value_of(step: int, rank: int) -> torch.Tensor:
+    """A rank's part after so many steps."""
+    return torch.arange(ROWS * 4, dtype=torch.float32).view(ROWS, 4) + 1000 * rank + step
+
+
+class Run:
+    """One rank of a run whose state is known for every step."""
+
+    def __init__(self, path: Path, world: int, per_node: int | None = None, **config: Any) -> None:
+        groups = open_world(Layout(dp=world), torch.device("cpu"))
+        self.rank, self.world = groups.grid.rank, world
+        settings = Settings(
+            CheckpointConfig(**QUICK | config),
+            run=path,
+            folder=CheckpointFolder(path / "checkpoints"),
+            events=path / "events.jsonl",
+            log=path / f"keeper-{self.rank}.log",
+            job='name = "x"\n',
+        )
+        local_rank = self.rank % (per_node or world)
+        group = groups.on_host("checkpoints")
+        self.session = Session(settings, groups.grid, local_rank, group, torch.device("cpu"))
+        shape = (ROWS * world, 4)
+        self.state = Rectangle("model.w", shape, (ROWS * self.rank, 0), torch.zeros(ROWS, 4))
+        self.session.claim(0)
+
+    def resume(self) -> Loaded | None:
+        """Also checks every byte."""
+        found = self.session.resume([self.state])
+        if found is not None:
+            assert torch.equal(self.state.values, value_of(found.step, self.rank)), f"step {found.step}"
+            assert found.progress["step"] == found.step
+        self.session.begin([self.state])
+        return found
+
+    def step(self, step: int, *, is_last: bool = False) -> None:
+        """As a trainer does it."""
+        self.session.settle()
+        self.state.values.copy_(value_of(step, self.rank))
+        wants = self.session.wants(step, is_last=is_last, due=False)
+        if wants is not None:
+            self.session.take(step, {"step": step}, wants)
+
+    def end(self, step: int) -> None:
+        """Waits until the last step is durable."""
+        assert self.session.finish(step) is None
+        self.session.close()
+        close_world()
+
+
+def all_steps(
+    path: Path, world: int, first: int, last: int, per_node: int | None = None, config: Any = None
+) -> Any:
+    """A whole run; gives what it went on from."""
+    run = Run(path, world, per_node, **config or {})
+    found = run.resume()
+    every = (config or {}).get("every", 0)
+    for step in range(first, last + 1):
+        run.step(step, is_last=step == last)
+        if every and step % every == 0:  # no step is that quick: the one before may still be stored
+            assert run.session.finish(step) is None
+    run.end(last)
+    return found
+
+
+def vanish(path: Path, world: int, last: int) -> None:
+    """Steps, then every rank is gone without a word; gives nothing back."""
+    run = Run(path, world)
+    run.resume()
+    for step in range(1, last + 1):
+        run.step(step)
+    run.session.settle()
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lost_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> None:
+    """Ranks that all end by SIGKILL."""
+    context, port = multiprocessing.get_context("fork"), free_port()
+    processes = [
+        context.Process(target=enter, args=(function, rank, world, port, arguments, context.SimpleQueue()))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * world
+
+
+def keepers(path: Path) -> list[int]:
+    """Processes that keep this run's snapshots."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+            log = os.readlink(entry / "fd" / "1")
+        except OSError:
+            continue
+        if b"myriad.checkpoint.keeper_process" in command and log.startswith(str(path)):
+            found.append(int(entry.name))
+    return found
+
+
+def events(path: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in JsonlTail(path / "events.jsonl").poll() if event["event"] == name]
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def no_keeper_stays(tmp_path: Path) -> Any:
+    yield
+    for pid in keepers(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_run_stores_every_so_often_and_its_keeper_goes_with_it(tmp_path: Path) -> None:
+    assert run_ranks(2, all_steps, tmp_path, 2, 1, 7, None, {"every": 3, "keep": 5}) == [None, None]
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    assert folder.steps() == [3, 6, 7] and all(verify(folder.of_step(step)) == [] for step in folder.steps())
+    for step in folder.steps():
+        whole = torch.cat([value_of(step, rank) for rank in range(2)])
+        assert torch.equal(load_model(folder.of_step(step))["w"], whole)
+    manifest = folder.at_step(7).manifest()
+    assert (manifest.step, manifest.attempt, manifest.layout["dp"]) == (7, 1, 2)
+    assert manifest.progress == {"step": 7} and manifest.versions["torch"] == torch.__version__
+    assert (folder.of_step(7) / "job.toml").read_text() == 'name = "x"\n'
+    assert [event["step"] for event in events(tmp_path, "checkpoint")] == [3, 6, 7]
+    wait_until(lambda: not keepers(tmp_path))
+
+
+def test_ranks_that_are_gone_leave_every_step_in_memory_and_the_newest_is_stored(tmp_path: Path) -> None:
+    lost_ranks(2, vanish, tmp_path, 2, 9)
+    assert [step for step, _ in list_in_memory(tmp_path)][-1] == 9
+    wait_until(lambda: CheckpointFolder(tmp_path / "checkpoints").steps() == [9])
+    (first, second) = run_ranks(2, all_steps, tmp_path, 2, 10, 11)
+    assert first.step == second.step == 9 and first.source == "memory" and not first.problems
+
+
+def test_memory_is_read_by_another_number_of_ranks(tmp_path: Path) -> None:
+    lost_ranks(2, vanish, tmp_path, 2, 4)
+    wait_until(lambda: CheckpointFolder(tmp_path / "checkpoints").steps() == [4])
+
+    def alone() -> None:
+        session = Run(tmp_path, 1).session
+        whole = Rectangle("model.w", (2 * ROWS, 4), (0, 0), torch.zeros(2 * ROWS, 4))
+        found = session.resume([whole])
+        assert found is not None and (found.step, found.source) == (4, "memory")
+        assert torch.equal(whole.values, torch.cat([value_of(4, rank) for rank in range(2)]))
+
+    run_ranks(1, alone)
+
+
+def test_when_the_keeper_dies_too_storage_is_gone_on_from(tmp_path: Path) -> None:
+    lost_ranks(2, vanish, tmp_path, 2, 5)
+    wait_until(lambda: CheckpointFolder(tmp_path / "checkpoints").steps() == [5])
+    for pid in keepers(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+    (first, _) = run_ranks(2, all_steps, tmp_path, 2, 6, 6)
+    assert (first.step, first.source) == (5, "storage")
+
+
+def damage_memory(path: Path, step: int, rank: int) -> None:
+    """Another byte in the snapshot that a keeper holds of a rank."""
+    from myriad.checkpoint.keeper_client import KeeperClient, keeper_name
+
+    client = KeeperClient(keeper_name(path), starts=False, log=path / "log")
+    (one,) = (one for one in client.snapshots() if one["rank"] == rank and step in one["steps"])
+    opened = client.open(one["attempt"], rank, step, copied=False)
+    assert opened is not None
+    opened.data(0)[5] ^= 16
+
+
+def test_a_flipped_bit_in_memory_is_found_and_the_stored_bytes_are_used(tmp_path: Path) -> None:
+    lost_ranks(2, vanish, tmp_path, 2, 3)
+    wait_until(lambda: CheckpointFolder(tmp_path / "checkpoints").steps() == [3])
+    damage_memory(tmp_path, 3, rank=1)
+    (first, second) = run_ranks(2, all_steps, tmp_path, 2, 4, 4)
+    assert first.step == second.step == 3
+    assert [p for p in first.problems if "memory of node 0, rank 1: model.w" in p]
+
+
+def test_a_bad_chunk_in_storage_is_had_from_memory(tmp_path: Path) -> None:
+    lost_ranks(2, vanish, tmp_path, 2, 3)
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    wait_until(lambda: folder.steps() == [3])
+    for path in folder.of_step(3).glob("*.distcp"):
+        path.write_bytes(bytes(path.stat().st_size))
+    (first, _) = run_ranks(2, all_steps, tmp_path, 2, 4, 4)
+    assert first.step == 3 and first.set_aside == ()
+
+
+def lose_a_node(path: Path, last: int) -> None:
+    """Four ranks on two nodes; afterwards those of node 1 are gone, its keeper with them."""
+    run = Run(path, 4, 2, copies_every=2, memory_every=1)
+    run.resume()
+    for step in range(1, last + 1):
+        run.step(step)
+        run.session.settle()
+        time.sleep(0.5 if step % 2 == 0 else 0)  # until the copies are there
+        dist.barrier()
+    if run.rank == 2:
+        for pid in keepers(path):
+            if os.readlink(f"/proc/{pid}/fd/1").endswith("keeper-2.log"):
+                os.kill(pid, signal.SIGKILL)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_lost_node_comes_back_from_the_memory_of_another(tmp_path: Path) -> None:
+    """Nothing was ever stored: what its ranks had is on the other node, at the last step that was copied."""
+    lost_ranks(4, lose_a_node, tmp_path, 5)
+    found = run_ranks(4, all_steps, tmp_path, 4, 5, 6, 2)
+    assert [one.step for one in found] == [4] * 4 and found[0].source == "memory"
+
+
+def test_ranks_of_several_nodes_store_one_checkpoint(tmp_path: Path) -> None:
+    run_ranks(4, all_steps, tmp_path, 4, 1, 4, 2, {"every": 2})
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    assert folder.steps() == [2, 4] and verify(folder.of_step(4)) == []
+    assert torch.equal(load_model(folder.of_step(4))["w"], torch.cat([value_of(4, r) for r in range(4)]))
+    wait_until(lambda: not keepers(tmp_path))
+
+
+def test_ranks_that_were_thought_dead_commit_no_more(tmp_path: Path) -> None:
+    """A network that was cut in two: the side that was given up must not write over the other."""
+
+    def old_and_new() -> None:
+        old = Run(tmp_path, 1, every=1)
+        old.resume()
+        old.step(1)
+        assert old.session.finish(1) is None
+        CheckpointFolder(tmp_path / "checkpoints").claim(7)
+        old.step(2, is_last=True)
+        problem = old.session.finish(2)
+        assert problem is not None and "attempt 7 of the run has taken over" in problem
+
+    run_ranks(1, old_and_new)
+    assert CheckpointFolder(tmp_path / "checkpoints").steps() == [1]
+    assert events(tmp_path, "fault")
+
+
+def test_storage_that_fails_stops_nobody_and_is_an_alarm_after_a_while(tmp_path: Path) -> None:
+    def go() -> int:
+        run = Run(tmp_path, 1, every=1, alarm_after=2)
+        run.resume()
+        for step in range(1, 9):
+            (tmp_path / "checkpoints").chmod(0o755)
+            if step == 2:
+                _break(tmp_path / "checkpoints")
+            if step == 6:
+                (tmp_path / "checkpoints").unlink()
+                (tmp_path / "kept").rename(tmp_path / "checkpoints")
+            run.step(step)
+            wait_until(lambda step=step: run.session.outcome(step) is not None)
+        run.end(8)
+        return step
+
+    assert run_ranks(1, go) == [8]
+    faults = events(tmp_path, "fault")
+    assert [(fault["step"], fault.get("alarm", False)) for fault in faults] == [
+        (2, False),
+        (3, True),
+        (4, True),
+        (5, True),
+    ]
+    assert CheckpointFolder(tmp_path / "checkpoints").steps() == [7, 8]
+
+
+def _break(folder: Path) -> None:
+    """A file where the folder was: whoever writes into it fails, root too."""
+    folder.rename(folder.with_name("kept"))
+    folder.write_text("not a folder")
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_never_tried_again(tmp_path: Path) -> None:
+    run_ranks(1, all_steps, tmp_path, 1, 1, 4, None, {"every": 2})
+    wait_until(lambda: not keepers(tmp_path))
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    (path,) = folder.of_step(4).glob("*.distcp")
+    path.write_bytes(bytes(path.stat().st_size))
+    (found,) = run_ranks(1, all_steps, tmp_path, 1, 3, 3)
+    assert (found.step, found.source, found.set_aside) == (2, "storage", ("step-4.damaged",))
+    assert folder.steps() == [2, 3] and any("step-4/__0_0.distcp: model.w" in one for one in found.problems)
+
+
+def test_nothing_good_is_said_and_nothing_is_started_over_it(tmp_path: Path) -> None:
+    run_ranks(1, all_steps, tmp_path, 1, 1, 2, None, {"every": 1})
+    wait_until(lambda: not keepers(tmp_path))
+    for path in (tmp_path / "checkpoints").glob("*/*.distcp"):
+        path.write_bytes(bytes(path.stat().st_size))
+
+    def go() -> str:
+        with pytest.raises(RunFailedError) as caught:
+            Run(tmp_path, 1).resume()
+        return str(caught.value)
+
+    (told,) = run_ranks(1, go)
+    assert told.startswith("no checkpoint is good: ") and "step-2" in told and "step-1" in told
+    assert "\n" not in told
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+
+    def go() -> str:
+        with pytest.raises(BadInputError) as caught:
+            Run(tmp_path, 1)
+        return str(caught.value)
+
+    (told,) = run_ranks(1, go)
+    assert told.startswith("checkpoint.url = ") and "cannot be written" in told and json.dumps(told)
+
+
+def test_slow_storage_stores_the_newest_it_can_and_says_what_it_left_out(tmp_path: Path) -> None:
+    """Training never waits for it: of steps that come while one is being stored, the newest is next."""
+
+    def go() -> None:
+        run = Run(tmp_path, 1, every=1, keep=10)
+        run.resume()
+        run.step(1)
+        assert run.session.finish(1) is None
+        os.mkfifo(tmp_path / "checkpoints" / "blocked")
+        (tmp_path / "checkpoints" / "attempt").rename(tmp_path / "attempt")
+        (tmp_path / "checkpoints" / "attempt").symlink_to("blocked")  # whoever reads it hangs
+        for step in (2, 3, 4, 5):
+            run.step(step)
+            run.session.settle()
+            time.sleep(0.2)
+        (tmp_path / "attempt").rename(tmp_path / "checkpoints" / "attempt")
+        with open(tmp_path / "checkpoints" / "blocked", "w") as pipe:
+            pipe.write("1")
+        run.step(6, is_last=True)
+        run.end(6)
+
+    run_ranks(1, go)
+    stored = CheckpointFolder(tmp_path / "checkpoints").steps()
+    assert stored[:2] == [1, 2] and stored[-1] == 6 and len(stored) < 6
+    told = [fault["problem"] for fault in events(tmp_path, "fault")]
+    assert told and all("step 2 is still being stored" in one for one in told[:2])
