@@ -1,11 +1,13 @@
-"""Are checkpoints ever lost, or ever wrong? Exits 1 when anything wrong was accepted or anything promised lost.
+"""Are checkpoints ever lost, or ever wrong? Exits 1 when anything wrong was accepted or anything promised
+was lost.
 
     python benchmarks/checkpoint_faults.py [--kills 200] [--flips 10000] [--seed 1] [--json]
 
-(a) kill -9 at random instants of saving and loading (`fault_kills`): the next start must come up, with exactly
-    the state of the step it says, and none older than what was promised.
-(b) Damage at rest (`fault_damage`): single flipped bits in every file of a checkpoint and in a keeper's memory,
-    zeros, cuts, deletions, files of other steps and ranks. Must be named, never be loaded, and be got round.
+(a) kill -9 at random instants of saving and loading (`fault_kills`): the next start must come up, with
+    exactly the state of the step it says, and none older than what was promised.
+(b) Damage at rest (`fault_damage`): single flipped bits in every file of a checkpoint and in a keeper's
+    memory, zeros, cuts, deletions, files of other steps and ranks. Must be named, never be loaded, and be
+    got round.
 (c) For comparison the same flips in what torch.distributed.checkpoint writes by itself.
 
 accepted: a state that is not the one of its step, or damage that was not named. recovered: a run goes on from

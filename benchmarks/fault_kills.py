@@ -8,6 +8,7 @@
 What is killed: a rank, all ranks, the keeper, all of it at once (as when the power fails), one of two nodes.
 """
 
+import contextlib
 import mmap
 import os
 import random
@@ -207,10 +208,8 @@ def _ended(pid: int) -> bool:
 
 
 def _kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _gone(pid: int) -> bool:
@@ -296,7 +295,10 @@ class _Trial:
         victims = self._victims(what, attempt, keepers)
         for pid in victims:
             _kill(pid)
-        if what not in ("all ranks", "power"):
+        if what == "keeper":
+            time.sleep(self._draw.uniform(0, 1.0))  # training goes on with a new one
+            self._promised = max(self._promised, self.life.durable())
+        elif what not in ("all ranks", "power"):
             time.sleep(self._draw.uniform(0, 0.25))  # until the launcher notices
         attempt.end()
         for error in self.life.path.glob("error-*"):

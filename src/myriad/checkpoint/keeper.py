@@ -96,6 +96,9 @@ class Keeper:
             self._folder = CheckpointFolder(message["url"])
             targets = {int(rank): node for rank, node in message["target_of"].items()}
             self._copies = Copies(message["nodes"], message["node"], message["token"], targets)
+        if message["moved"]:
+            host, port = message["nodes"][message["node"]]
+            self._copies.ask_all({"op": "moved", "node": message["node"], "host": host, "port": port})
         if message["node"]:
             return
         files, at = {}, 0
@@ -239,6 +242,11 @@ class Keeper:
         member.memory.view(slot, 0, len(payload))[:] = payload
         member.note_hashes(slot, message["step"], message["hashes"])
         member.memory.end(slot, hold=False)
+
+    def move(self, message: Message) -> None:
+        """The keeper of another node has died, and a new one is there."""
+        if self._copies is not None:
+            self._copies.move(message["node"], (message["host"], message["port"]))
 
     def forget_copies_of_past(self) -> None:
         """All copies of a step of this attempt are where they belong: those of earlier attempts may go."""

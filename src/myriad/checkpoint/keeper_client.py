@@ -34,7 +34,18 @@ class KeeperClient:
         """``name``: of the run on this node; ``starts``: this rank starts a keeper if there is none. Raises
         `RunFailedError` when none comes up."""
         self._lock = threading.Lock()
-        self._wire = _connect(name) or self._await(name, starts, log)
+        self._name, self._starts, self._log = name, starts, log
+        self._wire = self._find()
+
+    def reconnect(self) -> None:
+        """To a new keeper, when the one that was there is gone. Raises `RunFailedError` when none comes
+        up."""
+        with self._lock:
+            self._wire.close()
+            self._wire = self._find()
+
+    def _find(self) -> Wire:
+        return _connect(self._name) or self._await(self._name, self._starts, self._log)
 
     def _await(self, name: str, starts: bool, log: Path) -> Wire:
         process = _start(name, log) if starts else None
@@ -116,7 +127,8 @@ class KeeperClient:
 
     def bye(self) -> None:
         """This rank has ended well."""
-        self._ask({"op": "bye"})
+        with suppress(OSError):
+            self._ask({"op": "bye"})
         self._wire.close()
 
 

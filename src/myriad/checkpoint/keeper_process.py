@@ -153,6 +153,8 @@ class _Server:
             keeper.begin_copies(message, payload)
         elif op == "copy of":
             keeper.take_copy(message, payload)
+        elif op == "moved":
+            keeper.move(message)
         elif op == "copied":
             keeper.forget_copies_of_past()
         elif op == "release":
