@@ -277,7 +277,9 @@ class _Trial:
             outcome = self._outcomes[what]
             setattr(outcome, verdict, getattr(outcome, verdict) + 1)
             if note:
-                outcome.notes.append(f"{what} ({self.life}, attempt {self._number}): {note}")
+                logs = [path.read_text()[-2000:] for path in self.life.path.glob("keeper-*.log")]
+                events = (self.life.path / "events.jsonl").read_text().splitlines()[-4:]
+                outcome.notes.append(f"{what} ({self.life}, attempt {self._number}): {note} {events} {logs}")
         self._pending = []
 
     _promised = -1
