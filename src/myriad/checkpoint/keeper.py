@@ -68,6 +68,7 @@ class Keeper:
                 self._members, self._wanted, self._busy = {}, {}, {}
                 self._attempt, self._num_local = attempt, message["num_local"]
                 self._storing = self._copies = None
+                self._arrived.notify_all()
         pieces = split_pieces(message["pieces"], bytes(payload))
         descriptor = SnapshotMemory.create(message["num_slots"], snapshot_bytes(pieces))
         member = Member(message["attempt"], message["world"], message["rank"], pieces, descriptor)
@@ -179,28 +180,32 @@ class Keeper:
     # Storing and copying
 
     def _store(self, step: int) -> None:
-        storing, copies, attempt = self._storing, self._copies, self._attempt
-        assert storing is not None and copies is not None and self._folder is not None
+        with self._lock:
+            storing, copies, attempt = self._storing, self._copies, self._attempt
+            first = self._members.get(0)
+        if storing is None or copies is None or first is None:
+            return  # a new attempt has begun
         if not storing.begin(step):
             return
-        first = self._members[0]
         slot = first.slot_of(step)
         progress = {} if slot is None else read_progress(first, slot)
 
         def write() -> dict[str, FileRecord]:
-            answers = copies.ask_all({"op": "store", "step": step})
-            files = self.store_own(step)
+            answers = copies.ask_all({"op": "store", "step": step, "attempt": attempt})
+            files = self.store_own(step, attempt)
             for answer in answers:
                 files |= {name: FileRecord.parse(file) for name, file in answer()["files"].items()}
             return files
 
         storing.store(step, attempt, write, progress)
 
-    def store_own(self, step: int) -> dict[str, FileRecord]:
-        """Files of this node's ranks, once all of them have the snapshot."""
-        self._await_step(step)
-        assert self._folder is not None, "configured"
-        return store_own(self._folder.storage, step, self.members())
+    def store_own(self, step: int, attempt: int) -> dict[str, FileRecord]:
+        """Files of this node's ranks, once all of them have the snapshot. Raises ``OSError``."""
+        with self._lock:
+            self._await_step(step, attempt)
+            assert self._folder is not None, "configured"
+            storage, members = self._folder.storage, self.members()
+        return store_own(storage, step, members)
 
     def _copy(self, step: int) -> None:
         copies = self._copies
@@ -269,17 +274,22 @@ class Keeper:
             member.gone = True
             self._arrived.notify_all()
 
-    def _await_step(self, step: int) -> None:
-        """Until the ranks of this node have it, or those that have not never will."""
+    def _await_step(self, step: int, attempt: int | None = None) -> None:
+        """Until the ranks of this node have it, or those that have not never will; ``attempt``: nor once a
+        newer one than this has begun."""
 
         def missing() -> list[Member]:
             return [member for member in self.members() if step not in member.steps()]
 
         def settled() -> bool:
+            if attempt is not None and attempt != self._attempt:
+                return True
             return all(one.gone or max(one.steps(), default=-1) > step for one in missing())
 
         with self._arrived:
             self._arrived.wait_for(settled, _OTHERS_WAIT_SECONDS)
+            if attempt is not None and attempt != self._attempt:
+                raise OSError(f"attempt {self._attempt} has taken over; this is attempt {attempt}")
             if missing() or len(self._members) < self._num_local:
                 raise OSError(f"not all ranks of the node have a snapshot of step {step}")
 
@@ -291,12 +301,17 @@ class Keeper:
     # The end
 
     def flush(self) -> None:
-        """All ranks of this node are gone: stores the newest snapshot that every rank has."""
+        """All ranks of this node are gone: begins to store the newest snapshot that every rank has. In a
+        thread of its own: what goes wrong there may not end the keeper, and with it the snapshots."""
+        with self._lock:
+            self._begin(self._flush, -1)
+
+    def _flush(self, _: int) -> None:
         storing, copies = self._storing, self._copies
         if storing is None or copies is None or len(self._members) < self._num_local:
             return
-        common = set(self.common_steps())
         with suppress(OSError):
+            common = set(self.common_steps())
             for answer in copies.ask_all({"op": "steps"}):
                 common &= set(answer()["steps"])
             newest = max(common, default=-1)

@@ -146,7 +146,8 @@ class _Server:
     def _answer_keeper(self, message: Message, payload: memoryview) -> dict[str, Any]:
         keeper, op, step = self.keeper, message["op"], message.get("step", -1)
         if op == "store":
-            return {"files": {name: file.as_json() for name, file in keeper.store_own(step).items()}}
+            files = keeper.store_own(step, message["attempt"])
+            return {"files": {name: file.as_json() for name, file in files.items()}}
         if op == "copy":
             keeper.copy_own(step)
         elif op == "begin copies":
@@ -186,6 +187,7 @@ class _Server:
         if away > _LOST_SECONDS and not self._flushed:
             self._flushed = True
             self.keeper.flush()
+            return False
         with self._lock:
             return not self._ranks and time.monotonic() - self._last_change > self.keeper.linger_seconds
 

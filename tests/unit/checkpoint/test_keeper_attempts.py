@@ -65,3 +65,16 @@ def test_ranks_of_an_older_attempt_are_turned_away():
         join(keeper, 2)
     take(keeper, old, 9)
     assert known(keeper) == []
+
+
+def test_what_is_stored_for_a_dead_attempt_ends_with_it_and_leaves_the_keeper(tmp_path):
+    """A new attempt that comes while the newest snapshot of the one before is stored owns the members."""
+    keeper = Keeper()
+    take(keeper, join(keeper, 1), 7)
+    join(keeper, 2, resumed=7)
+    with pytest.raises(OSError, match="attempt 2 has taken over; this is attempt 1"):
+        keeper.store_own(7, 1)
+    keeper.flush()
+    while not keeper.is_idle:
+        pass
+    assert (1, 7) in known(keeper)
