@@ -343,9 +343,9 @@ class _Trial:
         unfinished = folder.unfinished()
         if any(step < newest for step in unfinished):
             return "pruning"
-        drafts = self.life.path.glob("checkpoints/step-*/.manifest*")
-        if next(drafts, None):
-            return "committing"
+        with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+            if next(self.life.path.glob("checkpoints/step-*/.manifest*"), None):
+                return "committing"
         return "storing" if unfinished else "else"
 
     def finish(self) -> None:
