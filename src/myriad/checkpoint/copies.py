@@ -91,6 +91,17 @@ class Copies:
         wire.send({"op": "keeper", "token": self._token})
         return wire
 
+    def move(self, node: int, address: Address) -> None:
+        """A new keeper has taken the place of one: it knows nothing yet."""
+        self._addresses[node] = address
+        self._introduced = {(target, rank) for target, rank in self._introduced if target != node}
+        for kind in _KINDS:
+            line = self._lines[node, kind]
+            with line.lock:
+                if line.wire is not None:
+                    line.wire.close()
+                line.wire = None
+
     def ask_all(self, message: Message) -> list[Callable[[], Message]]:
         """Asks every other keeper at once; each call waits for an answer, or raises ``OSError``."""
         others = (node for node in range(len(self._addresses)) if node != self._node)

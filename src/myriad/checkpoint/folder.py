@@ -48,8 +48,12 @@ class Checkpoint:
         return f"{self.storage.url}/{self.name}".rstrip("/")
 
     def manifest(self) -> Manifest:
-        """Raises ``ValueError`` or ``OSError`` when it is not as it was written."""
-        return parse_manifest(self.storage.read(self.at(MANIFEST)))
+        """Raises ``ValueError`` or ``OSError`` when it is not as it was written, or is another step's."""
+        manifest = parse_manifest(self.storage.read(self.at(MANIFEST)))
+        told = self.name.removeprefix("step-")
+        if told != self.name and told.isdigit() and int(told) != manifest.step:
+            raise ValueError(f"of step {manifest.step}")
+        return manifest
 
     def commit(self, manifest: Manifest) -> None:
         """Makes a checkpoint of a folder whose files are all there."""

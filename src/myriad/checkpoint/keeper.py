@@ -58,14 +58,17 @@ class Keeper:
     # Messages of the ranks of this node
 
     def join(self, message: Message, payload: memoryview) -> Member:
-        """A rank of the newest attempt. Members of an earlier one become the past, to load from."""
+        """A rank of the newest attempt. Raises ``OSError`` for one of an older attempt."""
+        attempt = message["attempt"]
         with self._lock:
-            if message["attempt"] > self._attempt:
-                self._forget_past()
-                self._past = list(self._members.values())
+            if attempt < self._attempt:
+                raise OSError(f"attempt {self._attempt} has taken over; this is attempt {attempt}")
+            if attempt > self._attempt:
+                self._set_past(message["resumed"])
                 self._members, self._wanted, self._busy = {}, {}, {}
-                self._attempt, self._num_local = message["attempt"], message["num_local"]
+                self._attempt, self._num_local = attempt, message["num_local"]
                 self._storing = self._copies = None
+                self._arrived.notify_all()
         pieces = split_pieces(message["pieces"], bytes(payload))
         descriptor = SnapshotMemory.create(message["num_slots"], snapshot_bytes(pieces))
         member = Member(message["attempt"], message["world"], message["rank"], pieces, descriptor)
@@ -73,6 +76,18 @@ class Keeper:
         with self._lock:
             self._members[member.rank] = member
         return member
+
+    def _set_past(self, resumed: int | None) -> None:
+        """The step that a new attempt goes on from stays, from however many attempts ago, until the new one
+        has snapshots of its own. Newer ones never count again: they were no good."""
+        before = {id(one): one for one in (*self._past, *self._members.values(), *self._copied.values())}
+        kept = {key for key, one in before.items() if resumed is not None and resumed in one.steps()}
+        self._past = [one for key, one in before.items() if key in kept and not one.copied]
+        self._copied = {key: one for key, one in self._copied.items() if id(one) in kept}
+        for key, one in before.items():
+            one.newest = resumed
+            if key not in kept:
+                one.close()
 
     def configure(self, message: Message, payload: memoryview) -> None:
         """How this attempt stores, from the first rank of the node."""
@@ -82,6 +97,9 @@ class Keeper:
             self._folder = CheckpointFolder(message["url"])
             targets = {int(rank): node for rank, node in message["target_of"].items()}
             self._copies = Copies(message["nodes"], message["node"], message["token"], targets)
+        if message["moved"]:
+            host, port = message["nodes"][message["node"]]
+            self._copies.ask_all({"op": "moved", "node": message["node"], "host": host, "port": port})
         if message["node"]:
             return
         files, at = {}, 0
@@ -95,25 +113,26 @@ class Keeper:
     def whole(self, member: Member, message: Message) -> None:
         """A rank has copied its state into a slot."""
         step = message["step"]
-        self._to_hash.put((member, message["slot"], step))
         with self._lock:
+            if self._members.get(member.rank) is not member:
+                return  # of an earlier attempt
+            self._to_hash.put((member, message["slot"], step))
             here = self._wanted.setdefault(step, {})
             here[member.rank] = message
             self._arrived.notify_all()
             if len(here) < self._num_local:
                 return
             self._drop_before(step)
-        storing, copies = self._storing, self._copies
-        if storing is None:
-            return
-        if message["durable"]:
-            self._begin(self._store, step)
-        if message["copies"] and copies is not None:
-            self._begin(self._copy, step)
+            if self._storing is None:
+                return
+            if message["durable"]:
+                self._begin(self._store, step)
+            if message["copies"] and self._copies is not None:
+                self._begin(self._copy, step)
 
     def _begin(self, work: Callable[[int], None], step: int) -> None:
-        with self._lock:
-            self._busy[step] = self._busy.get(step, 0) + 1
+        """With the lock held: no later step may release what is about to be stored."""
+        self._busy[step] = self._busy.get(step, 0) + 1
         threading.Thread(target=self._work, args=(work, step), daemon=True).start()
 
     def _work(self, work: Callable[[int], None], step: int) -> None:
@@ -161,28 +180,32 @@ class Keeper:
     # Storing and copying
 
     def _store(self, step: int) -> None:
-        storing, copies, attempt = self._storing, self._copies, self._attempt
-        assert storing is not None and copies is not None and self._folder is not None
+        with self._lock:
+            storing, copies, attempt = self._storing, self._copies, self._attempt
+            first = self._members.get(0)
+        if storing is None or copies is None or first is None:
+            return  # a new attempt has begun
         if not storing.begin(step):
             return
-        first = self._members[0]
         slot = first.slot_of(step)
         progress = {} if slot is None else read_progress(first, slot)
 
         def write() -> dict[str, FileRecord]:
-            answers = copies.ask_all({"op": "store", "step": step})
-            files = self.store_own(step)
+            answers = copies.ask_all({"op": "store", "step": step, "attempt": attempt})
+            files = self.store_own(step, attempt)
             for answer in answers:
                 files |= {name: FileRecord.parse(file) for name, file in answer()["files"].items()}
             return files
 
         storing.store(step, attempt, write, progress)
 
-    def store_own(self, step: int) -> dict[str, FileRecord]:
-        """Files of this node's ranks, once all of them have the snapshot."""
-        self._await_step(step)
-        assert self._folder is not None, "configured"
-        return store_own(self._folder.storage, step, self.members())
+    def store_own(self, step: int, attempt: int) -> dict[str, FileRecord]:
+        """Files of this node's ranks, once all of them have the snapshot. Raises ``OSError``."""
+        with self._lock:
+            self._await_step(step, attempt)
+            assert self._folder is not None, "configured"
+            storage, members = self._folder.storage, self.members()
+        return store_own(storage, step, members)
 
     def _copy(self, step: int) -> None:
         copies = self._copies
@@ -225,6 +248,11 @@ class Keeper:
         member.note_hashes(slot, message["step"], message["hashes"])
         member.memory.end(slot, hold=False)
 
+    def move(self, message: Message) -> None:
+        """The keeper of another node has died, and a new one is there."""
+        if self._copies is not None:
+            self._copies.move(message["node"], (message["host"], message["port"]))
+
     def forget_copies_of_past(self) -> None:
         """All copies of a step of this attempt are where they belong: those of earlier attempts may go."""
         with self._lock:
@@ -240,17 +268,30 @@ class Keeper:
                 if slot.held and slot.step < step:
                     member.memory.release(slot.index)
 
-    def _await_step(self, step: int) -> None:
+    def leave(self, member: Member) -> None:
+        """A rank is gone; what it has not said to be whole may be so."""
         with self._arrived:
-            done = self._arrived.wait_for(
-                lambda: (
-                    len(self._wanted.get(step, {})) == self._num_local
-                    or all(step in member.steps() for member in self.members())
-                ),
-                _OTHERS_WAIT_SECONDS,
-            )
-        if not done:
-            raise OSError(f"not all ranks of the node have a snapshot of step {step}")
+            member.gone = True
+            self._arrived.notify_all()
+
+    def _await_step(self, step: int, attempt: int | None = None) -> None:
+        """Until the ranks of this node have it, or those that have not never will; ``attempt``: nor once a
+        newer one than this has begun."""
+
+        def missing() -> list[Member]:
+            return [member for member in self.members() if step not in member.steps()]
+
+        def settled() -> bool:
+            if attempt is not None and attempt != self._attempt:
+                return True
+            return all(one.gone or max(one.steps(), default=-1) > step for one in missing())
+
+        with self._arrived:
+            self._arrived.wait_for(settled, _OTHERS_WAIT_SECONDS)
+            if attempt is not None and attempt != self._attempt:
+                raise OSError(f"attempt {self._attempt} has taken over; this is attempt {attempt}")
+            if missing() or len(self._members) < self._num_local:
+                raise OSError(f"not all ranks of the node have a snapshot of step {step}")
 
     def wait_stored(self, step: int, seconds: float) -> Outcome | None:
         """What became of a step; ``None``: it is still being stored. Of the keeper of rank 0's node."""
@@ -260,12 +301,17 @@ class Keeper:
     # The end
 
     def flush(self) -> None:
-        """All ranks of this node are gone: stores the newest snapshot that every rank has."""
+        """All ranks of this node are gone: begins to store the newest snapshot that every rank has. In a
+        thread of its own: what goes wrong there may not end the keeper, and with it the snapshots."""
+        with self._lock:
+            self._begin(self._flush, -1)
+
+    def _flush(self, _: int) -> None:
         storing, copies = self._storing, self._copies
         if storing is None or copies is None or len(self._members) < self._num_local:
             return
-        common = set(self.common_steps())
         with suppress(OSError):
+            common = set(self.common_steps())
             for answer in copies.ask_all({"op": "steps"}):
                 common &= set(answer()["steps"])
             newest = max(common, default=-1)

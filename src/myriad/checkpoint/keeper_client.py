@@ -35,15 +35,28 @@ class KeeperClient:
         """``name``: of the run on this node; ``starts``: this rank starts a keeper if there is none. Raises
         `RunFailedError` when none comes up."""
         self._lock = threading.Lock()
-        self._wire = _connect(name) or self._await(name, starts, log)
+        self._name, self._starts, self._log = name, starts, log
+        self._wire = self._find()
+
+    def reconnect(self) -> None:
+        """To a new keeper, when the one that was there is gone. Raises `RunFailedError` when none comes
+        up."""
+        with self._lock:
+            self._wire.close()
+            self._wire = self._find()
+
+    def _find(self) -> Wire:
+        return _connect(self._name) or self._await(self._name, self._starts, self._log)
 
     def _await(self, name: str, starts: bool, log: Path) -> Wire:
         process = _start(name, log) if starts else None
         deadline = time.monotonic() + _START_SECONDS
         while (wire := _connect(name)) is None:
-            ended = process is not None and process.poll() is not None
-            if ended or time.monotonic() > deadline:
+            code = None if process is None else process.poll()
+            if code or time.monotonic() > deadline:
                 raise RunFailedError(f"the checkpoint process did not start (log: {log})")
+            if code == 0:  # an older one still had the name, and was about to end
+                process = _start(name, log)
             time.sleep(_POLL_SECONDS)
         return wire
 
@@ -62,12 +75,17 @@ class KeeperClient:
         world: int,
         num_local: int,
         num_slots: int,
+        resumed: int | None = None,
     ) -> SnapshotMemory:
-        """Memory for this rank's snapshots."""
+        """Memory for this rank's snapshots; ``resumed``: the step that this attempt goes on from. Raises
+        `RunFailedError` when there is none."""
         values, envelopes = join_pieces(pieces)
         who = {"attempt": attempt, "rank": rank, "world": world, "num_local": num_local}
         message = {"op": "join", "num_slots": num_slots, "pieces": values, **who}
-        _, _, (descriptor,) = self._ask(message, envelopes)
+        answer, _, descriptors = self._ask(message | {"resumed": resumed}, envelopes)
+        if "problem" in answer:
+            raise RunFailedError(f"no memory for snapshots: {answer['problem']}")
+        (descriptor,) = descriptors
         memory = SnapshotMemory(descriptor)
         os.close(descriptor)
         return memory
@@ -116,7 +134,8 @@ class KeeperClient:
 
     def bye(self) -> None:
         """This rank has ended well."""
-        self._ask({"op": "bye"})
+        with suppress(OSError):
+            self._ask({"op": "bye"})
         self._wire.close()
 
 
@@ -128,7 +147,7 @@ def keeper_name(run: Path, node: int | None = None) -> str:
 
 def list_in_memory(run: Path) -> list[tuple[int, int]]:
     """Steps that all ranks of this machine have in memory, with their bytes; none without a keeper."""
-    wire = _connect(keeper_name(run))
+    wire = _connect(keeper_name(run), _LIST_SECONDS)
     if wire is None:
         return []
     with suppress(OSError):
@@ -147,14 +166,20 @@ def list_in_memory(run: Path) -> list[tuple[int, int]]:
     return []
 
 
-def _connect(name: str) -> Wire | None:
+def _connect(name: str, seconds: float = _START_SECONDS) -> Wire | None:
+    """To a keeper that has heard of it, and so does not end now."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    wire = Wire(connection)
     try:
         connection.connect(f"\0{name}")
+        wire.patience(seconds)
+        wire.send({"op": "hello"})
+        wire.receive()
+        wire.patience(None)
     except OSError:
-        connection.close()
+        wire.close()
         return None
-    return Wire(connection)
+    return wire
 
 
 def _start(name: str, log: Path) -> "subprocess.Popen[bytes]":

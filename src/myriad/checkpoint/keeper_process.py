@@ -34,7 +34,7 @@ class _Server:
         self.keeper = Keeper()
         self._lock = threading.Lock()
         self._ranks, self._patience = 0, _ALONE_SECONDS
-        self._said_good_bye = self._joined = self._flushed = False
+        self._said_good_bye = self._joined = self._flushed = self._is_ending = False
         self._last_change = time.monotonic()
         self._token = ""
         self._tcp: socket.socket | None = None
@@ -68,6 +68,8 @@ class _Server:
 
     def _serve_rank(self, wire: Wire) -> None:
         with self._lock:
+            if self._is_ending:
+                return
             self._ranks, self._patience = self._ranks + 1, 0.0
             self._said_good_bye = self._flushed = False
         member: Member | None = None
@@ -81,6 +83,8 @@ class _Server:
                     return
                 member = self._answer_rank(wire, message, payload, member)
         finally:
+            if member is not None:
+                self.keeper.leave(member)
             with self._lock:
                 self._ranks -= 1
                 self._last_change = time.monotonic()
@@ -93,12 +97,18 @@ class _Server:
             assert member is not None, "a rank joins first"
             keeper.whole(member, message)
         elif op == "join":
+            try:
+                member = keeper.join(message, payload)
+            except OSError as error:
+                wire.send({"problem": str(error)})
+                return None
             self._joined = True
-            member = keeper.join(message, payload)
             wire.send({"num_bytes": member.memory.num_bytes}, descriptors=[member.descriptor])
         elif op == "configure":
             self._token = message["token"]
             keeper.configure(message, payload)
+            wire.send({})
+        elif op == "hello":
             wire.send({})
         elif op == "port":
             wire.send({"port": self._port()})
@@ -148,13 +158,16 @@ class _Server:
     def _answer_keeper(self, message: Message, payload: memoryview) -> dict[str, Any]:
         keeper, op, step = self.keeper, message["op"], message.get("step", -1)
         if op == "store":
-            return {"files": {name: file.as_json() for name, file in keeper.store_own(step).items()}}
+            files = keeper.store_own(step, message["attempt"])
+            return {"files": {name: file.as_json() for name, file in files.items()}}
         if op == "copy":
             keeper.copy_own(step)
         elif op == "begin copies":
             keeper.begin_copies(message, payload)
         elif op == "copy of":
             keeper.take_copy(message, payload)
+        elif op == "moved":
+            keeper.move(message)
         elif op == "copied":
             keeper.forget_copies_of_past()
         elif op == "release":
@@ -168,10 +181,12 @@ class _Server:
     def stay(self) -> None:
         """Returns when nobody needs the keeper any more."""
         begun = time.monotonic()
-        while not self._joined and (self._ranks or time.monotonic() - begun < self._patience):
+        while not self._is_ending:
             time.sleep(_POLL_SECONDS)
-        while self._joined and not self._is_over():
-            time.sleep(_POLL_SECONDS)
+            unused = not self._joined and time.monotonic() - begun > self._patience
+            if unused or (self._joined and self._is_over()):
+                with self._lock:
+                    self._is_ending = self._ranks == 0
 
     def _is_over(self) -> bool:
         with self._lock:
@@ -184,6 +199,7 @@ class _Server:
         if away > _LOST_SECONDS and not self._flushed:
             self._flushed = True
             self.keeper.flush()
+            return False
         with self._lock:
             return not self._ranks and time.monotonic() - self._last_change > self.keeper.linger_seconds
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from myriad.checkpoint.manifest import hash_of
-from myriad.checkpoint.memory import SnapshotMemory
+from myriad.checkpoint.memory import Slot, SnapshotMemory
 from myriad.checkpoint.piece import Piece, join_pieces, snapshot_bytes
 
 __all__ = ["Member", "Opened"]
@@ -23,6 +23,11 @@ class Member:
     pieces: list[Piece]
     descriptor: int
     copied: bool = False
+    newest: int | None = None
+    """Of an earlier attempt: the step that the present one goes on from. What is newer is an abandoned past,
+    in which a rank may be at work that everybody thinks dead."""
+    gone: bool = False
+    """The rank is no longer there."""
     memory: SnapshotMemory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -32,11 +37,14 @@ class Member:
 
     def slot_of(self, step: int) -> int | None:
         """Where the snapshot of a step is, if it is here and whole."""
-        return next((slot.index for slot in self.memory.whole() if slot.step == step), None)
+        return next((slot.index for slot in self._whole() if slot.step == step), None)
 
     def steps(self) -> list[int]:
         """Of the whole snapshots, ascending."""
-        return [slot.step for slot in self.memory.whole()]
+        return [slot.step for slot in self._whole()]
+
+    def _whole(self) -> list[Slot]:
+        return [slot for slot in self.memory.whole() if self.newest is None or slot.step <= self.newest]
 
     def hashes(self, slot: int, step: int) -> list[str] | None:
         """Of each piece's data; ``None`` when the slot is being filled anew."""

@@ -93,17 +93,21 @@ class SnapshotMemory:
     # The rank
 
     def begin(self, step: int) -> int | None:
-        """The slot to fill with a new snapshot: the oldest that nobody holds. ``None`` when that would leave
-        no whole one, or all are held."""
+        """The slot to fill with a new snapshot: the oldest that nobody holds, but never the newest whole one,
+        which all ranks may have. ``None`` when there is no other."""
         states = [(int(state), int(of)) for state, of in self._states]
-        free = [slot for slot, (state, _) in enumerate(states) if state != HELD]
+        newest = max((of for state, of in states if state >= WHOLE), default=-1)
+        free = [
+            slot
+            for slot, (state, of) in enumerate(states)
+            if state != HELD and (state != WHOLE or of != newest or self.num_slots == 1)
+        ]
         if not free:
             return None
         slot = min(free, key=lambda slot: (states[slot][0] == WHOLE, states[slot][1]))
-        whole = [state >= WHOLE for state, _ in states]
-        if whole[slot] and sum(whole) == 1 and self.num_slots > 1:
-            return None
-        self._states[slot] = FILLING, step
+        self._states[slot, 0] = FILLING
+        self._fence()
+        self._states[slot, 1] = step
         self._fence()
         return slot
 

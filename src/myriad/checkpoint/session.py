@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,27 @@ from myriad.checkpoint.dcp import METADATA, make_metadata, make_pieces
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.keeper_client import KeeperClient, keeper_name
 from myriad.checkpoint.load import LoadWorld
+from myriad.checkpoint.memory import SnapshotMemory
 from myriad.checkpoint.progress import decode_progress, progress_rectangle, write_progress
 from myriad.checkpoint.random_state import load_random, random_rectangle, write_random
 from myriad.checkpoint.search import Found, find_newest, gather_in_memory, whole_in_memory
 from myriad.checkpoint.snapshot import Snapshots, Wants
 from myriad.checkpoint.store import constant_manifest
 from myriad.checkpoint.storing import Outcome
+from myriad.checkpoint.wire import Closed
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import AXES
 from myriad.errors import BadInputError
+from myriad.jsonl import append_line
 from myriad.model.rectangle import Rectangle
 
 __all__ = ["Loaded", "Session", "Settings"]
 
 _CLAIM_SECONDS = 60.0
 """How long a start waits for the storage, if it does not say sooner that it is away."""
+
+
+_GONE, _FINISHES = "the checkpoint process is gone", 3
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,7 @@ class Session:
         self.waited_seconds = 0.0
         """For which training has waited in `take` and `settle`."""
         self.attempt, self._claimed = 0, Claimed(0)
+        self._resumed: int | None = None
 
     def claim(self, attempts_before: int) -> None:
         """A new attempt owns the run; earlier ones commit no more. A storage that takes nothing is asked
@@ -125,6 +133,7 @@ class Session:
         found: Found = find_newest(folder, durable, self._client, wanted, self._random, self._world)
         if found.step is None:
             return None
+        self._resumed = found.step
         load_random(self._random, found.has_random, self._device)
         progress = decode_progress(self._progress.values)
         seconds = time.perf_counter() - began
@@ -140,15 +149,19 @@ class Session:
         pieces, config, world = make_pieces(own), self._settings.config, self._world
         pieces_of_rank = world.gather(pieces)
         several = len(world.ranks_of_node) > 1
-        num_slots = 2 + (config.memory_every > 0) + (several and config.copies_every > 0)
-        memory = self._client.join(
+        # the newest and the next; one being stored, one that waits for it; one being copied
+        num_slots = 2 + 2 * (config.memory_every > 0) + (several and config.copies_every > 0)
+        self._join = partial(
+            self._client.join,
             pieces,
             attempt=self.attempt,
             rank=self._grid.rank,
             world=self._grid.layout.world,
             num_local=len(world.ranks_of_node[world.node]),
             num_slots=num_slots,
+            resumed=self._resumed,
         )
+        memory = self._join()
         ports = world.gather(self._client.port() if several and self._first else 0)
         addresses = world.gather(_own_address() if several else "")
         token = world.gather(new_token())[0]
@@ -160,9 +173,26 @@ class Session:
                 "constant": constant_manifest(pieces_of_rank, self._grid.layout.model_dump(mode="json")),
             }
             files = {METADATA: make_metadata(pieces_of_rank), "job.toml": self._settings.job.encode()}
-            self._client.configure(message, files if self._grid.rank == 0 else {})
-        self._snapshots = Snapshots(self._client, memory, own, pieces, self._device)
+            self._configuration = message, files if self._grid.rank == 0 else {}
+            self._client.configure(*self._configuration)
+        self._snapshots = Snapshots(self._client, memory, own, pieces, self._device, self._rejoin)
         world.gather(None)  # every keeper is ready for the others
+
+    def _rejoin(self) -> SnapshotMemory:
+        """The keeper has died: a new one, which is told what the old one was told."""
+        self._client.reconnect()
+        memory = self._join()
+        if self._first:
+            message, files = self._configuration
+            node = self._world.node
+            if several := len(self._world.ranks_of_node) > 1:
+                message["nodes"][node][1] = self._client.port()
+            self._client.configure(message | {"moved": several}, files)
+            problem = (
+                f"the checkpoint process of node {node} died, and its snapshots with it; a new one is there"
+            )
+            append_line(self._settings.events, {"time": time.time(), "event": "fault", "problem": problem})
+        return memory
 
     def _message(self) -> dict[str, Any]:
         config, world = self._settings.config, self._world
@@ -177,6 +207,7 @@ class Session:
             "max_age_seconds": None if config.keep_days is None else config.keep_days * 86400,
             "alarm_after": config.alarm_after,
             "node": world.node,
+            "moved": False,
             "target_of": targets if copies else {},
         }
 
@@ -215,16 +246,29 @@ class Session:
         return self._client.wait_stored(step, 0.0)
 
     def finish(self, step: int) -> str | None:
-        """Until a step is durable, on all ranks: ``None``, or why it is not."""
-        if self._snapshots is not None:
+        """Until a step is durable, on all ranks: ``None``, or why it is not. The state may not change
+        meanwhile: a keeper that dies is told anew."""
+        assert self._snapshots is not None, "begin comes first"
+        for _ in range(_FINISHES):
             self._snapshots.await_told()
-        problem = None
-        if self._grid.rank == 0:
-            seconds = self._settings.config.timeout_seconds
+            problem = None
+            if self._snapshots.lost_step == step:
+                problem = _GONE
+            elif self._grid.rank == 0:
+                problem = self._wait_stored(step)
+            found: list[str | None] = self._world.gather(problem)
+            if _GONE not in found:
+                break
+            self._snapshots.take(step, Wants(durable=True, last=True))
+        return found[0]
+
+    def _wait_stored(self, step: int) -> str | None:
+        seconds = self._settings.config.timeout_seconds
+        try:
             outcome = self._client.wait_stored(step, seconds)
-            problem = f"not stored after {seconds:g} s" if outcome is None else outcome.problem
-        told: str | None = self._world.gather(problem)[0]
-        return told
+        except Closed:
+            return _GONE
+        return f"not stored after {seconds:g} s" if outcome is None else outcome.problem
 
     def close(self) -> None:
         """This rank has ended well: nobody will need its memory."""

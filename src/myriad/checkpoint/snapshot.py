@@ -13,7 +13,7 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from myriad.checkpoint.keeper_client import KeeperClient
 from myriad.checkpoint.memory import SnapshotMemory
 from myriad.checkpoint.piece import Piece
+from myriad.checkpoint.wire import Closed
 from myriad.errors import RunFailedError
 from myriad.model.rectangle import Rectangle
 
@@ -28,6 +29,10 @@ __all__ = ["Snapshots", "Wants"]
 
 
 _POLL_SECONDS = 0.01
+
+
+_REJOINS = 5
+"""Times that a keeper may die in one attempt."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,13 @@ class Snapshots:
         rectangles: Sequence[Rectangle],
         pieces: Sequence[Piece],
         device: torch.device,
+        rejoin: Callable[[], SnapshotMemory],
     ) -> None:
         """``rectangles``: views of memory that stays where it is, ``pieces`` those that `make_pieces` made of
-        them."""
+        them; ``rejoin``: memory of a new keeper when the one that was there has died."""
         self._client, self._memory = client, memory
         self._copier = _CudaCopier(memory, device) if device.type == "cuda" else _HostCopier(memory)
+        self._rejoin, self._rejoins = rejoin, 0
         self._copies = _plan(rectangles, pieces)
         self._odd = [
             (part.values, piece)
@@ -92,6 +99,8 @@ class Snapshots:
         self._copied.set()
         self._told.set()
         self._error: BaseException | None = None
+        self.lost_step = -1
+        """Of the snapshot that went with its keeper."""
         self.skipped = 0
         """Snapshots not taken because the keeper still held every slot."""
         self._thread = threading.Thread(target=self._work, name="myriad-snapshot", daemon=True)
@@ -128,12 +137,28 @@ class Snapshots:
         self._memory.touch()
         while (job := self._jobs.get()) is not None:
             try:
-                self._take(*job)
+                self._take_surely(*job)
             except BaseException as error:
                 self._error = error
             finally:
                 self._copied.set()
                 self._told.set()
+
+    def _take_surely(self, step: int, wants: Wants) -> None:
+        """Where the keeper has died a new one takes its place, and training goes on: it has lost the
+        snapshots, this one too unless it is the ``last``, after which nothing changes any more."""
+        try:
+            self._take(step, wants)
+        except Closed:
+            self._rejoins += 1
+            if self._rejoins > _REJOINS:
+                raise
+            self.lost_step = step
+            self._memory = self._rejoin()
+            self._copier.move(self._memory)
+            if wants.last:
+                self._take_surely(step, wants)
+                self.lost_step = -1
 
     def _take(self, step: int, wants: Wants) -> None:
         slot = self._memory.begin(step)
@@ -173,6 +198,10 @@ class _HostCopier:
     def __init__(self, memory: SnapshotMemory) -> None:
         self._memory = memory
 
+    def move(self, memory: SnapshotMemory) -> None:
+        """From now on into this memory."""
+        self._memory = memory
+
     def mark(self) -> None:
         """The state is as it should be copied."""
 
@@ -190,9 +219,18 @@ class _CudaCopier:
     """Copies on a stream of its own into the same memory, pinned. Has run on no machine yet."""
 
     def __init__(self, memory: SnapshotMemory, device: torch.device) -> None:
-        self._memory, self._device = memory, device
+        self._device = device
         self._stream = torch.cuda.Stream(device)
         self._updated = torch.cuda.Event()
+        self._pin(memory)
+
+    def move(self, memory: SnapshotMemory) -> None:
+        """From now on into this memory."""
+        self.close()
+        self._pin(memory)
+
+    def _pin(self, memory: SnapshotMemory) -> None:
+        self._memory = memory
         code = torch.cuda.cudart().cudaHostRegister(memory.address, memory.num_slots * memory.slot_bytes, 0)
         if int(code):
             raise RunFailedError(f"the snapshots' memory cannot be pinned: CUDA error {int(code)}")

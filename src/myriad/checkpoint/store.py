@@ -57,6 +57,7 @@ def save(
     own = [*rectangles, progress_rectangle(progress)] if rank == 0 else list(rectangles)
     pieces = make_pieces(own)
     checkpoint = folder.at_step(step)
+    world.gather(None)  # a rank may still be reading what this replaces
     _together(world, step, lambda: rank == 0 and folder.begin(step))
     records = _together(world, step, lambda: write_rank(checkpoint, rank, own, pieces))
     pieces_of_rank = world.gather(pieces)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.folder import CheckpointFolder, verify
 from myriad.checkpoint.manifest import FileRecord, Manifest, record_pieces, record_plain
 from myriad.checkpoint.member import Member
 from myriad.checkpoint.piece import files_of_rank
@@ -159,6 +159,8 @@ class Storing:
         progress: Mapping[str, Any],
     ) -> int:
         self._check_owner(attempt)
+        if (stored := self._stored_before(step, attempt)) is not None:
+            return stored.num_bytes
         checkpoint = self._folder.begin(step)
         files = dict(write())
         for name, content in self._plain_files.items():
@@ -172,6 +174,15 @@ class Storing:
         self._check_owner(attempt)
         checkpoint.commit(manifest)
         return manifest.num_bytes
+
+    def _stored_before(self, step: int, attempt: int) -> Manifest | None:
+        """By a keeper that died before it could say so: what is good is not taken away."""
+        checkpoint = self._folder.at_step(step)
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            manifest = checkpoint.manifest()
+            if manifest.attempt == attempt and not verify(checkpoint):
+                return manifest
+        return None
 
     def _check_owner(self, attempt: int) -> None:
         owner = self._folder.owner()

@@ -62,7 +62,7 @@ def check_file(
         return ["missing"]
     if size != record.bytes:
         return [f"{size} bytes instead of {record.bytes}"]
-    reader = _Reader(storage, path, told)
+    reader = _Reader(storage, path, size, told)
     if record.xxh3_128 is not None:
         return (
             []
@@ -80,9 +80,9 @@ def check_file(
 class _Reader:
     """A file from its start to its end, in large blocks."""
 
-    def __init__(self, storage: Storage, path: str, told: Callable[[int], None]) -> None:
+    def __init__(self, storage: Storage, path: str, size: int, told: Callable[[int], None]) -> None:
         self._storage, self._path, self._told = storage, path, told
-        self._block = memoryview(bytearray(_READ_BYTES))
+        self._block = memoryview(bytearray(max(1, min(size, _READ_BYTES))))
         self._next = self._begin = self._end = 0
 
     def _more(self, wanted: int) -> memoryview:

@@ -1,0 +1,71 @@
+"""If these fail, a checkpoint process that dies takes the training with it, or what was to be stored."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from fault_kills import Life
+from fault_state import State, open_session
+from myriad.checkpoint.config import CheckpointConfig
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.store import load
+from myriad.comm.groups import close_world, open_world
+from myriad.comm.layout import Layout
+from myriad.jsonl import JsonlTail
+
+LAST = 20
+
+
+def train_on(path: Path, two_nodes: bool, deaths: dict[int, int]) -> str | None:
+    """One rank's side; ``deaths``: the node whose keeper dies by the step after whose snapshot it does."""
+    groups = open_world(Layout(dp=2), torch.device("cpu"))
+    rank, group = groups.grid.rank, groups.on_host("checkpoints")
+    config = CheckpointConfig(every=5, copies_every=2, timeout_seconds=60, linger_seconds=0)
+    session = open_session(path, config, rank, 2, 0 if two_nodes else rank, group)
+    session.claim(0)
+    state = State()
+    session.begin(state.rectangles(rank, 2))
+    for step in range(1, LAST + 1):
+        session.settle()
+        torch.distributed.all_reduce(torch.zeros(1), group=group)
+        state.become(step)
+        session.take(step, {"step": step}, session.wants(step, is_last=step == LAST, due=False))
+        if rank == 0 and step in deaths:
+            kill_keeper(Life(path, 5, two_nodes), deaths[step])
+    problem = session.finish(LAST)
+    session.close()
+    close_world()
+    return problem
+
+
+def kill_keeper(life: Life, node: int) -> None:
+    for pid in (pid for of, pid in life.keepers() if of == node):  # none: nobody has missed the last one yet
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("deaths", [{8: 0}, {LAST: 0}, {4: 0, 11: 0, LAST - 1: 0}], ids=str)
+def test_training_goes_on_with_a_new_keeper_and_stores_its_last_step(deaths: dict, tmp_path: Path) -> None:
+    assert run_ranks(2, train_on, tmp_path, False, deaths) == [None, None]
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_of_two_nodes_one_gets_a_new_keeper_and_the_other_finds_it(node: int, tmp_path: Path) -> None:
+    assert run_ranks(2, train_on, tmp_path, True, {8: node}) == [None, None]
+    check(tmp_path)
+
+
+def check(path: Path) -> None:
+    folder, state = CheckpointFolder(path / "checkpoints"), State()
+    assert folder.newest() == (LAST, [])
+    load(folder.of_step(LAST), state.all_rectangles())
+    assert state.wrong(LAST) == []
+    told = [event for event in JsonlTail(path / "events.jsonl").poll() if "died" in event.get("problem", "")]
+    assert told, "the user is told"
