@@ -1,12 +1,21 @@
 """One GPU gives what the CPU gives; bfloat16 learns. Skipped where there is no CUDA device."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from myriad.checkpoint.config import CheckpointConfig
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.session import Session, Settings
+from myriad.checkpoint.snapshot import Wants
+from myriad.checkpoint.store import load_model
+from myriad.comm.grid import RankGrid
 from myriad.comm.groups import open_world
 from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
+from myriad.model.rectangle import Rectangle
 from myriad.optim.config import OptimizerConfig
 from myriad.parallel.engine import Engine
 from myriad.parallel.partition import partition_layers
@@ -53,3 +62,29 @@ def test_bfloat16_learns_and_stays_near_float32() -> None:
 
 def test_the_same_run_twice_gives_the_same_bits() -> None:
     assert losses("cuda", torch.float32) == losses("cuda", torch.float32)
+
+
+def test_snapshots_are_of_the_step_they_were_taken_after_while_the_device_runs_ahead(tmp_path: Path) -> None:
+    """The next update is asked for at once: only the order on the device keeps it behind the copy."""
+    device = torch.device("cuda", 0)
+    settings = Settings(
+        CheckpointConfig(keep=20),
+        run=tmp_path,
+        folder=CheckpointFolder(tmp_path / "checkpoints"),
+        events=tmp_path / "events.jsonl",
+        log=tmp_path / "keeper.log",
+        job="",
+    )
+    session = Session(settings, RankGrid(Layout(), 0), 0, None, device)
+    session.claim(0)
+    values = torch.zeros(2**24, device=device)
+    session.begin([Rectangle("model.w", tuple(values.shape), (0,), values)])
+    for step in range(1, 11):
+        session.settle()
+        values.fill_(step)
+        session.take(step, {"step": step}, Wants(durable=step == 10, last=step == 10))
+    session.settle()
+    values.fill_(99)
+    assert session.finish(10) is None
+    session.close()
+    assert (load_model(tmp_path / "checkpoints" / "step-10")["w"] == 10).all()

@@ -52,7 +52,7 @@ class Wants:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A run of live memory, ``[n]``, and its first byte in a slot."""
+    """Live memory and its first byte in a slot; what is contiguous is ``[n]``."""
 
     source: torch.Tensor
     start: int
@@ -63,6 +63,8 @@ class _Copy:
 
     def with_next(self, other: "_Copy") -> "_Copy | None":
         """Both as one, when one follows the other here and there."""
+        if self.source.dim() != 1 or other.source.dim() != 1:
+            return None
         follows = self.source.data_ptr() + self.num_bytes == other.source.data_ptr()
         same = self.source.untyped_storage().data_ptr() == other.source.untyped_storage().data_ptr()
         if not (follows and same and self.start + self.num_bytes == other.start):
@@ -89,12 +91,7 @@ class Snapshots:
         self._copier = _CudaCopier(memory, device) if device.type == "cuda" else _HostCopier(memory)
         self._rejoin, self._rejoins = rejoin, 0
         self._copies = _plan(rectangles, pieces)
-        self._odd = [
-            (part.values, piece)
-            for part, piece in zip(rectangles, pieces, strict=True)
-            if not part.values.is_contiguous()
-        ]
-        self._jobs: queue.SimpleQueue[tuple[int, Wants] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[int, Wants, int | None] | None] = queue.SimpleQueue()
         self._copied, self._told = threading.Event(), threading.Event()
         self._copied.set()
         self._told.set()
@@ -113,12 +110,15 @@ class Snapshots:
         self._told.wait()
         self._copied.clear()
         self._told.clear()
-        self._copier.mark()
-        self._jobs.put((step, wants))
+        slot = self._memory.begin(step)
+        if slot is not None:
+            self._copier.begin(self._copies, slot)
+        self._jobs.put((step, wants, slot))
 
     def settle(self) -> None:
-        """Returns when the state may change. Raises `RunFailedError` when the keeper is gone."""
-        self._copied.wait()
+        """Returns when the state may change: on a device, what is asked of it from here on may. Raises
+        `RunFailedError` when keepers die again and again."""
+        self._copier.settle(self._copied)
         if self._error is not None:
             raise RunFailedError(f"the checkpoint process is gone: {self._error}") from self._error
 
@@ -144,11 +144,11 @@ class Snapshots:
                 self._copied.set()
                 self._told.set()
 
-    def _take_surely(self, step: int, wants: Wants) -> None:
+    def _take_surely(self, step: int, wants: Wants, slot: int | None) -> None:
         """Where the keeper has died a new one takes its place, and training goes on: it has lost the
         snapshots, this one too unless it is the ``last``, after which nothing changes any more."""
         try:
-            self._take(step, wants)
+            self._take(step, wants, slot)
         except Closed:
             self._rejoins += 1
             if self._rejoins > _REJOINS:
@@ -157,33 +157,36 @@ class Snapshots:
             self._memory = self._rejoin()
             self._copier.move(self._memory)
             if wants.last:
-                self._take_surely(step, wants)
+                self._take_surely(step, wants, self._fresh_slot(step))
                 self.lost_step = -1
 
-    def _take(self, step: int, wants: Wants) -> None:
-        slot = self._memory.begin(step)
-        while slot is None and wants.last:
-            time.sleep(_POLL_SECONDS)
-            slot = self._memory.begin(step)
+    def _take(self, step: int, wants: Wants, slot: int | None) -> None:
+        if slot is None and wants.last:
+            slot = self._fresh_slot(step)
         if slot is None:
             self.skipped += 1
             return
-        self._copier.copy(self._copies, slot)
-        for values, piece in self._odd:
-            view = self._memory.view(slot, piece.memory_start, piece.num_bytes)
-            torch.frombuffer(view, dtype=values.dtype).view(values.shape).copy_(values)
+        self._copier.finish(self._copies, slot)
         self._memory.end(slot, hold=wants.hold)
         self._copied.set()
         self._client.say_whole(slot, step, durable=wants.durable, copies=wants.copies)
+
+    def _fresh_slot(self, step: int) -> int:
+        """For the last snapshot: nothing changes any more, and there is time until one is free."""
+        while (slot := self._memory.begin(step)) is None:
+            time.sleep(_POLL_SECONDS)
+        self._copier.begin(self._copies, slot)
+        return slot
 
 
 def _plan(rectangles: Sequence[Rectangle], pieces: Sequence[Piece]) -> list[_Copy]:
     """As few copies as possible: neighbours in live memory that are neighbours in the slot go together."""
     found: list[_Copy] = []
     for part, piece in zip(rectangles, pieces, strict=True):
-        if not piece.num_bytes or not part.values.is_contiguous():
+        if not piece.num_bytes:
             continue
-        one = _Copy(part.values.detach().view(-1), piece.memory_start)
+        values = part.values.detach()
+        one = _Copy(values.view(-1) if values.is_contiguous() else values, piece.memory_start)
         both = found[-1].with_next(one) if found else None
         if both is not None:
             found[-1] = both
@@ -193,7 +196,7 @@ def _plan(rectangles: Sequence[Rectangle], pieces: Sequence[Piece]) -> list[_Cop
 
 
 class _HostCopier:
-    """Copies with this thread, without the interpreter's lock."""
+    """Copies in the snapshot thread, without the interpreter's lock."""
 
     def __init__(self, memory: SnapshotMemory) -> None:
         self._memory = memory
@@ -202,14 +205,21 @@ class _HostCopier:
         """From now on into this memory."""
         self._memory = memory
 
-    def mark(self) -> None:
-        """The state is as it should be copied."""
+    def begin(self, copies: Sequence[_Copy], slot: int) -> None:
+        """In training's thread: nothing yet."""
 
-    def copy(self, copies: Sequence[_Copy], slot: int) -> None:
-        """All of them; done when this returns."""
+    def finish(self, copies: Sequence[_Copy], slot: int) -> None:
+        """All of them."""
         base = self._memory.slot_address(slot)
         for one in copies:
-            ctypes.memmove(base + one.start, one.source.data_ptr(), one.num_bytes)
+            if one.source.is_contiguous():
+                ctypes.memmove(base + one.start, one.source.data_ptr(), one.num_bytes)
+            else:
+                _place(self._memory, slot, one).copy_(one.source)
+
+    def settle(self, copied: threading.Event) -> None:
+        """Training waits until ``copied``."""
+        copied.wait()
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -221,7 +231,7 @@ class _CudaCopier:
     def __init__(self, memory: SnapshotMemory, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._updated = torch.cuda.Event()
+        self._updated, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._pin(memory)
 
     def move(self, memory: SnapshotMemory) -> None:
@@ -235,19 +245,29 @@ class _CudaCopier:
         if int(code):
             raise RunFailedError(f"the snapshots' memory cannot be pinned: CUDA error {int(code)}")
 
-    def mark(self) -> None:
-        """The state is as it should be copied once the device has come this far."""
+    def begin(self, copies: Sequence[_Copy], slot: int) -> None:
+        """Asks the device for all of them, once it has come this far in training's stream."""
         self._updated.record(torch.cuda.current_stream(self._device))
-
-    def copy(self, copies: Sequence[_Copy], slot: int) -> None:
-        """All of them; done when this returns, while the device computes on."""
         self._stream.wait_event(self._updated)
         with torch.cuda.stream(self._stream):
             for one in copies:
-                view = self._memory.view(slot, one.start, one.num_bytes)
-                torch.frombuffer(view, dtype=one.source.dtype).copy_(one.source, non_blocking=True)
-        self._stream.synchronize()
+                _place(self._memory, slot, one).copy_(one.source, non_blocking=True)
+        self._done.record(self._stream)
+
+    def finish(self, copies: Sequence[_Copy], slot: int) -> None:
+        """They are done when this returns; the device computes on."""
+        self._done.synchronize()
+
+    def settle(self, copied: threading.Event) -> None:
+        """Training's stream waits, not its thread."""
+        torch.cuda.current_stream(self._device).wait_event(self._done)
 
     def close(self) -> None:
         """Unpins."""
         torch.cuda.cudart().cudaHostUnregister(self._memory.address)
+
+
+def _place(memory: SnapshotMemory, slot: int, one: _Copy) -> torch.Tensor:
+    """Where a copy goes, as a tensor like its source."""
+    view = memory.view(slot, one.start, one.num_bytes)
+    return torch.frombuffer(view, dtype=one.source.dtype).view(one.source.shape)
