@@ -35,18 +35,15 @@ class KeeperClient:
         """``name``: of the run on this node; ``starts``: this rank starts a keeper if there is none. Raises
         `RunFailedError` when none comes up."""
         self._lock = threading.Lock()
-        self._name, self._starts, self._log = name, starts, log
-        self._wire = self._find()
+        self._name, self._log = name, log
+        self._wire = _connect(name) or self._await(name, starts, log)
 
     def reconnect(self) -> None:
-        """To a new keeper, when the one that was there is gone. Raises `RunFailedError` when none comes
-        up."""
+        """To a new keeper, when the one that was there is gone; whoever misses it first starts one. Raises
+        `RunFailedError` when none comes up."""
         with self._lock:
             self._wire.close()
-            self._wire = self._find()
-
-    def _find(self) -> Wire:
-        return _connect(self._name) or self._await(self._name, self._starts, self._log)
+            self._wire = _connect(self._name) or self._await(self._name, True, self._log)
 
     def _await(self, name: str, starts: bool, log: Path) -> Wire:
         process = _start(name, log) if starts else None
