@@ -295,8 +295,11 @@ class Keeper:
 
     def wait_stored(self, step: int, seconds: float) -> Outcome | None:
         """What became of a step; ``None``: it is still being stored. Of the keeper of rank 0's node."""
-        assert self._storing is not None, "asked by rank 0 alone"
-        return self._storing.wait(step, seconds)
+        storing = self._storing
+        if storing is None:  # of another node, or so new that it was told nothing yet
+            time.sleep(seconds)
+            return None
+        return storing.wait(step, seconds)
 
     # The end
 

@@ -45,6 +45,10 @@ class KeeperClient:
             self._wire.close()
             self._wire = _connect(self._name) or self._await(self._name, True, self._log)
 
+    def is_alive(self) -> bool:
+        """Whether the keeper is still there; asks nobody."""
+        return self._wire.is_open()
+
     def _await(self, name: str, starts: bool, log: Path) -> Wire:
         process = _start(name, log) if starts else None
         deadline = time.monotonic() + _START_SECONDS

@@ -55,9 +55,11 @@ class _Server:
             threading.Thread(target=self._guarded, args=(serve, Wire(connection)), daemon=True).start()
 
     def _guarded(self, serve: Callable[[Wire], None], wire: Wire) -> None:
-        with suppress(Closed):
-            serve(wire)
-        wire.close()
+        try:
+            with suppress(Closed):
+                serve(wire)
+        finally:
+            wire.close()
 
     def close(self) -> None:
         """The name is free, even if a thread in a dead file system keeps this process from ending."""

@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,8 @@ _CLAIM_SECONDS = 60.0
 """How long a start waits for the storage, if it does not say sooner that it is away."""
 
 
-_GONE, _FINISHES = "the checkpoint process is gone", 3
+_FINISHES, _LOOK_SECONDS = 4, 0.5
+"""How often a keeper may die under the last checkpoint, and how often ranks look whether theirs has."""
 
 
 @dataclass(frozen=True)
@@ -247,28 +249,31 @@ class Session:
 
     def finish(self, step: int) -> str | None:
         """Until a step is durable, on all ranks: ``None``, or why it is not. The state may not change
-        meanwhile: a keeper that dies is told anew."""
+        meanwhile: when a keeper dies, all ranks tell the new one."""
         assert self._snapshots is not None, "begin comes first"
-        for _ in range(_FINISHES):
+        deadline = time.monotonic() + self._settings.config.timeout_seconds
+        lost = 0
+        while lost < _FINISHES:
             self._snapshots.await_told()
-            problem = None
-            if self._snapshots.lost_step == step:
-                problem = _GONE
-            elif self._grid.rank == 0:
-                problem = self._wait_stored(step)
-            found: list[str | None] = self._world.gather(problem)
-            if _GONE not in found:
-                break
-            self._snapshots.take(step, Wants(durable=True, last=True))
-        return found[0]
+            is_gone = self._snapshots.lost_step == step or not self._client.is_alive()
+            outcome = self._outcome_by(step, deadline) if self._grid.rank == 0 and not is_gone else None
+            found: list[tuple[bool, Outcome | None]] = self._world.gather((is_gone, outcome))
+            if any(gone for gone, _ in found):
+                lost += 1
+                self._snapshots.take(step, Wants(durable=True, last=True))
+            elif found[0][1] is not None:
+                return found[0][1].problem
+        return f"the checkpoint process died {lost} times while step {step} was stored"
 
-    def _wait_stored(self, step: int) -> str | None:
-        seconds = self._settings.config.timeout_seconds
-        try:
-            outcome = self._client.wait_stored(step, seconds)
-        except Closed:
-            return _GONE
-        return f"not stored after {seconds:g} s" if outcome is None else outcome.problem
+    def _outcome_by(self, step: int, deadline: float) -> Outcome | None:
+        """What became of a step; ``None``: ask again."""
+        with suppress(Closed):
+            outcome = self._client.wait_stored(step, _LOOK_SECONDS)
+            if outcome is None and time.monotonic() > deadline:
+                seconds = self._settings.config.timeout_seconds
+                return Outcome(f"not stored after {seconds:g} s", time.monotonic())
+            return outcome
+        return None
 
     def close(self) -> None:
         """This rank has ended well: nobody will need its memory."""

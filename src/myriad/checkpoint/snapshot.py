@@ -174,6 +174,8 @@ class Snapshots:
     def _fresh_slot(self, step: int) -> int:
         """For the last snapshot: nothing changes any more, and there is time until one is free."""
         while (slot := self._memory.begin(step)) is None:
+            if not self._client.is_alive():
+                raise Closed("nobody will release a slot")
             time.sleep(_POLL_SECONDS)
         self._copier.begin(self._copies, slot)
         return slot

@@ -62,6 +62,15 @@ class Wire:
         """How long `receive` and `send` wait for the other end."""
         self._socket.settimeout(seconds)
 
+    def is_open(self) -> bool:
+        """Whether the other end is still there; not while another thread receives."""
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Also wakes whoever receives."""
         with suppress(OSError):
