@@ -89,7 +89,8 @@ class _Files:
         self.state.forget()
         rectangle = random_rectangle(0, CPU)
         wanted = self.state.all_rectangles()
-        return find_newest(self.folder, _NoMemory(), wanted, rectangle, LoadWorld())  # type: ignore[arg-type]
+        durable = self.folder.trained_steps()
+        return find_newest(self.folder, durable, _NoMemory(), wanted, rectangle, LoadWorld())  # type: ignore[arg-type]
 
     @contextmanager
     def restored(self, file: Path) -> Iterator[bytes]:

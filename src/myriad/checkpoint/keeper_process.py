@@ -73,7 +73,6 @@ class _Server:
             if self._is_ending:
                 return
             self._ranks, self._patience = self._ranks + 1, 0.0
-            self._said_good_bye = self._flushed = False
         member: Member | None = None
         try:
             while True:
@@ -104,7 +103,8 @@ class _Server:
             except OSError as error:
                 wire.send({"problem": str(error)})
                 return None
-            self._joined = True
+            with self._lock:
+                self._joined, self._said_good_bye, self._flushed = True, False, False
             wire.send({"num_bytes": member.memory.num_bytes}, descriptors=[member.descriptor])
         elif op == "configure":
             self._token = message["token"]

@@ -10,11 +10,12 @@ Nothing of a candidate counts until every part of it was good.
 """
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ from myriad.model.rectangle import Rectangle
 
 __all__ = ["Candidate", "LoadWorld", "check_same_model", "load_candidate"]
 
+_RETRY_SECONDS = (0.2, 1.0)
+"""Between tries to read what should be there."""
 _READ_AHEAD, _READERS = 4, 2
 """Blocks that a reader holds before they are sent on, and its threads."""
 
@@ -71,43 +74,57 @@ class Candidate:
     """Snapshots of this rank's node by attempt, rank and whether they are copies; raises ``OSError``."""
 
 
-def check_same_model(parts: Sequence[Part], rectangles: Sequence[Rectangle]) -> None:
-    """Refuses, before anything is read, a checkpoint in which a tensor is missing or has another shape."""
+@dataclass
+class Verdict:
+    """What loading a candidate came to."""
+
+    problems: list[str]
+    """Whatever was bad, had from elsewhere or not."""
+    good: bool = False
+    """Every rectangle is filled with what was written."""
+    damaged: bool = False
+    """Bytes are missing or others than were written; not: could not be read now."""
+
+
+def check_same_model(parts: Sequence[Part], rectangles: Sequence[Rectangle], world: LoadWorld) -> None:
+    """Refuses, before anything is read, a checkpoint in which a tensor is missing or has another shape, on
+    any rank."""
     shapes = {part.tensor: part.full_shape for part in parts}
-    for part in rectangles:
-        there = shapes.get(part.name, "nothing")
-        if there != part.full_shape:
-            raise RunFailedError(
-                f"checkpoint of another model: {part.name} is {part.full_shape} here, {there} there"
-            )
+    other = {part.name: part.full_shape for part in rectangles if shapes.get(part.name) != part.full_shape}
+    found = {name: shape for own in world.gather(other) for name, shape in own.items()}
+    if found:
+        name, shape = next(iter(found.items()))
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        there = shapes.get(name, "nothing")
+        raise RunFailedError(f"checkpoint of another model: {name} is {shape} here, {there} there{more}")
 
 
-def load_candidate(
-    candidate: Candidate, rectangles: Sequence[Rectangle], world: LoadWorld
-) -> tuple[list[str], bool]:
-    """Fills the rectangles; every rank calls it. Gives what was bad, and whether all of it could be had from
-    elsewhere. Raises `RunFailedError` for a checkpoint of another model."""
-    check_same_model(candidate.parts, rectangles)
+def load_candidate(candidate: Candidate, rectangles: Sequence[Rectangle], world: LoadWorld) -> Verdict:
+    """Fills the rectangles; every rank calls it. Raises `RunFailedError` for a checkpoint of another
+    model."""
+    check_same_model(candidate.parts, rectangles, world)
     needs = Needs([(part.name, tuple(part.offsets), tuple(part.values.shape)) for part in rectangles])
     uncovered = [f"{name} is not whole" for name in needs.uncovered(candidate.parts)]
     if any(found := world.gather(uncovered)):
-        return _unique(found), False
+        return Verdict(_unique(found), damaged=True)
     needed_by = world.gather(needs.of(candidate.parts))
     struck_out: frozenset[tuple[int, Place]] = frozenset()
-    problems: list[str] = []
+    verdict = Verdict([])
     wanted = needed_by
     while True:
         blocks, lost = plan_blocks(candidate.parts, wanted, world.ranks_of_node, struck_out)
         if lost:
-            return problems, False
+            return verdict
         bad = _Loading(candidate, rectangles, needs, world).go(blocks)
         found = world.gather(bad)
         if not any(found):
-            return problems, True
+            verdict.good = True
+            return verdict
         flat = list(itertools.chain.from_iterable(found))
-        problems += [problem for _, _, problem in flat]
-        struck_out |= {(number, place) for number, place, _ in flat}
-        again = {number for number, _, _ in flat}
+        verdict.problems += [one.problem for one in flat]
+        verdict.damaged |= any(one.lasts for one in flat)
+        struck_out |= {(one.number, one.place) for one in flat}
+        again = {one.number for one in flat}
         wanted = [[number for number in numbers if number in again] for numbers in needed_by]
 
 
@@ -115,8 +132,14 @@ def _unique(lists: Sequence[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(itertools.chain.from_iterable(lists)))
 
 
-Bad = tuple[int, Place, str]
-"""Number of a part, the place where its bytes are not what they should be, and how to say so."""
+class Bad(NamedTuple):
+    """A part that could not be had from a place."""
+
+    number: int
+    place: Place
+    problem: str
+    lasts: bool
+    """Trying again would not help."""
 
 
 class _Loading:
@@ -145,18 +168,31 @@ class _Loading:
     def _read(self, block: Block) -> list[memoryview]:
         """The bytes of each part, checked."""
         parts = [self._candidate.parts[number] for number in block.numbers]
+        lasts = True
         try:
-            found = self._bytes_of(block)
+            found = self._bytes_surely(block)
         except OSError as error:
             found = [memoryview(bytearray(part.num_bytes)) for part in parts]
-            problems = [f"not readable ({error})"] * len(parts)
+            problems, lasts = [f"not readable ({error})"] * len(parts), _lasts(error)
         else:
             same = (hash_of(data) == part.xxh3_128 for data, part in zip(found, parts, strict=True))
             problems = ["" if good else "its bytes changed after it was written" for good in same]
         for number, place, part, problem in zip(block.numbers, block.places, parts, problems, strict=True):
             if problem:
-                self._bad.append((number, place, f"{self._name_of(place)}: {part}: {problem}"))
+                told = f"{self._name_of(place)}: {part}: {problem}"
+                self._bad.append(Bad(number, place, told, lasts))
         return found
+
+    def _bytes_surely(self, block: Block) -> list[memoryview]:
+        """`_bytes_of`, once more after each wait where it may help."""
+        for seconds in _RETRY_SECONDS:
+            try:
+                return self._bytes_of(block)
+            except OSError as error:
+                if _lasts(error):
+                    raise
+            time.sleep(seconds)
+        return self._bytes_of(block)
 
     def _bytes_of(self, block: Block) -> list[memoryview]:
         """Of each part, from where it is; raises ``OSError`` when it is not there."""
@@ -171,7 +207,7 @@ class _Loading:
         sizes = [self._candidate.parts[number].num_bytes for number in block.numbers]
         content = memoryview(bytearray(starts[-1] + sizes[-1] - first.start))
         if durable.storage.read_into(durable.at(first.file), first.start, content) < len(content):
-            raise OSError("cut short")
+            raise EndOfFile("cut short")
         return [
             content[start - first.start : start - first.start + size]
             for start, size in zip(starts, sizes, strict=True)
@@ -214,6 +250,15 @@ class _Loading:
                 target = self._rectangles[index]
                 inside = _inside(target.values, target.offsets, offsets, shape)
                 inside.copy_(_inside(source, part.offsets, offsets, shape))
+
+
+class EndOfFile(OSError):
+    """A file is shorter than it was."""
+
+
+def _lasts(error: OSError) -> bool:
+    """Whether bytes are gone, not only away."""
+    return isinstance(error, EndOfFile | FileNotFoundError)
 
 
 def _inside(

@@ -14,7 +14,7 @@ from typing import Any
 
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.keeper_client import KeeperClient
-from myriad.checkpoint.load import Candidate, LoadWorld, load_candidate
+from myriad.checkpoint.load import Candidate, LoadWorld, Verdict, load_candidate
 from myriad.checkpoint.manifest import MANIFEST, Manifest
 from myriad.checkpoint.member import Opened
 from myriad.checkpoint.sources import InMemory, Part, Place, parts_of_manifest, parts_of_snapshot
@@ -56,9 +56,13 @@ def find_newest(
         search = _Step(step, folder, client, in_memory[world.rank], world)
         candidate = search.candidate(step in durable, whole.get(step))
         found.problems += search.problems
-        if candidate is not None and _load(candidate, rectangles, random, world, found):
-            return found
-        if step in durable:
+        damaged = search.damaged
+        if candidate is not None:
+            verdict = _load(candidate, rectangles, random, world, found)
+            if verdict.good:
+                return found
+            damaged |= verdict.damaged
+        if step in durable and damaged:
             found.set_aside += world.gather(_set_aside(folder, step) if world.rank == 0 else "")[:1]
     if found.problems:
         raise RunFailedError(f"no checkpoint is good: {'; '.join(found.problems)}")
@@ -67,15 +71,15 @@ def find_newest(
 
 def _load(
     candidate: Candidate, rectangles: Sequence[Rectangle], random: Rectangle, world: LoadWorld, found: Found
-) -> bool:
+) -> Verdict:
     found.has_random = _has_random(candidate, random, world)
     wanted = [*rectangles, random] if found.has_random else rectangles
-    problems, good = load_candidate(candidate, wanted, world)
-    found.problems += problems
-    if good:
+    verdict = load_candidate(candidate, wanted, world)
+    found.problems += verdict.problems
+    if verdict.good:
         in_memory = any(isinstance(part.places[0], InMemory) for part in candidate.parts)
         found.step, found.source = candidate.step, "memory" if in_memory else "storage"
-    return good
+    return verdict
 
 
 def _set_aside(folder: CheckpointFolder, step: int) -> str:
@@ -129,6 +133,8 @@ class _Step:
         self._known: dict[tuple[int, int, bool], Opened] = {}
         self._opening = threading.Lock()
         self.problems: list[str] = []
+        self.damaged = False
+        """The manifest is there, and is not what was written."""
 
     def candidate(self, is_durable: bool, attempt: int | None) -> Candidate | None:
         """``attempt``: one whose ranks all have the step in memory. ``None`` when there is nothing to load
@@ -160,14 +166,15 @@ class _Step:
 
     def _manifest(self) -> Manifest | None:
         """Read by rank 0, told to all."""
-        result: tuple[Manifest | None, str] = None, ""
+        result: tuple[Manifest | None, str, bool] = None, "", False
         if self._world.rank == 0:
             checkpoint = self._folder.at_step(self._step)
             try:
-                result = checkpoint.manifest(), ""
+                result = checkpoint.manifest(), "", False
             except (OSError, ValueError, KeyError, TypeError) as error:
-                result = None, f"{checkpoint.name}/{MANIFEST}: not readable ({error})"
-        manifest, problem = self._world.gather(result)[0]
+                told = f"{checkpoint.name}/{MANIFEST}: not readable ({error})"
+                result = None, told, not isinstance(error, OSError)
+        manifest, problem, self.damaged = self._world.gather(result)[0]
         if problem:
             self.problems.append(problem)
         return manifest

@@ -124,7 +124,7 @@ class LocalStorage:
     @contextlib.contextmanager
     def create(self, path: str) -> Iterator[Sink]:
         target = self.root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(target.parent)
         with open(target, "wb", buffering=0) as file:
             yield _LocalSink(file.fileno())
             os.fsync(file.fileno())
@@ -167,6 +167,14 @@ class _LocalSink:
         view = memoryview(content).cast("B")
         while len(view):
             view = view[os.write(self._descriptor, view[:_WRITE_BYTES]) :]
+
+
+def _make_folder(path: Path) -> None:
+    """With its entry in the folder above on disk."""
+    if not path.is_dir():
+        _make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        _sync_folder(path.parent)
 
 
 def _sync_folder(path: Path) -> None:

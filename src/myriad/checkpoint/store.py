@@ -130,9 +130,9 @@ def load(where: Path | str, rectangles: Sequence[Rectangle]) -> dict[str, Any]:
     checkpoint = open_checkpoint(where)
     manifest = _manifest_of(checkpoint)
     candidate = Candidate(manifest.step, parts_of_manifest(manifest), checkpoint)
-    problems, good = load_candidate(candidate, rectangles, LoadWorld())
-    if not good:
-        raise RunFailedError(f"{checkpoint.where} cannot be read: {'; '.join(problems)}")
+    verdict = load_candidate(candidate, rectangles, LoadWorld())
+    if not verdict.good:
+        raise RunFailedError(f"{checkpoint.where} cannot be read: {'; '.join(verdict.problems)}")
     return dict(manifest.progress)
 
 
