@@ -42,7 +42,12 @@ def turn(job: str, steps: int, every: int, folder: Path) -> list[dict[str, Any]]
     """The metrics of one run's steps, without its first ones. ``every`` 0: no snapshots."""
     ranks = min(2, num_cores())
     keys = [f"layout.dp={ranks}", f"train.steps={steps}", f"checkpoint.memory_every={every}"]
-    keys += ["checkpoint.every=0", "checkpoint.linger_seconds=0", "data.validation_batches=0"]
+    keys += [
+        "checkpoint.memory_seconds=0",
+        "checkpoint.every=0",
+        "checkpoint.linger_seconds=0",
+        "data.validation_batches=0",
+    ]
     keys += ["train.validate_every=0", "train.sample_prompt=off"]
     resolved, run = load_job(job, keys), Run(folder)
     open_inputs(resolved, lambda stage: None)

@@ -11,7 +11,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +248,7 @@ def damage_memory(tries: int, seed: int, where: Path, told: Told = lambda done: 
         _store(session, state, step)
     outcomes = {f"flipped bit, {name}": Outcome() for name in ("memory", "memory and storage")}
     folder = CheckpointFolder(where / "checkpoints")
+    session._claimed = replace(session._claimed, steps=(OLDER, NEWER))  # as a new start would find them
     for done in range(tries):
         both = done % 4 == 3
         outcome = outcomes["flipped bit, memory and storage" if both else "flipped bit, memory"]

@@ -140,7 +140,7 @@ def kill_rank(rank: int) -> None:
 def test_a_run_with_a_killed_rank_goes_on_to_the_bits_of_an_undisturbed_one(
     start: Callable[..., Run],
 ) -> None:
-    keys = [*TWO_RANKS, "train.steps=40", "checkpoint.every=5"]
+    keys = [*TWO_RANKS, "train.steps=40", "checkpoint.every=5", "checkpoint.memory_seconds=0"]
     run, undisturbed = start("killed", *keys), start("undisturbed", *keys)
     with pytest.raises(RunFailedError, match="rank 1 was killed by SIGKILL"):
         run_local(run, 2, observer=_At(run, 12, lambda: kill_rank(1)))

@@ -24,6 +24,8 @@ class CheckpointConfig(Config):
     matter."""
     memory_every: int = Field(1, ge=0)
     """Steps between snapshots in the memory of the node, which outlive a rank; 0: only what is stored."""
+    memory_seconds: float = Field(0.5, ge=0)
+    """At least so long between them, where steps are shorter; 0: steps alone count."""
     copies_every: int = Field(10, ge=0)
     """Steps between copies of them in the memory of another node, where there is one; 0: none."""
     linger_seconds: float = Field(300.0, ge=0)

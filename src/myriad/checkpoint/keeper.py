@@ -31,6 +31,9 @@ __all__ = ["Keeper"]
 
 _COPY_SLOTS = 2
 """Of another node's rank: the newest copy, and the one that is coming."""
+_HASH_SECONDS = 0.2
+"""Snapshots that are overwritten sooner are not hashed: where steps are short, that would cost most of a
+core."""
 _OTHERS_WAIT_SECONDS = 60.0
 """How long a keeper waits for its own ranks' snapshots when another asks for a step."""
 
@@ -362,6 +365,7 @@ class Keeper:
         while True:
             waiting = {}
             member, slot, step = self._to_hash.get()
+            time.sleep(_HASH_SECONDS)
             waiting[member.rank, member.attempt] = member, slot, step
             with suppress(queue.Empty):
                 while True:

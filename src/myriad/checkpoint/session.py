@@ -218,12 +218,13 @@ class Session:
         grid = RankGrid(self._grid.layout, rank)
         return frozenset(peer for axis in AXES for peer in grid.peers(axis)) - {rank}
 
-    def wants(self, step: int, *, is_last: bool, due: bool) -> Wants | None:
-        """What a snapshot after ``step`` steps is for; ``None``: it is not wanted."""
+    def wants(self, step: int, *, is_last: bool, due: bool, memory_due: bool = True) -> Wants | None:
+        """What a snapshot after ``step`` steps is for; ``None``: it is not wanted. ``due``, ``memory_due``:
+        by time, to store it and to keep it in memory."""
         config, several = self._settings.config, len(self._world.ranks_of_node) > 1
         durable = is_last or due or bool(config.every and step % config.every == 0)
         copies = bool(several and config.copies_every and step % config.copies_every == 0)
-        memory = bool(config.memory_every and step % config.memory_every == 0)
+        memory = bool(memory_due and config.memory_every and step % config.memory_every == 0)
         return Wants(durable, copies, is_last) if durable or copies or memory else None
 
     def take(self, step: int, progress: Mapping[str, Any], wants: Wants) -> None:
@@ -231,9 +232,9 @@ class Session:
         assert self._snapshots is not None, "begin comes first"
         began = time.perf_counter()
         self._snapshots.settle()
-        write_progress(self._progress.values, progress)
         write_random(self._random, self._device)
-        self._snapshots.take(step, wants)
+        self._tell_progress = partial(write_progress, self._progress.values, progress)
+        self._snapshots.take(step, wants, self._tell_progress)
         self.waited_seconds += time.perf_counter() - began
 
     def settle(self) -> None:
@@ -260,7 +261,7 @@ class Session:
             found: list[tuple[bool, Outcome | None]] = self._world.gather((is_gone, outcome))
             if any(gone for gone, _ in found):
                 lost += 1
-                self._snapshots.take(step, Wants(durable=True, last=True))
+                self._snapshots.take(step, Wants(durable=True, last=True), self._tell_progress)
             elif found[0][1] is not None:
                 return found[0][1].problem
         return f"the checkpoint process died {lost} times while step {step} was stored"

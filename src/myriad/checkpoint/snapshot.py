@@ -10,10 +10,12 @@ stream copies into the same memory, pinned, and the update waits for it on the d
 """
 
 import ctypes
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +30,9 @@ from myriad.model.rectangle import Rectangle
 __all__ = ["Snapshots", "Wants"]
 
 
-_POLL_SECONDS = 0.01
+_POLL_SECONDS, _NICENESS = 0.01, 10
+_SAY_SECONDS = 0.1
+"""Between two words to the keeper of snapshots that it need not do anything with: it sees them in memory."""
 
 
 _REJOINS = 5
@@ -96,6 +100,7 @@ class Snapshots:
         self._copied.set()
         self._told.set()
         self._error: BaseException | None = None
+        self._said_at = 0.0
         self.lost_step = -1
         """Of the snapshot that went with its keeper."""
         self.skipped = 0
@@ -103,14 +108,15 @@ class Snapshots:
         self._thread = threading.Thread(target=self._work, name="myriad-snapshot", daemon=True)
         self._thread.start()
 
-    def take(self, step: int, wants: Wants) -> None:
+    def take(self, step: int, wants: Wants, prepare: Callable[[], None]) -> None:
         """Begins a snapshot of the state as it is after ``step`` steps; nothing may change it before
-        `settle`."""
+        `settle`. ``prepare``: called before anything is copied, by whatever thread."""
         self.settle()
         self._told.wait()
         self._copied.clear()
         self._told.clear()
         slot = self._memory.begin(step)
+        self._copier.prepare = prepare
         if slot is not None:
             self._copier.begin(self._copies, slot)
         self._jobs.put((step, wants, slot))
@@ -134,6 +140,8 @@ class Snapshots:
         self._copier.close()
 
     def _work(self) -> None:
+        with suppress(OSError):  # training's thread goes first where cores are scarce
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         self._memory.touch()
         while (job := self._jobs.get()) is not None:
             try:
@@ -169,7 +177,9 @@ class Snapshots:
         self._copier.finish(self._copies, slot)
         self._memory.end(slot, hold=wants.hold)
         self._copied.set()
-        self._client.say_whole(slot, step, durable=wants.durable, copies=wants.copies)
+        if wants.hold or time.monotonic() - self._said_at > _SAY_SECONDS:
+            self._client.say_whole(slot, step, durable=wants.durable, copies=wants.copies)
+            self._said_at = time.monotonic()
 
     def _fresh_slot(self, step: int) -> int:
         """For the last snapshot: nothing changes any more, and there is time until one is free."""
@@ -202,6 +212,7 @@ class _HostCopier:
 
     def __init__(self, memory: SnapshotMemory) -> None:
         self._memory = memory
+        self.prepare: Callable[[], None]
 
     def move(self, memory: SnapshotMemory) -> None:
         """From now on into this memory."""
@@ -212,6 +223,7 @@ class _HostCopier:
 
     def finish(self, copies: Sequence[_Copy], slot: int) -> None:
         """All of them."""
+        self.prepare()
         base = self._memory.slot_address(slot)
         for one in copies:
             if one.source.is_contiguous():
@@ -234,6 +246,7 @@ class _CudaCopier:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._updated, self._done = torch.cuda.Event(), torch.cuda.Event()
+        self.prepare: Callable[[], None]
         self._pin(memory)
 
     def move(self, memory: SnapshotMemory) -> None:
@@ -249,6 +262,7 @@ class _CudaCopier:
 
     def begin(self, copies: Sequence[_Copy], slot: int) -> None:
         """Asks the device for all of them, once it has come this far in training's stream."""
+        self.prepare()
         self._updated.record(torch.cuda.current_stream(self._device))
         self._stream.wait_event(self._updated)
         with torch.cuda.stream(self._stream):

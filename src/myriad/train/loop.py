@@ -37,12 +37,11 @@ from myriad.train.inputs import open_inputs
 from myriad.train.metrics import StepMeter
 from myriad.train.peak import Peak, find_peak
 from myriad.train.sample import continue_text
+from myriad.train.save_clock import SaveClock
 
 __all__ = ["Trainer"]
 
 _LOG = logging.getLogger(__name__)
-_SAVE_DUE = float(2**20)
-"""Signalled by rank 0 when a checkpoint is due by time; more than there are ranks to ask for a stop."""
 
 
 class _StopSignal:
@@ -78,8 +77,8 @@ class Trainer:
         self.engine = self._build_engine()
         self.engine.before_update = self.session.settle
         self.meter = self._build_meter()
-        self._next_save_at = self._save_deadline()
-        self._save_due, self._waited_for_saves = False, 0.0
+        self.clock = SaveClock(job.checkpoint, decides=self.is_first)
+        self._waited_for_saves = 0.0
         self.resumed: Loaded | None = None
         self.step = self._resume()
 
@@ -142,11 +141,6 @@ class Trainer:
         self.session.begin(list(self.engine.rectangles()))
         return step
 
-    def _save_deadline(self) -> float:
-        """When the next checkpoint is due by time."""
-        minutes = self.job.checkpoint.minutes
-        return float("inf") if minutes is None else time.monotonic() + 60 * minutes
-
     def train(self) -> None:
         """Runs to the last step, or to the step in which somebody asked to stop."""
         self._announce()
@@ -204,12 +198,11 @@ class Trainer:
         """One step; True when all ranks must stop after it (replicas that train alone: where they agree)."""
         started, waited = time.perf_counter(), self.feed.wait_seconds
         rate = learning_rate(self.job.optimizer, self.step, self.job.train.steps)
-        due = self.is_first and time.monotonic() >= self._next_save_at
         result: StepResult = self.engine.train_step(
-            self._load, rate, self.meter.tokens_per_step, signal=self.stop.asked + _SAVE_DUE * due
+            self._load, rate, self.meter.tokens_per_step, signal=self.clock.signal(self.stop.asked)
         )
         self.step += 1
-        self._save_due |= result.signal >= _SAVE_DUE
+        asked = self.clock.hear(result.signal)
         seconds = time.perf_counter() - started
         if self.is_first:
             waited = self.feed.wait_seconds - waited
@@ -217,7 +210,7 @@ class Trainer:
             self._waited_for_saves += saved
             line = self.meter.line(self.step, result, rate, seconds, waited, saved, self.recorder)
             self.run_folder.append_metrics(line)
-        return result.signal % _SAVE_DUE > 0 and self._agrees
+        return asked and self._agrees
 
     def _load(self) -> Batch:
         job, grid = self.job, self.groups.grid
@@ -249,7 +242,8 @@ class Trainer:
             )
 
     def _save(self, *, is_last: bool) -> None:
-        wants = self.session.wants(self.step, is_last=is_last, due=self._save_due)
+        due, memory_due = self.clock.save_due, self.clock.memory_due
+        wants = self.session.wants(self.step, is_last=is_last, due=due, memory_due=memory_due)
         if wants is None:
             return
         samples = self.step * self.job.train.global_batch
@@ -259,8 +253,7 @@ class Trainer:
             "data": {"samples": samples, "tokens": samples * self.job.model.sequence},
         }
         self.session.take(self.step, progress, wants)
-        if wants.durable:
-            self._save_due, self._next_save_at = False, self._save_deadline()
+        self.clock.taken(wants)
         if is_last or (wants.durable and not self.job.overlap.checkpoint):
             problem = self.session.finish(self.step)
             if problem and is_last:

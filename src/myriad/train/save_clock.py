@@ -1,0 +1,47 @@
+"""When a checkpoint, or a snapshot in memory, is due by time: rank 0's clock decides, and all ranks learn it
+from a number that they add up anyway.
+
+    signal = ranks that ask for a stop + 2^20 if a checkpoint is due + 2^21 if a snapshot is due
+"""
+
+import time
+
+from myriad.checkpoint.config import CheckpointConfig
+from myriad.checkpoint.snapshot import Wants
+
+__all__ = ["SaveClock"]
+
+_SAVE, _MEMORY = 2**20, 2**21
+
+
+class SaveClock:
+    """One rank's side."""
+
+    def __init__(self, config: CheckpointConfig, *, decides: bool) -> None:
+        """``decides``: on rank 0."""
+        self._config, self._decides = config, decides
+        self.save_due = False
+        self.memory_due = False
+        self._saved_at, self._kept_at = time.monotonic(), 0.0
+
+    def signal(self, stop: bool) -> float:
+        """What this rank adds in the next iteration."""
+        if not self._decides:
+            return float(stop)
+        now, minutes = time.monotonic(), self._config.minutes
+        save = minutes is not None and now - self._saved_at >= 60 * minutes
+        memory = now - self._kept_at >= self._config.memory_seconds
+        return float(stop + _SAVE * save + _MEMORY * memory)
+
+    def hear(self, signal: float) -> bool:
+        """Takes what all ranks added up to; gives whether somebody asks for a stop."""
+        total = int(signal)
+        self.save_due |= bool(total & _SAVE)
+        self.memory_due |= bool(total & _MEMORY)
+        return total % _SAVE > 0
+
+    def taken(self, wants: Wants) -> None:
+        """A snapshot was begun: the clocks start anew."""
+        self._kept_at, self.memory_due = time.monotonic(), False
+        if wants.durable:
+            self._saved_at, self.save_due = self._kept_at, False

@@ -1,0 +1,51 @@
+"""If these fail, ranks disagree about which step is saved, or a run forgets to save by time."""
+
+import time
+
+import pytest
+
+from myriad.checkpoint.config import CheckpointConfig
+from myriad.checkpoint.snapshot import Wants
+from myriad.train.save_clock import SaveClock
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """Sets the clock."""
+
+    def go(seconds: float) -> None:
+        monkeypatch.setattr(time, "monotonic", lambda: seconds)
+
+    go(1000.0)
+    return go
+
+
+def test_all_ranks_hear_what_the_first_ones_clock_says(at):
+    config = CheckpointConfig(minutes=10, memory_seconds=2)
+    clocks = [SaveClock(config, decides=rank == 0) for rank in range(3)]
+
+    def step(*stops: bool) -> list[tuple[bool, bool, bool]]:
+        total = sum(clock.signal(stop) for clock, stop in zip(clocks, stops, strict=True))
+        asked = [clock.hear(total) for clock in clocks]
+        return [(a, c.save_due, c.memory_due) for a, c in zip(asked, clocks, strict=True)]
+
+    assert step(False, False, False) == [(False, False, True)] * 3
+    for clock in clocks:
+        clock.taken(Wants())
+    at(1001.0)
+    assert step(False, True, True) == [(True, False, False)] * 3
+    at(1600.0)
+    assert step(False, False, False) == [(False, True, True)] * 3
+    assert step(True, False, False) == [(True, True, True)] * 3, "what is due stays due until it is taken"
+    for clock in clocks:
+        clock.taken(Wants(durable=True))
+    assert step(False, False, False) == [(False, False, False)] * 3
+
+
+def test_without_minutes_only_steps_count_and_without_seconds_every_step_is_kept(at):
+    clock = SaveClock(CheckpointConfig(memory_seconds=0), decides=True)
+    at(1e9)
+    assert not clock.hear(clock.signal(False)) and clock.memory_due and not clock.save_due
+    clock.taken(Wants())
+    clock.hear(clock.signal(False))
+    assert clock.memory_due
