@@ -9,7 +9,6 @@ No torch, no part in training: a rank only ever waits for its own copy. When eve
 keeper ends; when they are gone without a word it stores, lingers for new ones, then ends.
 """
 
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -17,10 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from myriad.checkpoint.copied import CopiedMembers
 from myriad.checkpoint.copies import Copies
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.manifest import FileRecord
-from myriad.checkpoint.member import Member
+from myriad.checkpoint.member import Hasher, Member
 from myriad.checkpoint.memory import SnapshotMemory
 from myriad.checkpoint.piece import snapshot_bytes, split_pieces
 from myriad.checkpoint.storing import Outcome, Retention, Storing, read_progress, store_own
@@ -29,11 +29,6 @@ from myriad.jsonl import append_line
 
 __all__ = ["Keeper"]
 
-_COPY_SLOTS = 2
-"""Of another node's rank: the newest copy, and the one that is coming."""
-_HASH_SECONDS = 0.2
-"""Snapshots that are overwritten sooner are not hashed: where steps are short, that would cost most of a
-core."""
 _OTHERS_WAIT_SECONDS = 60.0
 """How long a keeper waits for its own ranks' snapshots when another asks for a step."""
 
@@ -45,7 +40,7 @@ class Keeper:
         self._lock = threading.RLock()
         self._members: dict[int, Member] = {}
         self._past: list[Member] = []
-        self._copied: dict[tuple[int, int], Member] = {}
+        self.copied = CopiedMembers()
         self._attempt, self._num_local = 0, 0
         self._wanted: dict[int, dict[int, Message]] = {}
         self._arrived = threading.Condition(self._lock)
@@ -53,10 +48,9 @@ class Keeper:
         self._folder: CheckpointFolder | None = None
         self._copies: Copies | None = None
         self._events: Path | None = None
-        self._to_hash: queue.SimpleQueue[tuple[Member, int, int]] = queue.SimpleQueue()
+        self._hasher = Hasher()
         self._busy: dict[int, int] = {}
         self.linger_seconds = 0.0
-        threading.Thread(target=self._hash_for_ever, daemon=True).start()
 
     # Messages of the ranks of this node
 
@@ -83,10 +77,10 @@ class Keeper:
     def _set_past(self, resumed: int | None) -> None:
         """The step that a new attempt goes on from stays, from however many attempts ago, until the new one
         has snapshots of its own. Newer ones never count again: they were no good."""
-        before = {id(one): one for one in (*self._past, *self._members.values(), *self._copied.values())}
+        before = {id(one): one for one in (*self._past, *self._members.values(), *self.copied.members())}
         kept = {key for key, one in before.items() if resumed is not None and resumed in one.steps()}
         self._past = [one for key, one in before.items() if key in kept and not one.copied]
-        self._copied = {key: one for key, one in self._copied.items() if id(one) in kept}
+        self.copied.keep([one for key, one in before.items() if key in kept and one.copied])
         for key, one in before.items():
             one.newest = resumed
             if key not in kept:
@@ -119,7 +113,7 @@ class Keeper:
         with self._lock:
             if self._members.get(member.rank) is not member:
                 return  # of an earlier attempt
-            self._to_hash.put((member, message["slot"], step))
+            self._hasher.put(member, message["slot"], step)
             here = self._wanted.setdefault(step, {})
             here[member.rank] = message
             self._arrived.notify_all()
@@ -222,7 +216,7 @@ class Keeper:
                 for answer in answers:
                     answer()
                 copies.ask_all({"op": "copied"})
-                self.forget_copies_of_past()
+                self.forget_copies()
             except OSError as error:
                 self.tell("fault", step=step, problem=f"snapshots not copied to other nodes: {error}")
 
@@ -232,36 +226,14 @@ class Keeper:
         assert self._copies is not None
         self._copies.send_own(step, self.members())
 
-    def begin_copies(self, message: Message, payload: memoryview) -> None:
-        """A rank of another node will send its snapshots here."""
-        pieces = split_pieces(message["pieces"], bytes(payload))
-        descriptor = SnapshotMemory.create(_COPY_SLOTS, snapshot_bytes(pieces))
-        member = Member(
-            message["attempt"], message["world"], message["rank"], pieces, descriptor, copied=True
-        )
-        with self._lock:
-            self._copied[member.attempt, member.rank] = member
-
-    def take_copy(self, message: Message, payload: memoryview) -> None:
-        """One of them."""
-        member = self._copied[message["attempt"], message["rank"]]
-        slot = member.memory.begin(message["step"])
-        assert slot is not None, "nobody holds copies"
-        member.memory.view(slot, 0, len(payload))[:] = payload
-        member.note_hashes(slot, message["step"], message["hashes"])
-        member.memory.end(slot, hold=False)
+    def forget_copies(self) -> None:
+        """Those of earlier attempts: all of this one's are there."""
+        self.copied.forget_before(self._attempt)
 
     def move(self, message: Message) -> None:
         """The keeper of another node has died, and a new one is there."""
         if self._copies is not None:
             self._copies.move(message["node"], (message["host"], message["port"]))
-
-    def forget_copies_of_past(self) -> None:
-        """All copies of a step of this attempt are where they belong: those of earlier attempts may go."""
-        with self._lock:
-            gone = [key for key in self._copied if key[0] < self._attempt]
-            for key in gone:
-                self._copied.pop(key).close()
 
     def release_step(self, step: int) -> None:
         """The keeper of rank 0's node needs a step no longer."""
@@ -340,7 +312,7 @@ class Keeper:
     def snapshots(self) -> list[Member]:
         """Whatever a new attempt may load from."""
         with self._lock:
-            return [*self._members.values(), *self._past, *self._copied.values()]
+            return [*self._members.values(), *self._past, *self.copied.members()]
 
     def find(self, attempt: int, rank: int, step: int, copied: bool) -> Member | None:
         """The member that has such a snapshot."""
@@ -360,21 +332,6 @@ class Keeper:
             writer = threading.Thread(target=_append, args=(self._events, line), daemon=True)
             writer.start()
             writer.join(5.0)
-
-    def _hash_for_ever(self) -> None:
-        while True:
-            waiting = {}
-            member, slot, step = self._to_hash.get()
-            time.sleep(_HASH_SECONDS)
-            waiting[member.rank, member.attempt] = member, slot, step
-            with suppress(queue.Empty):
-                while True:
-                    member, slot, step = self._to_hash.get_nowait()
-                    waiting[member.rank, member.attempt] = member, slot, step
-            for member, slot, step in waiting.values():
-                with suppress(ValueError):  # closed meanwhile
-                    if member.memory.step_of(slot) == step:
-                        member.hashes(slot, step)
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:

@@ -165,13 +165,13 @@ class _Server:
         if op == "copy":
             keeper.copy_own(step)
         elif op == "begin copies":
-            keeper.begin_copies(message, payload)
+            keeper.copied.begin(message, payload)
         elif op == "copy of":
-            keeper.take_copy(message, payload)
+            keeper.copied.take(message, payload)
         elif op == "moved":
             keeper.move(message)
         elif op == "copied":
-            keeper.forget_copies_of_past()
+            keeper.forget_copies()
         elif op == "release":
             keeper.release_step(step)
         elif op == "steps":

@@ -1,8 +1,11 @@
 """What a keeper has of one rank: its pieces, the memory of its snapshots, and their hashes. No torch."""
 
 import os
+import queue
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +13,9 @@ from myriad.checkpoint.manifest import hash_of
 from myriad.checkpoint.memory import Slot, SnapshotMemory
 from myriad.checkpoint.piece import Piece, join_pieces, snapshot_bytes
 
-__all__ = ["Member", "Opened"]
+__all__ = ["Hasher", "Member", "Opened"]
+
+_HASH_SECONDS = 0.2
 
 
 @dataclass
@@ -114,3 +119,29 @@ class Opened:
         """The bytes of a piece by its number."""
         piece = self.pieces[index]
         return self.memory.view(self.slot, piece.memory_start, piece.num_bytes)
+
+
+class Hasher:
+    """Hashes snapshots in a thread of its own, a little after they were taken: those that are overwritten
+    sooner are not hashed, as where steps are short that would cost most of a core."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[tuple[Member, int, int]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def put(self, member: Member, slot: int, step: int) -> None:
+        """A slot has a new snapshot."""
+        self._waiting.put((member, slot, step))
+
+    def _work(self) -> None:
+        while True:
+            taken = [self._waiting.get()]
+            time.sleep(_HASH_SECONDS)
+            with suppress(queue.Empty):
+                while True:
+                    taken.append(self._waiting.get_nowait())
+            newest = {id(one[0]): one for one in taken}
+            for member, slot, step in newest.values():
+                with suppress(ValueError):  # closed meanwhile
+                    if member.memory.step_of(slot) == step:
+                        member.hashes(slot, step)
