@@ -26,7 +26,7 @@ _ALONE_SECONDS = 30.0
 """How long a keeper waits for its first rank."""
 _LOST_SECONDS = 1.0
 """After the last rank is gone: others may be on their way out, or in."""
-_POLL_SECONDS, _NICENESS = 0.05, 5
+_POLL_SECONDS = 0.05
 
 
 class _Server:
@@ -214,7 +214,6 @@ def _user_of(connection: socket.socket) -> int:
 
 def main(arguments: list[str]) -> int:
     """Keeps until nobody needs it; at once over when another keeper has the name."""
-    os.nice(_NICENESS)  # where cores are scarce, training goes first
     try:
         server = _Server(arguments[0])
     except OSError:

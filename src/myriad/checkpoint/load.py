@@ -17,9 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from myriad.checkpoint.dcp import dtype_name
 from myriad.checkpoint.folder import Checkpoint
 from myriad.checkpoint.manifest import hash_of
 from myriad.checkpoint.member import Opened
@@ -112,7 +114,8 @@ def load_candidate(candidate: Candidate, rectangles: Sequence[Rectangle], world:
     verdict = Verdict([])
     wanted = needed_by
     while True:
-        blocks, lost = plan_blocks(candidate.parts, wanted, world.ranks_of_node, struck_out)
+        near = candidate.durable is not None and candidate.durable.storage.is_near
+        blocks, lost = plan_blocks(candidate.parts, wanted, world.ranks_of_node, struck_out, near_files=near)
         if lost:
             return verdict
         bad = _Loading(candidate, rectangles, needs, world).go(blocks)
@@ -155,6 +158,8 @@ class _Loading:
         """Reads, sends, receives and fills; gives what was bad where this rank read."""
         rank = self._world.rank
         mine = [block for block in blocks if rank in block.ranks]
+        alone = [block for block in mine if block.reader is None or block.ranks == (rank,)]
+        mine = [block for block in mine if block.reader is not None and block.ranks != (rank,)]
         own = [block for block in mine if block.reader == rank]
         with ThreadPoolExecutor(_READERS) as pool:
             reading = _ahead(pool, self._read, own)
@@ -163,14 +168,36 @@ class _Loading:
                 self._send_on(block, content)
                 if rank in block.needers:
                     self._fill(block, content)
+            list(pool.map(self._take, alone))
         return self._bad
 
-    def _read(self, block: Block) -> list[memoryview]:
-        """The bytes of each part, checked."""
+    def _take(self, block: Block) -> None:
+        """What nobody else waits for; a large part goes straight to where it belongs, where that is
+        possible."""
+        target = self._whole_target(block.numbers[0]) if len(block.numbers) == 1 else None
+        content = self._read(block, target)
+        if target is None:
+            self._fill(block, content)
+
+    def _whole_target(self, number: int) -> memoryview | None:
+        """Live memory that is just this part, to read into."""
+        part = self._candidate.parts[number]
+        hits = list(self._needs.hits(part))
+        if len(hits) != 1 or hits[0][1:] != (part.offsets, part.shape) or not part.num_bytes:
+            return None
+        target = self._rectangles[hits[0][0]]
+        inside = _inside(target.values.detach(), target.offsets, part.offsets, part.shape)
+        same = inside.device.type == "cpu" and dtype_name(inside.dtype) == part.dtype
+        if not (same and inside.is_contiguous()):
+            return None
+        return inside.view(-1).view(torch.uint8).numpy().data
+
+    def _read(self, block: Block, into: memoryview | None = None) -> list[memoryview]:
+        """The bytes of each part, checked; ``into``: where those of the only one go."""
         parts = [self._candidate.parts[number] for number in block.numbers]
         lasts = True
         try:
-            found = self._bytes_surely(block)
+            found = self._bytes_surely(block, into)
         except OSError as error:
             found = [memoryview(bytearray(part.num_bytes)) for part in parts]
             problems, lasts = [f"not readable ({error})"] * len(parts), _lasts(error)
@@ -183,29 +210,33 @@ class _Loading:
                 self._bad.append(Bad(number, place, told, lasts))
         return found
 
-    def _bytes_surely(self, block: Block) -> list[memoryview]:
+    def _bytes_surely(self, block: Block, into: memoryview | None) -> list[memoryview]:
         """`_bytes_of`, once more after each wait where it may help."""
         for seconds in _RETRY_SECONDS:
             try:
-                return self._bytes_of(block)
+                return self._bytes_of(block, into)
             except OSError as error:
                 if _lasts(error):
                     raise
             time.sleep(seconds)
-        return self._bytes_of(block)
+        return self._bytes_of(block, into)
 
-    def _bytes_of(self, block: Block) -> list[memoryview]:
+    def _bytes_of(self, block: Block, into: memoryview | None) -> list[memoryview]:
         """Of each part, from where it is; raises ``OSError`` when it is not there."""
         first = block.places[0]
         if isinstance(first, InMemory):
             assert self._candidate.opened is not None, "a place in memory is one of a keeper"
             opened = self._candidate.opened(first.attempt, first.rank, first.copied)
-            return [opened.data(place.number) for place in block.places if isinstance(place, InMemory)]
+            found = [opened.data(place.number) for place in block.places if isinstance(place, InMemory)]
+            if into is None:
+                return found
+            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(found[0], np.uint8))
+            return [into]
         durable = self._candidate.durable
         assert durable is not None, "a place in a file is one of a durable checkpoint"
         starts = [place.start for place in block.places if isinstance(place, InFile)]
         sizes = [self._candidate.parts[number].num_bytes for number in block.numbers]
-        content = memoryview(bytearray(starts[-1] + sizes[-1] - first.start))
+        content = memoryview(bytearray(starts[-1] + sizes[-1] - first.start)) if into is None else into
         if durable.storage.read_into(durable.at(first.file), first.start, content) < len(content):
             raise EndOfFile("cut short")
         return [

@@ -16,7 +16,7 @@ __all__ = ["Piece", "files_of_rank", "join_pieces", "place_in_file", "snapshot_b
 
 Shape = tuple[int, ...]
 
-FILE_BYTES = 2**28
+FILE_BYTES = 2**26
 """Of a file with more than one piece."""
 
 

@@ -31,6 +31,8 @@ __all__ = ["Snapshots", "Wants"]
 
 
 _POLL_SECONDS, _NICENESS = 0.01, 10
+_SMALL_BYTES = 2**26
+"""A larger copy needs its share of the processor, or the next update waits for it."""
 _SAY_SECONDS = 0.1
 """Between two words to the keeper of snapshots that it need not do anything with: it sees them in memory."""
 
@@ -140,8 +142,9 @@ class Snapshots:
         self._copier.close()
 
     def _work(self) -> None:
-        with suppress(OSError):  # training's thread goes first where cores are scarce
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        if sum(one.num_bytes for one in self._copies) < _SMALL_BYTES:
+            with suppress(OSError):  # training's thread goes first where cores are scarce
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         self._memory.touch()
         while (job := self._jobs.get()) is not None:
             try:

@@ -31,8 +31,8 @@ __all__ = [
     "plan_blocks",
 ]
 
-BLOCK_BYTES = 2**25
-"""Of a message, unless one piece is larger."""
+BLOCK_BYTES, _LARGE_BYTES = 2**25, 2**20
+"""Of a block, and of a piece that is one by itself."""
 
 
 class InMemory(NamedTuple):
@@ -167,13 +167,16 @@ class Block(NamedTuple):
     """Of the parts."""
     places: tuple[Place, ...]
     """Where each of them is."""
-    reader: int
+    reader: int | None
+    """``None``: each that needs it, as it is quicker to read there than to be sent."""
     needers: tuple[int, ...]
     """Ascending; the reader may not be among them."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Everybody, the reader first."""
+        if self.reader is None:
+            return self.needers
         return self.reader, *(rank for rank in self.needers if rank != self.reader)
 
 
@@ -182,9 +185,12 @@ def plan_blocks(
     needed_by: Sequence[Sequence[int]],
     ranks_of_node: Sequence[Sequence[int]],
     struck_out: frozenset[tuple[int, Place]] = frozenset(),
+    *,
+    near_files: bool = False,
 ) -> tuple[list[Block], list[int]]:
     """Blocks in the order in which all ranks go through them, and the numbers of parts that somebody needs
-    and that are nowhere. ``needed_by``: the numbers of the parts that each rank needs."""
+    and that are nowhere. ``needed_by``: the numbers of the parts that each rank needs; ``near_files``: files
+    that one rank of a node has read cost the others next to nothing."""
     needers: list[list[int]] = [[] for _ in parts]
     for rank, numbers in enumerate(needed_by):
         for number in numbers:
@@ -203,12 +209,25 @@ def plan_blocks(
         if last and _continues(parts, last, number, places[0], tuple(needers[number])):
             numbers, where = (*last.numbers, number), (*last.places, places[0])
             blocks[-1] = last._replace(numbers=numbers, places=where)
-            busy[last.reader] += part.num_bytes
+            if last.reader is not None:
+                busy[last.reader] += part.num_bytes
             continue
-        reader = _reader(places[0], needers[number], ranks_of_node, busy)
-        busy[reader] += part.num_bytes
+        reader = None
+        if not _is_near(places[0], needers[number], ranks_of_node, near_files):
+            reader = _reader(places[0], needers[number], ranks_of_node, busy)
+            busy[reader] += part.num_bytes
         blocks.append(Block((number,), places[:1], reader, tuple(needers[number])))
     return blocks, lost
+
+
+def _is_near(
+    place: Place, needers: Sequence[int], ranks_of_node: Sequence[Sequence[int]], near_files: bool
+) -> bool:
+    """Whether all who need a part are of one node, which has it at hand."""
+    nodes = [node for node, ranks in enumerate(ranks_of_node) if set(ranks) & set(needers)]
+    if isinstance(place, InMemory):
+        return nodes == [place.node]
+    return near_files and len(nodes) == 1
 
 
 def _reader(
@@ -226,6 +245,8 @@ def _continues(
 ) -> bool:
     """Whether a part lies right behind a block and goes the same way."""
     if block.numbers[-1] != number - 1 or block.needers != needers:
+        return False
+    if max(parts[number].num_bytes, parts[block.numbers[-1]].num_bytes) >= _LARGE_BYTES:
         return False
     if sum(parts[known].num_bytes for known in block.numbers) + parts[number].num_bytes > BLOCK_BYTES:
         return False

@@ -35,6 +35,8 @@ class Storage(Protocol):
 
     url: str
     """As the user would name it."""
+    is_near: bool
+    """What one process of a machine has read, the others have at hand."""
 
     def names(self, folder: str = "") -> list[str]:
         """Names of what lies in a folder; none when it is not there."""
@@ -97,7 +99,7 @@ class LocalStorage:
     """A folder of this machine, or of a file system that it has mounted."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.url = root, str(root)
+        self.root, self.url, self.is_near = root, str(root), True
 
     def names(self, folder: str = "") -> list[str]:
         try:
@@ -190,6 +192,7 @@ class RemoteStorage:
     that fits, since a checkpoint counts from the moment its manifest is there."""
 
     def __init__(self, url: str, fs: Any, root: str) -> None:
+        self.is_near = False
         self.url, self._fs, self._root = url.rstrip("/"), fs, root.rstrip("/")
 
     def _path(self, path: str) -> str:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from myriad.checkpoint.folder import CheckpointFolder, verify
-from myriad.checkpoint.manifest import FileRecord, Manifest, record_pieces, record_plain
+from myriad.checkpoint.manifest import FileRecord, Manifest, hash_of, record_pieces, record_plain
 from myriad.checkpoint.member import Member
-from myriad.checkpoint.piece import files_of_rank
+from myriad.checkpoint.piece import Piece, files_of_rank
 from myriad.checkpoint.storage import Storage
 from myriad.checkpoint.writing import check_file, write_and_check
 
@@ -44,18 +44,23 @@ def store_own(storage: Storage, step: int, members: Sequence[Member]) -> dict[st
         waiting = []
         for member in members:
             slot = member.slot_of(step)
-            hashes = None if slot is None else member.hashes(slot, step)
-            if slot is None or hashes is None:
+            if slot is None:
                 raise OSError(f"rank {member.rank} has no snapshot of step {step}")
-            hash_of_piece = dict(zip(map(id, member.pieces), hashes, strict=True))
+            data = member.data_in(slot)
             for name, pieces in files_of_rank(member.rank, member.pieces):
-                files[name] = record_pieces(pieces, [hash_of_piece[id(piece)] for piece in pieces])
                 path = f"step-{step}/{name}"
-                data = member.data_in(slot)
-                waiting.append(pool.submit(write_and_check, storage, path, pieces, data, files[name]))
-        for written in waiting:
-            written.result()
+                waiting.append((name, pool.submit(_store_file, storage, path, pieces, data)))
+        for name, written in waiting:
+            files[name] = written.result()
     return files
+
+
+def _store_file(
+    storage: Storage, path: str, pieces: Sequence[Piece], data: Callable[[Piece], memoryview]
+) -> FileRecord:
+    record = record_pieces(pieces, [hash_of(data(piece)) for piece in pieces])
+    write_and_check(storage, path, pieces, data, record)
+    return record
 
 
 def read_progress(member: Member, slot: int) -> Mapping[str, Any]:
