@@ -71,7 +71,8 @@ def _resample(points: Series, count: int) -> list[float]:
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    differs = high - low > 1e-12 * max(1.0, abs(low), abs(high))
+    return (low, high) if differs else (low - 0.5, high + 0.5)
 
 
 def loss_svg(training: Series, validation: Series, title: str) -> str:

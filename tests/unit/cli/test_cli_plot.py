@@ -3,7 +3,7 @@
 import math
 import xml.etree.ElementTree as ET
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from myriad.cli.plot import loss_svg, smooth, terminal_plot
@@ -44,6 +44,7 @@ def test_smoothing_keeps_steps_start_and_range_and_ends_in_a_mean(losses):
     assert all(min(losses) - 1e-9 <= loss <= max(losses) + 1e-9 for _, loss in smoothed)
 
 
+@example([0.0, 5e-324])
 @given(LOSSES)
 def test_the_file_is_an_svg_whose_curves_stay_inside(losses):
     points = [(float(step), loss) for step, loss in enumerate(losses)]
