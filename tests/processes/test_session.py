@@ -17,6 +17,7 @@ from ranks import enter, free_port, run_ranks
 from myriad.checkpoint.config import CheckpointConfig
 from myriad.checkpoint.folder import CheckpointFolder, verify
 from myriad.checkpoint.keeper_client import list_in_memory
+from myriad.checkpoint.manifest import Manifest, encode_manifest
 from myriad.checkpoint.session import Loaded, Session, Settings
 from myriad.checkpoint.store import load_model
 from myriad.comm.groups import close_world, open_world
@@ -375,3 +376,20 @@ def test_slow_storage_stores_the_newest_it_can_and_says_what_it_left_out(tmp_pat
     assert stored[:2] == [1, 2] and stored[-1] == 6 and len(stored) < 6
     told = [fault["problem"] for fault in events(tmp_path, "fault")]
     assert told and all("step 2 is still being stored" in one for one in told[:2])
+
+
+def test_a_step_that_a_newer_start_has_stored_is_not_taken_away(tmp_path: Path) -> None:
+    """Whoever was paused for long and comes back must not clear what others have stored meanwhile."""
+
+    def go() -> str | None:
+        run = Run(tmp_path, 1)
+        run.resume()
+        folder = CheckpointFolder(tmp_path / "checkpoints")
+        manifest = encode_manifest(Manifest(1, 9, 0.0, {}, {}, {}, {}, {}, {}))
+        folder.storage.put("step-1/manifest.json", manifest)
+        run.step(1, is_last=True)
+        return run.session.finish(1)
+
+    (told,) = run_ranks(1, go)
+    assert told is not None and "attempt 9 of the run has stored this step" in told
+    assert CheckpointFolder(tmp_path / "checkpoints").at_step(1).manifest().attempt == 9

@@ -164,8 +164,11 @@ class Storing:
         progress: Mapping[str, Any],
     ) -> int:
         self._check_owner(attempt)
-        if (stored := self._stored_before(step, attempt)) is not None:
-            return stored.num_bytes
+        stored = self._stored(step)
+        if stored is not None and stored.attempt > attempt:
+            raise OSError(f"attempt {stored.attempt} of the run has stored this step")
+        if stored is not None and stored.attempt == attempt and not verify(self._folder.at_step(step)):
+            return stored.num_bytes  # by a keeper that died before it could say so
         checkpoint = self._folder.begin(step)
         files = dict(write())
         for name, content in self._plain_files.items():
@@ -180,13 +183,10 @@ class Storing:
         checkpoint.commit(manifest)
         return manifest.num_bytes
 
-    def _stored_before(self, step: int, attempt: int) -> Manifest | None:
-        """By a keeper that died before it could say so: what is good is not taken away."""
-        checkpoint = self._folder.at_step(step)
+    def _stored(self, step: int) -> Manifest | None:
+        """What is committed of a step, if it can be read."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            manifest = checkpoint.manifest()
-            if manifest.attempt == attempt and not verify(checkpoint):
-                return manifest
+            return self._folder.at_step(step).manifest()
         return None
 
     def _check_owner(self, attempt: int) -> None:
@@ -199,7 +199,7 @@ class Storing:
     def _clear(self, step: int, attempt: int) -> None:
         """What a failed try has left takes no room from the next; a newer attempt's is not touched."""
         with suppress(OSError):
-            if self._folder.owner() == attempt:
+            if self._folder.owner() == attempt and self._stored(step) is None:
                 self._folder.begin(step)
 
     def _prune(self, newest: int) -> None:
