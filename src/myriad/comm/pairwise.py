@@ -137,6 +137,7 @@ class Post:
                 errand.settle()
             except BaseException as error:
                 errand.fail(error)
+                self._fail(error)
 
         self._crew.start(run)
 
@@ -160,10 +161,11 @@ class Post:
             self._fail(self._error)
 
     def _fail(self, error: BaseException) -> None:
-        """A broken connection does not come back: whatever waits to be sent fails with its error."""
+        """A broken connection does not come back: whatever waits to be sent fails with its error, and what is
+        posted too, as gloo does not wake every send to a peer that died."""
         with self._lock:
-            self._error = error
-            for message in self._waiting:
+            self._error = self._error or error
+            for message in (*self._waiting, *(message for _, message in self._posted)):
                 message.errand.fail(error)
             self._waiting.clear()
 
@@ -173,13 +175,14 @@ class Post:
                 self._changed.wait_for(lambda: self._posted or not self._is_open)
                 if not self._posted:
                     return
-                work, message = self._posted.popleft()
+                work, message = self._posted[0]
             try:
                 work.wait()
             except BaseException as error:
                 message.errand.fail(error)
                 self._fail(error)
             with self._lock:
+                self._posted.popleft()
                 self._bytes_under_way -= message.data.nbytes
                 self._post_sends()
             message.errand.settle()
