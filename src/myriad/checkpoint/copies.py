@@ -13,6 +13,7 @@ import contextlib
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ __all__ = ["Copies", "choose_node", "new_token"]
 
 _ANSWER_SECONDS = 600.0
 _CONNECT_SECONDS = 10.0
+_REPLACED_SECONDS, _RETRY_SECONDS = 10.0, 0.1
+"""How long a node is without a keeper when one takes another's place; how often that is looked for."""
 
 Address = tuple[str, int]
 
@@ -68,39 +71,44 @@ class Copies:
 
     def request(self, node: int, message: Message, payload: Buffer = b"") -> Message:
         """Asks one keeper. Raises ``OSError`` when it is gone, or answers with a problem."""
-        line = self._lines[node, _KIND_OF.get(message["op"], "orders")]
+        kind = _KIND_OF.get(message["op"], "orders")
+        line = self._lines[node, kind]
         with line.lock:
             try:
-                line.wire = line.wire or self._connect(node)
+                if line.wire is None or line.address != self._addresses[node]:
+                    line.close()
+                    self._connect(line, node, _REPLACED_SECONDS if kind == "store" else 0.0)
+                assert line.wire is not None, "connected"
                 line.wire.send(message, payload)
                 answer, _, _ = line.wire.receive()
             except OSError as error:
-                if line.wire is not None:
-                    line.wire.close()
-                line.wire = None
+                line.close()
                 raise OSError(f"keeper of node {node}: {error or 'no answer'}") from error
         if "problem" in answer:
             raise OSError(f"node {node}: {answer['problem']}")
         return answer
 
-    def _connect(self, node: int) -> Wire:
-        connection = socket.create_connection(self._addresses[node], _CONNECT_SECONDS)
+    def _connect(self, line: "_Line", node: int, seconds: float) -> None:
+        """``seconds``: how long to wait for a keeper to take the place of one that died."""
+        deadline = time.monotonic() + seconds
+        while True:
+            address = self._addresses[node]
+            try:
+                connection = socket.create_connection(address, _CONNECT_SECONDS)
+                break
+            except ConnectionRefusedError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_RETRY_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        wire = Wire(connection)
-        wire.patience(_ANSWER_SECONDS)
-        wire.send({"op": "keeper", "token": self._token})
-        return wire
+        line.wire, line.address = Wire(connection), address
+        line.wire.patience(_ANSWER_SECONDS)
+        line.wire.send({"op": "keeper", "token": self._token})
 
     def move(self, node: int, address: Address) -> None:
         """A new keeper has taken the place of one: it knows nothing yet."""
         self._addresses[node] = address
         self._introduced = {(target, rank) for target, rank in self._introduced if target != node}
-        for kind in _KINDS:
-            line = self._lines[node, kind]
-            with line.lock:
-                if line.wire is not None:
-                    line.wire.close()
-                line.wire = None
 
     def ask_all(self, message: Message) -> list[Callable[[], Message]]:
         """Asks every other keeper at once; each call waits for an answer, or raises ``OSError``."""
@@ -131,6 +139,13 @@ class _Line:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     wire: Wire | None = None
+    address: Address | None = None
+
+    def close(self) -> None:
+        """The next request connects anew."""
+        if self.wire is not None:
+            self.wire.close()
+        self.wire = None
 
 
 _KINDS = ("orders", "store", "copy", "data")

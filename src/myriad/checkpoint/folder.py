@@ -172,10 +172,11 @@ class CheckpointFolder:
             raise self._cannot_be_written(error) from None
 
     def owner(self) -> int:
-        """The newest start of the ranks that has claimed the folder; 0: none."""
+        """The newest start of the ranks that has claimed the folder; 0: none. Raises ``OSError`` when that
+        cannot be read: whoever does not know may not commit."""
         try:
             return int(self.storage.read(_ATTEMPT))
-        except (OSError, ValueError):
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return 0
 
 

@@ -113,7 +113,10 @@ class Keeper:
         with self._lock:
             if self._members.get(member.rank) is not member:
                 return  # of an earlier attempt
-            self._hasher.put(member, message["slot"], step)
+            if not message["durable"]:  # storing hashes as it writes
+                self._hasher.put(member, message["slot"], step)
+            elif member.rank == 0 and self._storing is not None:
+                self._storing.expect(step)
             here = self._wanted.setdefault(step, {})
             here[member.rank] = message
             self._arrived.notify_all()
@@ -231,13 +234,19 @@ class Keeper:
         self.copied.forget_before(self._attempt)
 
     def move(self, message: Message) -> None:
-        """The keeper of another node has died, and a new one is there."""
+        """The keeper of another node has died, and a new one is there. That of rank 0's node will not say any
+        more that it needs what it had asked for."""
         if self._copies is not None:
             self._copies.move(message["node"], (message["host"], message["port"]))
+        if message["node"] == 0:
+            self._release_before(max((max(one.steps(), default=-1) for one in self.members()), default=-1))
 
     def release_step(self, step: int) -> None:
         """The keeper of rank 0's node needs a step no longer."""
         self._release(step)
+        self._release_before(step)
+
+    def _release_before(self, step: int) -> None:
         for member in self.members():
             for slot in member.memory.whole():
                 if slot.held and slot.step < step:
@@ -316,12 +325,9 @@ class Keeper:
 
     def find(self, attempt: int, rank: int, step: int, copied: bool) -> Member | None:
         """The member that has such a snapshot."""
+        wanted = attempt, rank, copied
         for member in self.snapshots():
-            if (member.attempt, member.rank, member.copied) == (
-                attempt,
-                rank,
-                copied,
-            ) and step in member.steps():
+            if (member.attempt, member.rank, member.copied) == wanted and step in member.steps():
                 return member
         return None
 

@@ -29,7 +29,7 @@ from myriad.checkpoint.sources import Block, InFile, InMemory, Needs, Part, Plac
 from myriad.errors import RunFailedError
 from myriad.model.rectangle import Rectangle
 
-__all__ = ["Candidate", "LoadWorld", "check_same_model", "load_candidate"]
+__all__ = ["Candidate", "LoadWorld", "load_candidate"]
 
 _RETRY_SECONDS = (0.2, 1.0)
 """Between tries to read what should be there."""
@@ -88,7 +88,7 @@ class Verdict:
     """Bytes are missing or others than were written; not: could not be read now."""
 
 
-def check_same_model(parts: Sequence[Part], rectangles: Sequence[Rectangle], world: LoadWorld) -> None:
+def _check_same_model(parts: Sequence[Part], rectangles: Sequence[Rectangle], world: LoadWorld) -> None:
     """Refuses, before anything is read, a checkpoint in which a tensor is missing or has another shape, on
     any rank."""
     shapes = {part.tensor: part.full_shape for part in parts}
@@ -104,7 +104,7 @@ def check_same_model(parts: Sequence[Part], rectangles: Sequence[Rectangle], wor
 def load_candidate(candidate: Candidate, rectangles: Sequence[Rectangle], world: LoadWorld) -> Verdict:
     """Fills the rectangles; every rank calls it. Raises `RunFailedError` for a checkpoint of another
     model."""
-    check_same_model(candidate.parts, rectangles, world)
+    _check_same_model(candidate.parts, rectangles, world)
     needs = Needs([(part.name, tuple(part.offsets), tuple(part.values.shape)) for part in rectangles])
     uncovered = [f"{name} is not whole" for name in needs.uncovered(candidate.parts)]
     if any(found := world.gather(uncovered)):

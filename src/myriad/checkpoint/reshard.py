@@ -13,10 +13,11 @@ import torch
 
 from myriad.checkpoint.dcp import METADATA, make_metadata, make_pieces
 from myriad.checkpoint.folder import Checkpoint
-from myriad.checkpoint.manifest import FileRecord, Manifest, record_plain
+from myriad.checkpoint.manifest import FileRecord, Manifest
 from myriad.checkpoint.piece import Piece
 from myriad.checkpoint.progress import progress_rectangle
 from myriad.checkpoint.store import constant_manifest, load, write_rank
+from myriad.checkpoint.writing import put_and_check
 from myriad.errors import BadInputError
 from myriad.model.rectangle import Rectangle
 
@@ -52,8 +53,7 @@ def reshard(
     plain = {METADATA: make_metadata(pieces_of_rank)}
     plain |= {name: source.storage.read(source.at(name)) for name in ("job.toml",) if name in manifest.files}
     for name, content in plain.items():
-        target.storage.put(target.at(name), content)
-        files[name] = record_plain(content)
+        files[name] = put_and_check(target.storage, target.at(name), content)
     made = replace(manifest, files=files, **constant_manifest(pieces_of_rank, layout))
     target.commit(made)
     return made

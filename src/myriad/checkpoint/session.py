@@ -256,14 +256,15 @@ class Session:
         lost = 0
         while lost < _FINISHES:
             self._snapshots.await_told()
+            own = self._outcome_by(step, deadline) if self._grid.rank == 0 else None
+            outcome: Outcome | None = self._world.gather(own)[0]
+            # asked after the outcome: a keeper that died is why it is a bad one
             is_gone = self._snapshots.lost_step == step or not self._client.is_alive()
-            outcome = self._outcome_by(step, deadline) if self._grid.rank == 0 and not is_gone else None
-            found: list[tuple[bool, Outcome | None]] = self._world.gather((is_gone, outcome))
-            if any(gone for gone, _ in found):
+            if any(self._world.gather(is_gone)):
                 lost += 1
                 self._snapshots.take(step, Wants(durable=True, last=True), self._tell_progress)
-            elif found[0][1] is not None:
-                return found[0][1].problem
+            elif outcome is not None:
+                return outcome.problem
         return f"the checkpoint process died {lost} times while step {step} was stored"
 
     def _outcome_by(self, step: int, deadline: float) -> Outcome | None:

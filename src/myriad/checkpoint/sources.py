@@ -5,7 +5,9 @@
     reader    for each part one rank: of a node that has it in memory, else the least busy that needs it
     block     parts that lie one behind the other and go the same way: one read, one message
 
-So each part is read once in the world, whoever needs it, in whatever layout. A place whose bytes are not what
+So each part is read once in the world, whoever needs it, in whatever layout; but where all who need it are on
+one node that has it at hand (in memory, or in local files), each of them reads it: that is quicker than to be
+sent it. A place whose bytes are not what
 the hash says is struck out, and the parts that were there are planned anew.
 """
 

@@ -18,7 +18,7 @@ __all__ = ["Buffer", "Sink", "Storage", "open_storage"]
 Buffer = bytes | bytearray | memoryview
 
 _WRITE_BYTES = 2**25
-"""Bytes between two requests to the kernel to begin writing back."""
+"""Of one write."""
 _UPLOAD_BYTES = 2**24
 """Part of an upload to an object store."""
 
@@ -160,7 +160,7 @@ class LocalStorage:
 
 
 class _LocalSink:
-    """Writes at once, and has the kernel write back meanwhile, so that the final fsync finds little to do."""
+    """Writes without a buffer of its own."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

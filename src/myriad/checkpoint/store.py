@@ -16,12 +16,12 @@ import myriad
 from myriad.checkpoint.dcp import METADATA, make_metadata, make_pieces
 from myriad.checkpoint.folder import Checkpoint, CheckpointFolder, open_checkpoint
 from myriad.checkpoint.load import Candidate, LoadWorld, load_candidate
-from myriad.checkpoint.manifest import FileRecord, Manifest, hash_of, record_pieces, record_plain
+from myriad.checkpoint.manifest import FileRecord, Manifest, hash_of, record_pieces
 from myriad.checkpoint.piece import Piece, files_of_rank
 from myriad.checkpoint.progress import progress_rectangle
 from myriad.checkpoint.sources import parts_of_manifest
 from myriad.checkpoint.storing import PROGRESS
-from myriad.checkpoint.writing import write_and_check
+from myriad.checkpoint.writing import put_and_check, write_and_check
 from myriad.errors import RunFailedError
 from myriad.model.rectangle import Rectangle
 
@@ -106,10 +106,9 @@ def _commit(
     progress: Mapping[str, Any],
     layout: Mapping[str, Any],
 ) -> None:
-    metadata = make_metadata(pieces_of_rank)
-    checkpoint.storage.put(checkpoint.at(METADATA), metadata)
     files = {name: record for own in records for name, record in own.items()}
-    files[METADATA] = record_plain(metadata)
+    metadata = make_metadata(pieces_of_rank)
+    files[METADATA] = put_and_check(checkpoint.storage, checkpoint.at(METADATA), metadata)
     constant = constant_manifest(pieces_of_rank, layout)
     data = progress.get("data", {})
     checkpoint.commit(Manifest(step, 0, 0.0, dict(progress), data=data, files=files, **constant))

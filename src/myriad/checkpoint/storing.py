@@ -12,6 +12,7 @@ Nothing here is waited for by training. What fails is an event; after several in
 import json
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from myriad.checkpoint.folder import CheckpointFolder, verify
-from myriad.checkpoint.manifest import FileRecord, Manifest, hash_of, record_pieces, record_plain
+from myriad.checkpoint.manifest import FileRecord, Manifest, hash_of, record_pieces
 from myriad.checkpoint.member import Member
 from myriad.checkpoint.piece import Piece, files_of_rank
 from myriad.checkpoint.storage import Storage
-from myriad.checkpoint.writing import check_file, write_and_check
+from myriad.checkpoint.writing import put_and_check, write_and_check
 
 __all__ = ["PROGRESS", "Outcome", "Storing", "read_progress", "store_own"]
 
@@ -40,6 +41,7 @@ Tell = Callable[..., None]
 def store_own(storage: Storage, step: int, members: Sequence[Member]) -> dict[str, FileRecord]:
     """Writes and reads back the files of this node's ranks, some at a time. Raises ``OSError``."""
     files: dict[str, FileRecord] = {}
+    hashes: dict[tuple[int, int], list[str]] = defaultdict(list)
     with ThreadPoolExecutor(_WRITERS) as pool:
         waiting = []
         for member in members:
@@ -49,9 +51,12 @@ def store_own(storage: Storage, step: int, members: Sequence[Member]) -> dict[st
             data = member.data_in(slot)
             for name, pieces in files_of_rank(member.rank, member.pieces):
                 path = f"step-{step}/{name}"
-                waiting.append((name, pool.submit(_store_file, storage, path, pieces, data)))
-        for name, written in waiting:
+                waiting.append((member, slot, name, pool.submit(_store_file, storage, path, pieces, data)))
+        for member, slot, name, written in waiting:
             files[name] = written.result()
+            hashes[member.rank, slot] += [chunk.xxh3_128 for chunk in files[name].chunks]
+    for member, slot, _, _ in waiting:
+        member.note_hashes(slot, step, hashes[member.rank, slot])
     return files
 
 
@@ -81,6 +86,14 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class _Try:
+    step: int
+    asked: int
+    """How often the step had been asked for."""
+    began: float
+
+
+@dataclass(frozen=True)
 class Retention:
     """What is kept."""
 
@@ -107,9 +120,16 @@ class Storing:
         self._failures = 0
         self.stored_step = -1
         self._changed = threading.Condition()
-        self._under_way: tuple[int, float] | None = None
+        self._under_way: _Try | None = None
         self._waiting: int | None = None
         self._outcomes: dict[int, Outcome] = {}
+        self._asked: Counter[int] = Counter()
+
+    def expect(self, step: int) -> None:
+        """A step is to be stored: what became of an earlier try counts no more."""
+        with self._changed:
+            self._asked[step] += 1
+            self._outcomes.pop(step, None)
 
     def begin(self, step: int) -> bool:
         """Waits until what is under way is stored. One step waits at a time, the newest: the one before gives
@@ -117,18 +137,20 @@ class Storing:
         with self._changed:
             displaced, self._waiting = self._waiting, step
             self._changed.notify_all()
-            slow = self._under_way
-        if displaced is not None:
+            slow, asked = self._under_way, self._asked[displaced or 0]
+        if displaced is not None and displaced != step:
             reason = "a newer one came first"
             if slow is not None:
-                seconds = time.monotonic() - slow[1]
-                reason = f"step {slow[0]} is still being stored after {seconds:.0f} s"
-            self._fail(displaced, f"checkpoint not stored, in memory only: {reason}")
+                seconds = time.monotonic() - slow.began
+                reason = f"step {slow.step} is still being stored after {seconds:.0f} s"
+            problem = f"checkpoint not stored, in memory only: {reason}"
+            self._fail(displaced, problem)
+            self._conclude(displaced, asked, problem)
         with self._changed:
             self._changed.wait_for(lambda: self._waiting != step or self._under_way is None)
             if self._waiting != step:
                 return False
-            self._waiting, self._under_way = None, (step, time.monotonic())
+            self._waiting, self._under_way = None, _Try(step, self._asked[step], time.monotonic())
             return True
 
     def store(
@@ -140,19 +162,20 @@ class Storing:
     ) -> bool:
         """Between `begin` and its end; ``write``: makes all ranks' files, in an empty folder. Whether it is
         committed."""
-        started = self._under_way[1] if self._under_way else time.monotonic()
+        under_way = self._under_way
+        assert under_way is not None, "begun"
         try:
             num_bytes = self._commit(step, attempt, write, progress)
         except Exception as error:  # whatever a storage does, training goes on
             problem = f"checkpoint not stored: {str(error) or type(error).__name__}"
             self._fail(step, problem)
             self._clear(step, attempt)
-            self._end(step, problem)
+            self._end(under_way, problem)
             return False
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - under_way.began
         self._failures, self.stored_step = 0, max(step, self.stored_step)
         self._tell("checkpoint", step=step, path=f"step-{step}", seconds=seconds, bytes=num_bytes)
-        self._end(step, None)
+        self._end(under_way, None)
         self._prune(step)
         return True
 
@@ -172,11 +195,7 @@ class Storing:
         checkpoint = self._folder.begin(step)
         files = dict(write())
         for name, content in self._plain_files.items():
-            path, record = checkpoint.at(name), record_plain(content)
-            checkpoint.storage.put(path, content)
-            if problems := check_file(checkpoint.storage, path, record):
-                raise OSError(f"read back other bytes than were written: {path}: {problems[0]}")
-            files[name] = record
+            files[name] = put_and_check(checkpoint.storage, checkpoint.at(name), content)
         data = progress.get("data", {})
         manifest = Manifest(step, attempt, 0.0, dict(progress), data=data, files=files, **self._constant)
         self._check_owner(attempt)
@@ -212,14 +231,16 @@ class Storing:
         self._failures += 1
         loud = {"alarm": True} if self._failures >= self._alarm_after else {}
         self._tell("fault", step=step, problem=problem, failures=self._failures, **loud)
-        with self._changed:
-            self._outcomes[step] = Outcome(problem, time.monotonic())
-            self._changed.notify_all()
 
-    def _end(self, step: int, problem: str | None) -> None:
+    def _end(self, ended: "_Try", problem: str | None) -> None:
         with self._changed:
             self._under_way = None
-            self._outcomes[step] = Outcome(problem, time.monotonic())
+            self._conclude(ended.step, ended.asked, problem)
+
+    def _conclude(self, step: int, asked: int, problem: str | None) -> None:
+        with self._changed:
+            if asked == self._asked[step]:
+                self._outcomes[step] = Outcome(problem, time.monotonic())
             self._changed.notify_all()
 
     def wait(self, step: int, seconds: float) -> Outcome | None:
@@ -227,9 +248,3 @@ class Storing:
         with self._changed:
             self._changed.wait_for(lambda: step in self._outcomes, seconds)
             return self._outcomes.get(step)
-
-    @property
-    def is_idle(self) -> bool:
-        """Nothing is being stored."""
-        with self._changed:
-            return self._under_way is None

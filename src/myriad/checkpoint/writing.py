@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from myriad.checkpoint.manifest import FileRecord, hash_of
+from myriad.checkpoint.manifest import FileRecord, hash_of, record_plain
 from myriad.checkpoint.piece import Piece
 from myriad.checkpoint.storage import Storage
 
-__all__ = ["check_file", "write_and_check", "write_pieces"]
+__all__ = ["check_file", "put_and_check", "write_and_check", "write_pieces"]
 
 _READ_BYTES = 2**24
+_CHANGED = "its bytes changed after it was written"
 
 
 def write_pieces(
@@ -48,6 +49,18 @@ def write_and_check(
     """`write_pieces`, then every byte is read from where it is stored. Raises ``OSError`` when one is not as
     ``record`` says."""
     write_pieces(storage, path, pieces, data)
+    _check_written(storage, path, record)
+
+
+def put_and_check(storage: Storage, path: str, content: bytes) -> FileRecord:
+    """The same for a small file that is no pieces."""
+    storage.put(path, content)
+    record = record_plain(content)
+    _check_written(storage, path, record)
+    return record
+
+
+def _check_written(storage: Storage, path: str, record: FileRecord) -> None:
     storage.forget_cache(path)
     if problems := check_file(storage, path, record):
         raise OSError(f"read back other bytes than were written: {path}: {problems[0]}")
@@ -64,16 +77,13 @@ def check_file(
         return [f"{size} bytes instead of {record.bytes}"]
     reader = _Reader(storage, path, size, told)
     if record.xxh3_128 is not None:
-        return (
-            []
-            if reader.hash_of(record.bytes) == record.xxh3_128
-            else ["its bytes changed after it was written"]
-        )
+        same = reader.hash_of(record.bytes) == record.xxh3_128
+        return [] if same else [_CHANGED]
     problems = []
     for number, chunk in enumerate(record.chunks):
         head, data, tail = reader.take(chunk.head), reader.hash_of(chunk.bytes), reader.take(chunk.tail)
         if data != chunk.xxh3_128 or hash_of(head, tail) != chunk.envelope:
-            problems.append(f"chunk {number} ({chunk}): its bytes changed after it was written")
+            problems.append(f"chunk {number} ({chunk}): {_CHANGED}")
     return problems
 
 

@@ -29,7 +29,7 @@ _Path = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    told = "What a run has saved: list, verify, diff, prune; to and from Hugging Face: export, import."
+    told = "What a run has saved: list, verify, diff, prune, reshard; Hugging Face: export, import."
     verb = typer.Typer(no_args_is_help=True, help=told)
     verb.command("list")(_list)
     verb.command("verify")(_verify)
@@ -130,11 +130,7 @@ def _diff(first: _Path, second: _Path, json: _Json = False) -> None:
     where = [path.where for path in paths]
     found = list(compare_checkpoints(*where))
     if json:
-        typer.echo(
-            json_format.dumps(
-                {"paths": [path.where for path in paths], "differences": [asdict(d) for d in found]}
-            )
-        )
+        typer.echo(json_format.dumps({"paths": where, "differences": [asdict(one) for one in found]}))
     else:
         lines = [
             f"{one.name}: {one.what or f'up to {one.largest:.3g} ({one.relative:.1e} of the largest)'}"

@@ -97,13 +97,10 @@ def train(
 def _check_storage(run: "Run", job: "Job") -> None:
     """Refuses a place for checkpoints that cannot be written, before hours of training need it; a run whose
     state is still in memory goes on even so."""
-    if job.checkpoint.url is not None:
-        from myriad.checkpoint.folder import CheckpointFolder
-        from myriad.checkpoint.keeper_client import list_in_memory
+    from myriad.checkpoint.folder import CheckpointFolder
+    from myriad.checkpoint.keeper_client import list_in_memory
 
-        if list_in_memory(run.path):
-            return
-
+    if job.checkpoint.url is not None and not list_in_memory(run.path):
         CheckpointFolder(job.checkpoint.url).check()
 
 
