@@ -1,7 +1,6 @@
 """Snapshots of other nodes' ranks in this node's memory. No torch here."""
 
 import threading
-from collections.abc import Sequence
 
 from myriad.checkpoint.member import Member
 from myriad.checkpoint.memory import SnapshotMemory
@@ -45,10 +44,14 @@ class CopiedMembers:
         with self._lock:
             return list(self._members.values())
 
-    def keep(self, kept: Sequence[Member]) -> None:
-        """Only these; who calls closes the others."""
+    def end(self, resumed: int | None) -> None:
+        """A new attempt has begun, from the step ``resumed``: what has no snapshot of it goes, and newer ones
+        never count again."""
         with self._lock:
-            self._members = {(one.attempt, one.rank): one for one in kept}
+            for key, member in list(self._members.items()):
+                member.newest = resumed
+                if resumed is None or resumed not in member.steps():
+                    self._members.pop(key).close()
 
     def forget_before(self, attempt: int) -> None:
         """All copies of a step of this attempt are where they belong: those of earlier attempts may go."""

@@ -18,7 +18,7 @@ from typing import Any
 from myriad.checkpoint.claiming import claim_folder
 from myriad.checkpoint.keeper import Keeper
 from myriad.checkpoint.member import Member
-from myriad.checkpoint.wire import Closed, Message, Wire
+from myriad.checkpoint.wire import Message, Wire
 
 __all__ = ["main"]
 
@@ -36,7 +36,7 @@ class _Server:
         self._ranks, self._patience = 0, _ALONE_SECONDS
         self._said_good_bye = self._joined = self._flushed = self._is_ending = False
         self._last_change = time.monotonic()
-        self._token = ""
+        self._tokens: set[str] = set()
         self._tcp: socket.socket | None = None
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._unix.bind(f"\0{name}")
@@ -56,7 +56,7 @@ class _Server:
 
     def _guarded(self, serve: Callable[[Wire], None], wire: Wire) -> None:
         try:
-            with suppress(Closed):
+            with suppress(OSError):
                 serve(wire)
         finally:
             wire.close()
@@ -85,7 +85,8 @@ class _Server:
                 member = self._answer_rank(wire, message, payload, member)
         finally:
             if member is not None:
-                self.keeper.leave(member)
+                with suppress(OSError):  # of an older attempt
+                    self.keeper.attempt(member.attempt).leave(member)
             with self._lock:
                 self._ranks -= 1
                 self._last_change = time.monotonic()
@@ -107,8 +108,9 @@ class _Server:
                 self._joined, self._said_good_bye, self._flushed = True, False, False
             wire.send({"num_bytes": member.memory.num_bytes}, descriptors=[member.descriptor])
         elif op == "configure":
-            self._token = message["token"]
-            keeper.configure(message, payload)
+            assert member is not None, "a rank joins first"
+            self._tokens.add(message["token"])
+            keeper.configure(member.attempt, message, payload)
             wire.send({})
         elif op == "hello":
             wire.send({})
@@ -122,7 +124,8 @@ class _Server:
         elif op == "open":
             self._open(wire, message)
         elif op == "wait":
-            outcome = keeper.wait_stored(message["step"], message["seconds"])
+            assert member is not None, "a rank joins first"
+            outcome = keeper.attempt(member.attempt).wait_stored(message["step"], message["seconds"])
             wire.send({"outcome": None if outcome is None else asdict(outcome)})
         return member
 
@@ -147,7 +150,7 @@ class _Server:
 
     def _serve_keeper(self, wire: Wire) -> None:
         message, _, _ = wire.receive()
-        if message != {"op": "keeper", "token": self._token}:
+        if message["op"] != "keeper" or message["token"] not in self._tokens:
             return
         while True:
             message, payload, _ = wire.receive()
@@ -158,24 +161,24 @@ class _Server:
             wire.send(answer)
 
     def _answer_keeper(self, message: Message, payload: memoryview) -> dict[str, Any]:
-        keeper, op, step = self.keeper, message["op"], message.get("step", -1)
+        op, attempt = message["op"], self.keeper.attempt(message["attempt"])
         if op == "store":
-            files = keeper.store_own(step, message["attempt"])
+            files = attempt.store_own(message["step"])
             return {"files": {name: file.as_json() for name, file in files.items()}}
         if op == "copy":
-            keeper.copy_own(step)
+            attempt.copy_own(message["step"])
         elif op == "begin copies":
-            keeper.copied.begin(message, payload)
+            self.keeper.copied.begin(message, payload)
         elif op == "copy of":
-            keeper.copied.take(message, payload)
+            self.keeper.copied.take(message, payload)
         elif op == "moved":
-            keeper.move(message)
+            attempt.move(message["node"], message["host"], message["port"])
         elif op == "copied":
-            keeper.forget_copies()
+            attempt.forget_copies()
         elif op == "release":
-            keeper.release_step(step)
+            attempt.release_step(message["step"])
         elif op == "steps":
-            return {"steps": keeper.common_steps()}
+            return {"steps": attempt.common_steps()}
         return {}
 
     # Life

@@ -1,15 +1,23 @@
 """If these fail, a run that died twice loses what it had in memory, or goes on from a past it had left."""
 
+import time
+
 import pytest
+import torch
 
+from myriad.checkpoint.dcp import make_pieces
+from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.keeper import Keeper
-from myriad.checkpoint.piece import Piece, join_pieces
+from myriad.checkpoint.piece import join_pieces, snapshot_bytes
+from myriad.checkpoint.progress import progress_rectangle, write_progress
+from myriad.checkpoint.store import constant_manifest
 
-PIECE = Piece("model.w", (8,), "uint8", (0,), (8,), 8, 0, b"", b"")
+PIECES = make_pieces([progress_rectangle()])
+SIZE = snapshot_bytes(PIECES)
 
 
 def join(keeper, attempt, resumed=None):
-    values, envelopes = join_pieces([PIECE])
+    values, envelopes = join_pieces(PIECES)
     message = {
         "attempt": attempt, "rank": 0, "world": 1, "num_local": 1, "num_slots": 3, "pieces": values,
         "resumed": resumed,
@@ -20,7 +28,7 @@ def join(keeper, attempt, resumed=None):
 def take(keeper, member, *steps):
     for step in steps:
         slot = member.memory.begin(step)
-        member.memory.view(slot, 0, 8)[:] = step.to_bytes(8, "little")
+        write_progress(torch.frombuffer(member.memory.view(slot, 0, SIZE), dtype=torch.uint8), {"step": step})
         member.memory.end(slot, hold=False)
         wants = {"durable": False, "copies": False, "last": False}
         keeper.whole(member, {"step": step, "slot": slot, **wants})
@@ -67,14 +75,45 @@ def test_ranks_of_an_older_attempt_are_turned_away():
     assert known(keeper) == []
 
 
-def test_what_is_stored_for_a_dead_attempt_ends_with_it_and_leaves_the_keeper(tmp_path):
-    """A new attempt that comes while the newest snapshot of the one before is stored owns the members."""
-    keeper = Keeper()
-    take(keeper, join(keeper, 1), 7)
-    join(keeper, 2, resumed=7)
-    with pytest.raises(OSError, match="attempt 2 has taken over; this is attempt 1"):
-        keeper.store_own(7, 1)
+def configure(keeper, attempt, folder):
+    message = {
+        "events": str(folder / "events.jsonl"), "linger_seconds": 0, "url": str(folder / "checkpoints"),
+        "keep": 2, "max_age_seconds": None, "alarm_after": 3, "node": 0, "nodes": [["", 0]], "token": "",
+        "target_of": {}, "moved": False, "files": [], "constant": constant_manifest([PIECES], {}),
+    }  # fmt: skip
+    keeper.configure(attempt, message, memoryview(b""))
+
+
+def flush(keeper):
     keeper.flush()
     while not keeper.is_idle:
-        pass
-    assert (1, 7) in known(keeper)
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("is_configured", [False, True])
+def test_what_a_run_that_dies_twice_had_in_memory_becomes_durable(is_configured, tmp_path):
+    """The second start dies before it has a snapshot; then the node may lose its power."""
+    keeper, folder = Keeper(), CheckpointFolder(str(tmp_path / "checkpoints"))
+    member = join(keeper, 1)
+    configure(keeper, 1, tmp_path)
+    take(keeper, member, 7, 8)
+    folder.claim(2)
+    join(keeper, 2, resumed=7)
+    if is_configured:
+        configure(keeper, 2, tmp_path)
+    flush(keeper)
+    assert folder.newest() == (7, [])
+    manifest = folder.at_step(7).manifest()
+    assert manifest.attempt == 2 and manifest.progress == {"step": 7}
+    assert (1, 7) in known(keeper), "and the keeper is there still"
+
+
+def test_a_dead_attempt_stores_nothing_once_another_has_taken_the_run_over(tmp_path):
+    keeper, folder = Keeper(), CheckpointFolder(str(tmp_path / "checkpoints"))
+    member = join(keeper, 1)
+    configure(keeper, 1, tmp_path)
+    take(keeper, member, 7)
+    folder.claim(2)  # on another machine
+    flush(keeper)
+    assert folder.steps() == []
+    assert "attempt 2 of the run has taken over" in (tmp_path / "events.jsonl").read_text()

@@ -1,0 +1,282 @@
+"""One attempt's ranks of one node: their snapshots, and how the keepers store and copy them. No torch here.
+
+whole ──► all ranks of rank 0's node have a step ──► its keeper asks all: store, or copy
+                                                     then: release what was held for it
+the ranks are gone ──► flush: the newest step that all nodes have is stored
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+
+from myriad.checkpoint.copied import CopiedMembers
+from myriad.checkpoint.copies import Copies
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.manifest import FileRecord
+from myriad.checkpoint.member import Member
+from myriad.checkpoint.storing import Outcome, Retention, Storing, Tell, read_progress, store_own
+from myriad.checkpoint.wire import Message
+
+__all__ = ["Attempt"]
+
+_OTHERS_WAIT_SECONDS = 60.0
+"""How long a keeper waits for its own ranks' snapshots when another asks for a step."""
+
+
+class Attempt:
+    """Of a keeper, which has one that is present, and those whose steps the present one went on from."""
+
+    def __init__(self, number: int, num_local: int, copied: CopiedMembers, tell: Tell) -> None:
+        """``num_local``: ranks of this node; ``copied``: what other nodes have sent here."""
+        self.number, self._num_local, self._copied, self._tell = number, num_local, copied, tell
+        self._lock = threading.RLock()
+        self._arrived = threading.Condition(self._lock)
+        self._members: dict[int, Member] = {}
+        self._wanted: dict[int, set[int]] = {}
+        self._busy: Counter[int] = Counter()
+        self._folder: CheckpointFolder | None = None
+        self._copies: Copies | None = None
+        self._storing: Storing | None = None
+        self._is_over = False
+
+    def join(self, member: Member) -> None:
+        """One of its ranks."""
+        with self._lock:
+            self._members[member.rank] = member
+
+    def configure(self, message: Message, payload: memoryview) -> None:
+        """How to store, from the first rank of the node."""
+        folder = CheckpointFolder(message["url"])
+        targets = {int(rank): node for rank, node in message["target_of"].items()}
+        copies = Copies(message["nodes"], message["node"], message["token"], targets)
+        if message["moved"]:
+            host, port = message["nodes"][message["node"]]
+            copies.ask_all(self._order("moved", node=message["node"], host=host, port=port))
+        with self._lock:
+            self._folder, self._copies = folder, copies
+            if message["node"] == 0:
+                files, at = {}, 0
+                for name, size in message["files"]:
+                    files[name], at = bytes(payload[at : at + size]), at + size
+                retention = Retention(message["keep"], message["max_age_seconds"])
+                alarm_after, constant = message["alarm_after"], message["constant"]
+                self._storing = Storing(folder, retention, constant, files, self._tell, alarm_after)
+
+    def _order(self, op: str, **fields: int | str) -> Message:
+        """To the same attempt in another keeper."""
+        return {"op": op, "attempt": self.number, **fields}
+
+    # What there is
+
+    def members(self) -> list[Member]:
+        """By rank."""
+        with self._lock:
+            return [self._members[rank] for rank in sorted(self._members)]
+
+    def common_steps(self) -> list[int]:
+        """Of which every rank of this node has a snapshot, ascending."""
+        with self._lock:
+            found = [set(member.steps()) for member in self._members.values()]
+            whole = set.intersection(*found) if len(found) == self._num_local and found else set()
+            return sorted(whole)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is being stored or copied."""
+        with self._lock:
+            return not self._busy
+
+    # From its ranks
+
+    def whole(self, member: Member, message: Message) -> None:
+        """A rank has copied its state into a slot."""
+        step = message["step"]
+        with self._lock:
+            if self._is_over or self._members.get(member.rank) is not member:
+                return
+            if message["durable"] and member.rank == 0 and self._storing is not None:
+                self._storing.expect(step)
+            here = self._wanted.setdefault(step, set())
+            here.add(member.rank)
+            self._arrived.notify_all()
+            if len(here) < self._num_local:
+                return
+            self._drop_before(step)
+            if self._storing is None:
+                return  # the keeper of rank 0's node says what becomes of it
+            if message["durable"]:
+                self._begin(self._store, step)
+            if message["copies"]:
+                self._begin(self._copy, step)
+
+    def _drop_before(self, step: int) -> None:
+        """Snapshots of earlier steps that nobody is at work with wait no longer."""
+        for earlier in [known for known in self._wanted if known < step]:
+            del self._wanted[earlier]
+        if self._storing is not None:
+            self._release_before(step)
+
+    def leave(self, member: Member) -> None:
+        """A rank is gone; what it has not said to be whole may be so."""
+        with self._arrived:
+            member.gone = True
+            self._arrived.notify_all()
+
+    def wait_stored(self, step: int, seconds: float) -> Outcome | None:
+        """What became of a step; ``None``: it is still being stored, or the keeper was told nothing yet. Of
+        the keeper of rank 0's node."""
+        if self._storing is None:
+            time.sleep(seconds)
+            return None
+        return self._storing.wait(step, seconds)
+
+    # Storing and copying
+
+    def _begin(self, work: Callable[[int], None], step: int) -> None:
+        """With the lock held: no later step may release what is about to be stored."""
+        self._busy[step] += 1
+        threading.Thread(target=self._work, args=(work, step), daemon=True).start()
+
+    def _work(self, work: Callable[[int], None], step: int) -> None:
+        try:
+            work(step)
+        finally:
+            with self._lock:
+                self._busy[step] -= 1
+                is_free = not self._busy[step]
+                if is_free:
+                    del self._busy[step]
+            if is_free:
+                self._release(step)
+                if self._copies is not None:
+                    self._copies.ask_all(self._order("release", step=step))
+
+    def _store(self, step: int, for_attempt: int | None = None) -> None:
+        """``for_attempt``: the number under which it is committed, if not this one's."""
+        storing, copies = self._storing, self._copies
+        if storing is None or copies is None or not storing.begin(step):
+            return
+        first = self._members.get(0)
+        slot = None if first is None else first.slot_of(step)
+        progress = {} if first is None or slot is None else read_progress(first, slot)
+
+        def write() -> dict[str, FileRecord]:
+            if self._is_over and for_attempt is None:
+                raise OSError(f"another attempt of the run has taken over; this is attempt {self.number}")
+            answers = copies.ask_all(self._order("store", step=step))
+            files = self.store_own(step)
+            for answer in answers:
+                files |= {name: FileRecord.parse(file) for name, file in answer()["files"].items()}
+            return files
+
+        storing.store(step, for_attempt or self.number, write, progress)
+
+    def store_own(self, step: int) -> dict[str, FileRecord]:
+        """Files of this node's ranks, once all of them have the snapshot. Raises ``OSError``."""
+        self._await_step(step)
+        assert self._folder is not None, "configured"
+        return store_own(self._folder.storage, step, self.members())
+
+    def _copy(self, step: int) -> None:
+        copies = self._copies
+        assert copies is not None
+        with copies.one_at_a_time() as free:
+            if not free:
+                return
+            try:
+                answers = copies.ask_all(self._order("copy", step=step))
+                self.copy_own(step)
+                for answer in answers:
+                    answer()
+                copies.ask_all(self._order("copied"))
+                self.forget_copies()
+            except OSError as error:
+                self._tell("fault", step=step, problem=f"snapshots not copied to other nodes: {error}")
+
+    def copy_own(self, step: int) -> None:
+        """Sends this node's snapshots of a step to the nodes that keep copies of them."""
+        self._await_step(step)
+        assert self._copies is not None
+        self._copies.send_own(step, self.members())
+
+    def forget_copies(self) -> None:
+        """Those of earlier attempts: all of this one's are there."""
+        self._copied.forget_before(self.number)
+
+    def _await_step(self, step: int) -> None:
+        """Until the ranks of this node have it, or those that have not never will."""
+
+        def missing() -> list[Member]:
+            return [member for member in self.members() if step not in member.steps()]
+
+        def settled() -> bool:
+            never = all(one.gone or max(one.steps(), default=-1) > step for one in missing())
+            return never or self._is_over
+
+        with self._arrived:
+            self._arrived.wait_for(settled, _OTHERS_WAIT_SECONDS)
+            if missing() or len(self._members) < self._num_local:
+                raise OSError(f"not all ranks of the node have a snapshot of step {step}")
+
+    def _release(self, step: int) -> None:
+        for member in self.members():
+            member.release(step)
+
+    def _release_before(self, step: int) -> None:
+        for member in self.members():
+            for slot in member.memory.whole():
+                if slot.held and slot.step < step and slot.step not in self._busy:
+                    member.memory.release(slot.index)
+
+    # From the keepers of other nodes
+
+    def release_step(self, step: int) -> None:
+        """The keeper of rank 0's node needs a step no longer, nor those before."""
+        self._release(step)
+        self._release_before(step)
+
+    def move(self, node: int, host: str, port: int) -> None:
+        """The keeper of another node has died, and a new one is there. That of rank 0's node will not say any
+        more that it needs what it had asked for."""
+        if self._copies is not None:
+            self._copies.move(node, (host, port))
+        if node == 0:
+            self._release_before(max((max(one.steps(), default=-1) for one in self.members()), default=-1))
+
+    # The end
+
+    def end(self, resumed: int | None) -> bool:
+        """A newer attempt has begun, from the step ``resumed``. Newer ones than that never count again: they
+        were no good. Whether it has a snapshot of that step, to be kept until the newer attempt has some."""
+        with self._arrived:
+            self._is_over = True
+            for rank, member in list(self._members.items()):
+                member.newest = resumed
+                if resumed is None or resumed not in member.steps():
+                    self._members.pop(rank).close()
+            self._arrived.notify_all()
+            return bool(self._members)
+
+    def close(self) -> None:
+        """Its memory is needed no longer."""
+        with self._lock:
+            for member in self._members.values():
+                member.close()
+            self._members = {}
+
+    def flush(self, for_attempt: int) -> bool:
+        """Stores the newest step that every rank has, unless it is durable; ``for_attempt``: the newest one.
+        Whether there is such a step. For when all ranks of this node are gone."""
+        storing, copies, common = self._storing, self._copies, set(self.common_steps())
+        if storing is None or copies is None or not common:
+            return False
+        with suppress(OSError):
+            for answer in copies.ask_all(self._order("steps")):
+                common &= set(answer()["steps"])
+            newest = max(common, default=-1)
+            if newest > storing.stored_step:
+                self._store(newest, for_attempt)
+            return bool(common)
+        return False
