@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from myriad.checkpoint.direct import Buffer
 from myriad.checkpoint.member import Member
 from myriad.checkpoint.piece import join_pieces, snapshot_bytes
-from myriad.checkpoint.storage import Buffer
 from myriad.checkpoint.wire import Closed, Message, Wire
 
 __all__ = ["Copies", "choose_node", "new_token"]

@@ -15,17 +15,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 
 from myriad.checkpoint.dcp import dtype_name
 from myriad.checkpoint.folder import Checkpoint
 from myriad.checkpoint.manifest import hash_of
 from myriad.checkpoint.member import Opened
 from myriad.checkpoint.sources import Block, InFile, InMemory, Needs, Part, Place, plan_blocks
+from myriad.checkpoint.storage import BLOCK_BYTES
 from myriad.errors import RunFailedError
 from myriad.model.rectangle import Rectangle
 
@@ -197,12 +200,12 @@ class _Loading:
         parts = [self._candidate.parts[number] for number in block.numbers]
         lasts = True
         try:
-            found = self._bytes_surely(block, into)
+            found, hashes = self._bytes_surely(block, into)
         except OSError as error:
             found = [memoryview(bytearray(part.num_bytes)) for part in parts]
             problems, lasts = [f"not readable ({error})"] * len(parts), _lasts(error)
         else:
-            same = (hash_of(data) == part.xxh3_128 for data, part in zip(found, parts, strict=True))
+            same = (known == part.xxh3_128 for known, part in zip(hashes, parts, strict=True))
             problems = ["" if good else "its bytes changed after it was written" for good in same]
         for number, place, part, problem in zip(block.numbers, block.places, parts, problems, strict=True):
             if problem:
@@ -210,7 +213,7 @@ class _Loading:
                 self._bad.append(Bad(number, place, told, lasts))
         return found
 
-    def _bytes_surely(self, block: Block, into: memoryview | None) -> list[memoryview]:
+    def _bytes_surely(self, block: Block, into: memoryview | None) -> tuple[list[memoryview], list[str]]:
         """`_bytes_of`, once more after each wait where it may help."""
         for seconds in _RETRY_SECONDS:
             try:
@@ -221,28 +224,32 @@ class _Loading:
             time.sleep(seconds)
         return self._bytes_of(block, into)
 
-    def _bytes_of(self, block: Block, into: memoryview | None) -> list[memoryview]:
-        """Of each part, from where it is; raises ``OSError`` when it is not there."""
+    def _bytes_of(self, block: Block, into: memoryview | None) -> tuple[list[memoryview], list[str]]:
+        """Those of each part, from where it is, and their hashes; raises ``OSError`` when it is not there."""
         first = block.places[0]
         if isinstance(first, InMemory):
             assert self._candidate.opened is not None, "a place in memory is one of a keeper"
             opened = self._candidate.opened(first.attempt, first.rank, first.copied)
             found = [opened.data(place.number) for place in block.places if isinstance(place, InMemory)]
             if into is None:
-                return found
-            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(found[0], np.uint8))
-            return [into]
+                return found, [hash_of(data) for data in found]
+            return [into], [_copy(found[0], into)]
         durable = self._candidate.durable
         assert durable is not None, "a place in a file is one of a durable checkpoint"
         starts = [place.start for place in block.places if isinstance(place, InFile)]
         sizes = [self._candidate.parts[number].num_bytes for number in block.numbers]
         content = memoryview(bytearray(starts[-1] + sizes[-1] - first.start)) if into is None else into
-        if durable.storage.read_into(durable.at(first.file), first.start, content) < len(content):
+        digest = xxhash.xxh3_128()
+        read = partial(durable.storage.read_into, durable.at(first.file), first.start, content)
+        if (read() if into is None else read(digest.update)) < len(content):
             raise EndOfFile("cut short")
-        return [
+        if into is not None:
+            return [into], [digest.hexdigest()]
+        found = [
             content[start - first.start : start - first.start + size]
             for start, size in zip(starts, sizes, strict=True)
         ]
+        return found, [hash_of(data) for data in found]
 
     def _name_of(self, place: Place) -> str:
         if isinstance(place, InMemory):
@@ -281,6 +288,16 @@ class _Loading:
                 target = self._rectangles[index]
                 inside = _inside(target.values, target.offsets, offsets, shape)
                 inside.copy_(_inside(source, part.offsets, offsets, shape))
+
+
+def _copy(source: memoryview, into: memoryview) -> str:
+    """The hash of what was copied."""
+    digest, target = xxhash.xxh3_128(), np.frombuffer(into, np.uint8)
+    for start in range(0, len(into), BLOCK_BYTES):
+        block = target[start : start + BLOCK_BYTES]
+        np.copyto(block, np.frombuffer(source[start : start + BLOCK_BYTES], np.uint8))
+        digest.update(block.data)
+    return digest.hexdigest()
 
 
 class EndOfFile(OSError):

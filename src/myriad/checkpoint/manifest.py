@@ -19,8 +19,8 @@ from typing import Any
 
 import xxhash
 
+from myriad.checkpoint.direct import Buffer
 from myriad.checkpoint.piece import Piece, Shape, place_in_file
-from myriad.checkpoint.storage import Buffer
 
 __all__ = [
     "MANIFEST",

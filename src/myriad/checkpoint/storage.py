@@ -7,20 +7,26 @@ complete); `Storage.put` replaces a small file in one go. Folders need no making
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from myriad.checkpoint.direct import Buffer, DirectSink, read_direct
 from myriad.errors import BadInputError
 
-__all__ = ["Buffer", "Sink", "Storage", "open_storage"]
+__all__ = ["BLOCK_BYTES", "Seen", "Sink", "Storage", "open_storage"]
 
-Buffer = bytes | bytearray | memoryview
-
-_WRITE_BYTES = 2**25
-"""Of one write."""
+BLOCK_BYTES = 2**19
+"""Fit into a core's own cache: what is copied and hashed by blocks comes from memory once."""
 _UPLOAD_BYTES = 2**24
 """Part of an upload to an object store."""
+
+
+Seen = Callable[[memoryview], object]
+
+
+def _nobody_sees(block: memoryview) -> None:
+    pass
 
 
 class Sink(Protocol):
@@ -50,8 +56,14 @@ class Storage(Protocol):
         """A small file."""
         ...
 
-    def read_into(self, path: str, start: int, into: memoryview) -> int:
-        """Fills ``into`` from byte ``start``; gives how much there was."""
+    def read_into(self, path: str, start: int, into: memoryview, seen: Seen = _nobody_sees) -> int:
+        """Fills ``into`` from byte ``start``; gives how much there was. ``seen``: each block, when
+        it has just been filled and is still in the processor's cache."""
+        ...
+
+    def read_stored(self, path: str, start: int, into: memoryview) -> int:
+        """The same from where it is stored and from no cache, as far as that can be asked for; ``into`` and
+        ``start`` as `myriad.checkpoint.direct` wants them."""
         ...
 
     def create(self, path: str) -> contextlib.AbstractContextManager[Sink]:
@@ -60,10 +72,6 @@ class Storage(Protocol):
 
     def put(self, path: str, content: bytes) -> None:
         """A small file by one atomic replacement, on disk when this returns."""
-        ...
-
-    def forget_cache(self, path: str) -> None:
-        """The next read of a file comes from where it is stored, as far as that can be asked for."""
         ...
 
     def remove(self, path: str) -> None:
@@ -116,20 +124,26 @@ class LocalStorage:
     def read(self, path: str) -> bytes:
         return (self.root / path).read_bytes()
 
-    def read_into(self, path: str, start: int, into: memoryview) -> int:
+    def read_into(self, path: str, start: int, into: memoryview, seen: Seen = _nobody_sees) -> int:
         with open(self.root / path, "rb", buffering=0) as file:
             done = 0
-            while done < len(into) and (count := os.preadv(file.fileno(), [into[done:]], start + done)):
+            while block := into[done : done + BLOCK_BYTES]:
+                if not (count := os.preadv(file.fileno(), [block], start + done)):
+                    break
+                seen(block[:count])
                 done += count
         return done
+
+    def read_stored(self, path: str, start: int, into: memoryview) -> int:
+        return read_direct(self.root / path, start, into)
 
     @contextlib.contextmanager
     def create(self, path: str) -> Iterator[Sink]:
         target = self.root / path
         _make_folder(target.parent)
-        with open(target, "wb", buffering=0) as file:
-            yield _LocalSink(file.fileno())
-            os.fsync(file.fileno())
+        with contextlib.closing(DirectSink(target)) as sink:
+            yield sink
+            sink.finish()
 
     def put(self, path: str, content: bytes) -> None:
         target = self.root / path
@@ -138,13 +152,6 @@ class LocalStorage:
             sink.write(content)
         draft.replace(target)
         _sync_folder(target.parent)
-
-    def forget_cache(self, path: str) -> None:
-        descriptor = os.open(self.root / path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
 
     def remove(self, path: str) -> None:
         target = self.root / path
@@ -157,18 +164,6 @@ class LocalStorage:
         self.remove(new)
         (self.root / old).rename(self.root / new)
         _sync_folder(self.root)
-
-
-class _LocalSink:
-    """Writes without a buffer of its own."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def write(self, content: Buffer) -> None:
-        view = memoryview(content).cast("B")
-        while len(view):
-            view = view[os.write(self._descriptor, view[:_WRITE_BYTES]) :]
 
 
 def _make_folder(path: Path) -> None:
@@ -231,11 +226,15 @@ class RemoteStorage:
         with self._plain_errors():
             return bytes(self._fs.cat_file(self._path(path)))
 
-    def read_into(self, path: str, start: int, into: memoryview) -> int:
+    def read_into(self, path: str, start: int, into: memoryview, seen: Seen = _nobody_sees) -> int:
         with self._plain_errors():
             found = self._fs.cat_file(self._path(path), start=start, end=start + len(into))
         into[: len(found)] = found
+        seen(into[: len(found)])
         return len(found)
+
+    def read_stored(self, path: str, start: int, into: memoryview) -> int:
+        return self.read_into(path, start, into)
 
     @contextlib.contextmanager
     def create(self, path: str) -> Iterator[Sink]:
@@ -248,10 +247,6 @@ class RemoteStorage:
     def put(self, path: str, content: bytes) -> None:
         with self._plain_errors():
             self._fs.pipe_file(self._path(path), content)
-
-    def forget_cache(self, path: str) -> None:
-        with self._plain_errors():
-            self._fs.invalidate_cache()
 
     def remove(self, path: str) -> None:
         with self._plain_errors(), contextlib.suppress(FileNotFoundError):

@@ -16,7 +16,7 @@ import myriad
 from myriad.checkpoint.dcp import METADATA, make_metadata, make_pieces
 from myriad.checkpoint.folder import Checkpoint, CheckpointFolder, open_checkpoint
 from myriad.checkpoint.load import Candidate, LoadWorld, load_candidate
-from myriad.checkpoint.manifest import FileRecord, Manifest, hash_of, record_pieces
+from myriad.checkpoint.manifest import FileRecord, Manifest
 from myriad.checkpoint.piece import Piece, files_of_rank
 from myriad.checkpoint.progress import progress_rectangle
 from myriad.checkpoint.sources import parts_of_manifest
@@ -86,9 +86,8 @@ def write_rank(
     data = {id(piece): _bytes_of(part.values) for part, piece in zip(rectangles, pieces, strict=True)}
     records = {}
     for name, own in files_of_rank(rank, pieces):
-        records[name] = record_pieces(own, [hash_of(data[id(piece)]) for piece in own])
         path = checkpoint.at(name)
-        write_and_check(checkpoint.storage, path, own, lambda piece: data[id(piece)], records[name])
+        records[name] = write_and_check(checkpoint.storage, path, own, lambda piece: data[id(piece)])
     return records
 
 

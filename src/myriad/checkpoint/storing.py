@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from myriad.checkpoint.folder import CheckpointFolder, verify
-from myriad.checkpoint.manifest import FileRecord, Manifest, hash_of, record_pieces
+from myriad.checkpoint.manifest import FileRecord, Manifest
 from myriad.checkpoint.member import Member
-from myriad.checkpoint.piece import Piece, files_of_rank
+from myriad.checkpoint.piece import files_of_rank
 from myriad.checkpoint.storage import Storage
 from myriad.checkpoint.writing import put_and_check, write_and_check
 
@@ -51,21 +51,15 @@ def store_own(storage: Storage, step: int, members: Sequence[Member]) -> dict[st
             data = member.data_in(slot)
             for name, pieces in files_of_rank(member.rank, member.pieces):
                 path = f"step-{step}/{name}"
-                waiting.append((member, slot, name, pool.submit(_store_file, storage, path, pieces, data)))
+                waiting.append(
+                    (member, slot, name, pool.submit(write_and_check, storage, path, pieces, data))
+                )
         for member, slot, name, written in waiting:
             files[name] = written.result()
             hashes[member.rank, slot] += [chunk.xxh3_128 for chunk in files[name].chunks]
     for member, slot, _, _ in waiting:
         member.note_hashes(slot, step, hashes[member.rank, slot])
     return files
-
-
-def _store_file(
-    storage: Storage, path: str, pieces: Sequence[Piece], data: Callable[[Piece], memoryview]
-) -> FileRecord:
-    record = record_pieces(pieces, [hash_of(data(piece)) for piece in pieces])
-    write_and_check(storage, path, pieces, data, record)
-    return record
 
 
 def read_progress(member: Member, slot: int) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from myriad.checkpoint.storage import Buffer
+from myriad.checkpoint.direct import Buffer
 
 __all__ = ["Closed", "Message", "Wire"]
 

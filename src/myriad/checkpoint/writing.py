@@ -8,48 +8,45 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from myriad.checkpoint.manifest import FileRecord, hash_of, record_plain
+from myriad.checkpoint.direct import aligned_memory
+from myriad.checkpoint.manifest import FileRecord, hash_of, record_pieces, record_plain
 from myriad.checkpoint.piece import Piece
-from myriad.checkpoint.storage import Storage
+from myriad.checkpoint.storage import BLOCK_BYTES, Storage
 
 __all__ = ["check_file", "put_and_check", "write_and_check", "write_pieces"]
 
-_READ_BYTES = 2**24
+_READ_BYTES, _FAR_READ_BYTES = 2**22, 2**24
+"""Of one read, of a disk and of a remote store."""
 _CHANGED = "its bytes changed after it was written"
 
 
 def write_pieces(
     storage: Storage, path: str, pieces: Sequence[Piece], data: Callable[[Piece], memoryview]
-) -> None:
-    """Makes the file of one rank; ``data``: the bytes of a piece. On disk when this returns."""
+) -> FileRecord:
+    """Makes the file of one rank, on disk when this returns; ``data``: the bytes of a piece, hashed as they
+    are written."""
+    hashes = []
     with storage.create(path) as sink:
-        pending = bytearray()
         for piece in pieces:
-            pending += piece.head
-            if piece.num_bytes < _READ_BYTES // 16:  # small ones travel together
-                pending += data(piece)
-            else:
-                sink.write(pending)
-                sink.write(data(piece))
-                pending = bytearray()
-            pending += piece.tail
-            if len(pending) >= _READ_BYTES:
-                sink.write(pending)
-                pending = bytearray()
-        sink.write(pending)
+            content, digest = data(piece), xxhash.xxh3_128()
+            sink.write(piece.head)
+            for start in range(0, len(content), BLOCK_BYTES):
+                block = content[start : start + BLOCK_BYTES]
+                digest.update(block)
+                sink.write(block)
+            sink.write(piece.tail)
+            hashes.append(digest.hexdigest())
+    return record_pieces(pieces, hashes)
 
 
 def write_and_check(
-    storage: Storage,
-    path: str,
-    pieces: Sequence[Piece],
-    data: Callable[[Piece], memoryview],
-    record: FileRecord,
-) -> None:
-    """`write_pieces`, then every byte is read from where it is stored. Raises ``OSError`` when one is not as
-    ``record`` says."""
-    write_pieces(storage, path, pieces, data)
+    storage: Storage, path: str, pieces: Sequence[Piece], data: Callable[[Piece], memoryview]
+) -> FileRecord:
+    """`write_pieces`, then every byte is read from where it is stored. Raises ``OSError`` when one is another
+    than was written."""
+    record = write_pieces(storage, path, pieces, data)
     _check_written(storage, path, record)
+    return record
 
 
 def put_and_check(storage: Storage, path: str, content: bytes) -> FileRecord:
@@ -61,13 +58,16 @@ def put_and_check(storage: Storage, path: str, content: bytes) -> FileRecord:
 
 
 def _check_written(storage: Storage, path: str, record: FileRecord) -> None:
-    storage.forget_cache(path)
-    if problems := check_file(storage, path, record):
+    if problems := check_file(storage, path, record, past_cache=True):
         raise OSError(f"read back other bytes than were written: {path}: {problems[0]}")
 
 
 def check_file(
-    storage: Storage, path: str, record: FileRecord, told: Callable[[int], None] = lambda count: None
+    storage: Storage,
+    path: str,
+    record: FileRecord,
+    told: Callable[[int], None] = lambda count: None,
+    past_cache: bool = False,
 ) -> list[str]:
     """What is wrong with a file: a line for each chunk that is not as it was written."""
     size = storage.size(path)
@@ -75,7 +75,7 @@ def check_file(
         return ["missing"]
     if size != record.bytes:
         return [f"{size} bytes instead of {record.bytes}"]
-    reader = _Reader(storage, path, size, told)
+    reader = _Reader(storage, path, size, told, past_cache)
     if record.xxh3_128 is not None:
         same = reader.hash_of(record.bytes) == record.xxh3_128
         return [] if same else [_CHANGED]
@@ -90,15 +90,18 @@ def check_file(
 class _Reader:
     """A file from its start to its end, in large blocks."""
 
-    def __init__(self, storage: Storage, path: str, size: int, told: Callable[[int], None]) -> None:
-        self._storage, self._path, self._told = storage, path, told
-        self._block = memoryview(bytearray(max(1, min(size, _READ_BYTES))))
+    def __init__(
+        self, storage: Storage, path: str, size: int, told: Callable[[int], None], past_cache: bool
+    ) -> None:
+        self._path, self._told = path, told
+        self._read = storage.read_stored if past_cache else storage.read_into
+        self._block = aligned_memory(min(size, _READ_BYTES if storage.is_near else _FAR_READ_BYTES))
         self._next = self._begin = self._end = 0
 
     def _more(self, wanted: int) -> memoryview:
         """The next bytes, at least one and at most ``wanted``."""
         if self._begin == self._end:
-            self._begin, self._end = 0, self._storage.read_into(self._path, self._next, self._block)
+            self._begin, self._end = 0, self._read(self._path, self._next, self._block)
             if not self._end:
                 raise OSError(f"{self._path} ends at byte {self._next}")
             self._next += self._end

@@ -1,14 +1,18 @@
 """If these fail, what was written is not what is read, or a kill leaves half a file under a good name."""
 
+import errno
+import fcntl
 import os
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from myriad.checkpoint.direct import aligned_memory
 from myriad.checkpoint.manifest import (
     FileRecord,
     Manifest,
@@ -51,9 +55,11 @@ def test_a_file_of_pieces_is_read_back_and_any_changed_byte_is_named_by_its_chun
 ):
     storage = LocalStorage(tmp_path_factory.mktemp("files"))
     pieces, data = pieces_of(sizes)
-    record = record_pieces(pieces, [hash_of(data[piece.tensor]) for piece in pieces])
-    write_pieces(storage, "a/file", pieces, lambda piece: memoryview(data[piece.tensor]))
-    assert check_file(storage, "a/file", record) == []
+    record = write_pieces(storage, "a/file", pieces, lambda piece: memoryview(data[piece.tensor]))
+    assert record == record_pieces(pieces, [hash_of(data[piece.tensor]) for piece in pieces])
+    assert (
+        check_file(storage, "a/file", record) == check_file(storage, "a/file", record, past_cache=True) == []
+    )
     path, size = storage.root / "a/file", record.bytes
     assert path.stat().st_size == size
     if size:
@@ -64,6 +70,50 @@ def test_a_file_of_pieces_is_read_back_and_any_changed_byte_is_named_by_its_chun
         (number,) = (n for n, chunk in enumerate(record.chunks) if chunk.start <= at < chunk.stop)
         (problem,) = check_file(storage, "a/file", record)
         assert problem.startswith(f"chunk {number} (t{number}[")
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 2**22 - 1, 2**22, 2**22 + 1, 9_999_999])
+@pytest.mark.parametrize("refuses", ["nothing", "opening", "reads and writes"])
+def test_a_file_past_the_cache_is_the_same_whatever_the_file_system_can_do(
+    size: int, refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if refuses != "nothing":
+        refuse_direct(monkeypatch, opening=refuses == "opening")
+    content = os.urandom(size)
+    storage = LocalStorage(tmp_path)
+    (tmp_path / "file").write_bytes(b"older and longer" * 1_000_000)
+    with storage.create("file") as sink:
+        for start in range(0, size, 3_000_001):
+            sink.write(content[start : start + 3_000_001])
+    assert (tmp_path / "file").read_bytes() == content
+    block = aligned_memory(size + 1)
+    assert storage.read_stored("file", 0, block) == size and block[:size] == content
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch, opening: bool) -> None:
+    """What a file system without O_DIRECT says: to the call that opens, or to those that read and write."""
+    open_, pwrite, preadv = os.open, os.pwrite, os.preadv
+
+    def check(descriptor: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    def refusing_open(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if opening and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return open_(path, flags, *rest, **more)
+
+    def refusing_pwrite(descriptor: int, *rest: Any) -> int:
+        check(descriptor)
+        return pwrite(descriptor, *rest)
+
+    def refusing_preadv(descriptor: int, *rest: Any) -> int:
+        check(descriptor)
+        return preadv(descriptor, *rest)
+
+    monkeypatch.setattr(os, "open", refusing_open)
+    monkeypatch.setattr(os, "pwrite", refusing_pwrite)
+    monkeypatch.setattr(os, "preadv", refusing_preadv)
 
 
 @given(SIZES)
