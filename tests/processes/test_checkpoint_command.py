@@ -116,6 +116,22 @@ def test_prune_keeps_the_newest_and_never_the_damaged_instead_of_the_good(run, c
     assert CheckpointFolder(run.checkpoints_path).steps() == [25, 30]
 
 
+def test_what_was_set_aside_is_listed_and_goes_when_that_is_asked_for(run, command):
+    damage(run, 20)
+    aside = CheckpointFolder(run.checkpoints_path).set_aside(20)
+    rows = json.loads(command("list", run.path, "--json").stdout)["checkpoints"]
+    assert [(row["step"], row["state"]) for row in rows] == [
+        (10, "complete"),
+        (20, "set aside"),
+        (30, "complete"),
+    ]
+    assert rows[1]["path"].endswith(aside)
+    command("prune", run.path, "--keep", 2)
+    assert (run.checkpoints_path / aside).is_dir()
+    assert command("prune", run.path, "--keep", 2, "--damaged").stdout == "removed 1, kept 10, 30\n"
+    assert not (run.checkpoints_path / aside).exists()
+
+
 def test_a_run_at_work_is_not_pruned(run, command):
     with run.lock():
         refused = command("prune", run.path, "--keep", 1)

@@ -350,6 +350,40 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_first_step(tmp_pat
     assert told.startswith("checkpoint.url = ") and "cannot be written" in told and json.dumps(told)
 
 
+def hang(path: Path) -> Path:
+    """Whoever asks who owns the folder waits until somebody writes to the pipe that is given."""
+    os.mkfifo(path / "checkpoints" / "blocked")
+    (path / "checkpoints" / "attempt").rename(path / "attempt")
+    (path / "checkpoints" / "attempt").symlink_to("blocked")
+    return path / "checkpoints" / "blocked"
+
+
+def recover(path: Path, pipe: Path) -> None:
+    (path / "attempt").rename(path / "checkpoints" / "attempt")
+    with open(pipe, "w") as stream:
+        stream.write("1")
+
+
+def test_a_step_for_which_slow_storage_left_no_memory_is_told(tmp_path: Path) -> None:
+    def go() -> None:
+        run = Run(tmp_path, 1, every=1, keep=10, memory_every=0)
+        run.resume()
+        run.step(1)
+        assert run.session.finish(1) is None
+        pipe = hang(tmp_path)
+        for step in (2, 3, 4):
+            run.step(step)
+            run.session.settle()
+            time.sleep(0.2)
+        recover(tmp_path, pipe)
+        run.step(5, is_last=True)
+        run.end(5)
+
+    run_ranks(1, go)
+    told = [(fault["step"], fault["problem"]) for fault in events(tmp_path, "fault")]
+    assert (4, "checkpoint not taken: earlier ones are still being stored") in told
+
+
 def test_slow_storage_stores_the_newest_it_can_and_says_what_it_left_out(tmp_path: Path) -> None:
     """Training never waits for it: of steps that come while one is being stored, the newest is next."""
 
@@ -358,16 +392,12 @@ def test_slow_storage_stores_the_newest_it_can_and_says_what_it_left_out(tmp_pat
         run.resume()
         run.step(1)
         assert run.session.finish(1) is None
-        os.mkfifo(tmp_path / "checkpoints" / "blocked")
-        (tmp_path / "checkpoints" / "attempt").rename(tmp_path / "attempt")
-        (tmp_path / "checkpoints" / "attempt").symlink_to("blocked")  # whoever reads it hangs
+        pipe = hang(tmp_path)
         for step in (2, 3, 4, 5):
             run.step(step)
             run.session.settle()
             time.sleep(0.2)
-        (tmp_path / "attempt").rename(tmp_path / "checkpoints" / "attempt")
-        with open(tmp_path / "checkpoints" / "blocked", "w") as pipe:
-            pipe.write("1")
+        recover(tmp_path, pipe)
         run.step(6, is_last=True)
         run.end(6)
 

@@ -39,6 +39,7 @@ class Attempt:
         self._folder: CheckpointFolder | None = None
         self._copies: Copies | None = None
         self._storing: Storing | None = None
+        self._last_skipped = -1
         self._is_over = False
 
     def join(self, member: Member) -> None:
@@ -117,6 +118,16 @@ class Attempt:
             del self._wanted[earlier]
         if self._storing is not None:
             self._release_before(step)
+
+    def skipped(self, step: int) -> None:
+        """A rank had no memory left for a step that was to be stored: it is told once."""
+        with self._lock:
+            is_known, self._last_skipped = step <= self._last_skipped, max(step, self._last_skipped)
+        problem = "checkpoint not taken: earlier ones are still being stored"
+        if not is_known and self._storing is not None:
+            self._storing.give_up(step, problem)
+        elif not is_known:
+            self._tell("fault", step=step, problem=problem)
 
     def leave(self, member: Member) -> None:
         """A rank is gone; what it has not said to be whole may be so."""

@@ -26,6 +26,7 @@ __all__ = ["Checkpoint", "CheckpointFolder", "Show", "open_checkpoint", "verify"
 
 _ATTEMPT = "attempt"
 _PROBE = "probe"
+_ASIDE = ".damaged"
 
 Show = Callable[[int, int], None]
 """Told the bytes read and the bytes to read."""
@@ -94,6 +95,23 @@ class CheckpointFolder:
         """The same without step 0, which holds imported weights and no optimizer state."""
         return [step for step in self.steps() if step > 0]
 
+    def at_damaged(self, step: int) -> Checkpoint:
+        """The one of that step that was set aside."""
+        return Checkpoint(self.storage, f"step-{step}{_ASIDE}")
+
+    def damaged(self) -> list[int]:
+        """Steps whose checkpoint was set aside."""
+        names = (name for name in self.storage.names() if name.endswith(_ASIDE))
+        found = (name.removeprefix("step-").removesuffix(_ASIDE) for name in names)
+        return sorted(int(name) for name in found if name.isdigit())
+
+    def remove_damaged(self) -> list[int]:
+        """Those; gives their steps."""
+        steps = self.damaged()
+        for step in steps:
+            self.storage.remove(self.at_damaged(step).name)
+        return steps
+
     def _begun(self) -> list[int]:
         found = (name.removeprefix("step-") for name in self.storage.names() if name.startswith("step-"))
         return sorted(int(name) for name in found if name.isdigit())
@@ -119,7 +137,7 @@ class CheckpointFolder:
 
     def set_aside(self, step: int) -> str:
         """Renames a checkpoint that did not verify, so that nothing tries it again. Gives the new name."""
-        aside = f"step-{step}.damaged"
+        aside = self.at_damaged(step).name
         self.storage.rename(f"step-{step}", aside)
         return aside
 

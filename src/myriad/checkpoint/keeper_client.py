@@ -106,6 +106,11 @@ class KeeperClient:
             wants = {"durable": durable, "copies": copies}
             self._wire.send({"op": "whole", "slot": slot, "step": step, **wants})
 
+    def say_skipped(self, step: int) -> None:
+        """A snapshot that was to be stored could not be taken: all memory is held by earlier ones."""
+        with self._lock:
+            self._wire.send({"op": "skipped", "step": step})
+
     def wait_stored(self, step: int, seconds: float) -> Outcome | None:
         """What became of a step; ``None``: it is still being stored. For the ranks of rank 0's node."""
         outcome = self._ask({"op": "wait", "step": step, "seconds": seconds})[0]["outcome"]

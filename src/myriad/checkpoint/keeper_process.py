@@ -98,6 +98,9 @@ class _Server:
         if op == "whole":
             assert member is not None, "a rank joins first"
             keeper.whole(member, message)
+        elif op == "skipped":
+            assert member is not None, "a rank joins first"
+            keeper.attempt(member.attempt).skipped(message["step"])
         elif op == "join":
             try:
                 member = keeper.join(message, payload)

@@ -176,6 +176,8 @@ class Snapshots:
             slot = self._fresh_slot(step)
         if slot is None:
             self.skipped += 1
+            if wants.durable:
+                self._client.say_skipped(step)
             return
         self._copier.finish(self._copies, slot)
         self._memory.end(slot, hold=wants.hold)

@@ -137,9 +137,7 @@ class Storing:
             if slow is not None:
                 seconds = time.monotonic() - slow.began
                 reason = f"step {slow.step} is still being stored after {seconds:.0f} s"
-            problem = f"checkpoint not stored, in memory only: {reason}"
-            self._fail(displaced, problem)
-            self._conclude(displaced, asked, problem)
+            self._fail(displaced, f"checkpoint not stored, in memory only: {reason}", asked)
         with self._changed:
             self._changed.wait_for(lambda: self._waiting != step or self._under_way is None)
             if self._waiting != step:
@@ -162,7 +160,7 @@ class Storing:
             num_bytes = self._commit(step, attempt, write, progress)
         except Exception as error:  # whatever a storage does, training goes on
             problem = f"checkpoint not stored: {str(error) or type(error).__name__}"
-            self._fail(step, problem)
+            self._fail(step, problem, asked=None)
             self._clear(step, attempt)
             self._end(under_way, problem)
             return False
@@ -221,10 +219,19 @@ class Storing:
         except OSError as error:
             self._tell("fault", step=newest, problem=f"older checkpoints not removed: {error}")
 
-    def _fail(self, step: int, problem: str) -> None:
+    def give_up(self, step: int, problem: str) -> None:
+        """A step that was to be stored cannot be."""
+        with self._changed:
+            asked = self._asked[step]
+        self._fail(step, problem, asked)
+
+    def _fail(self, step: int, problem: str, asked: int | None) -> None:
+        """``asked``: of the try whose end this is; off: it has not ended."""
         self._failures += 1
         loud = {"alarm": True} if self._failures >= self._alarm_after else {}
         self._tell("fault", step=step, problem=problem, failures=self._failures, **loud)
+        if asked is not None:
+            self._conclude(step, asked, problem)
 
     def _end(self, ended: "_Try", problem: str | None) -> None:
         with self._changed:

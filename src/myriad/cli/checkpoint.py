@@ -49,6 +49,7 @@ def _list(
     folder = _folder_of(path)
     rows = [_row(folder.at_step(step), step, verify) for step in folder.steps()]
     rows += [_unfinished_row(folder.at_step(step), step) for step in folder.unfinished()]
+    rows += [_damaged_row(folder, step) for step in folder.damaged()]
     rows += _rows_in_memory(path)
     rows.sort(key=lambda row: row["step"])
     if json:
@@ -70,9 +71,16 @@ def _row(checkpoint: "Checkpoint", step: int, every_byte: bool) -> dict[str, Any
     return row | {"time": manifest.time, "bytes": manifest.num_bytes}
 
 
+_NOTHING_KNOWN: dict[str, Any] = {"problems": [], "time": None, "bytes": None}
+
+
 def _unfinished_row(checkpoint: "Checkpoint", step: int) -> dict[str, Any]:
-    nothing: dict[str, Any] = {"problems": [], "time": None, "bytes": None}
-    return {"step": step, "tier": "storage", "path": checkpoint.where, "state": "unfinished"} | nothing
+    return {"step": step, "tier": "storage", "path": checkpoint.where, "state": "unfinished"} | _NOTHING_KNOWN
+
+
+def _damaged_row(folder: "CheckpointFolder", step: int) -> dict[str, Any]:
+    path = folder.at_damaged(step).where
+    return {"step": step, "tier": "storage", "path": path, "state": "set aside"} | _NOTHING_KNOWN
 
 
 def _rows_in_memory(run: Path) -> list[dict[str, Any]]:
@@ -147,6 +155,9 @@ def _prune(
     older_than: Annotated[
         float | None, typer.Option(metavar="DAYS", help="Remove older ones even if fewer are kept.", min=0)
     ] = None,
+    damaged: Annotated[
+        bool, typer.Option("--damaged", help="Remove those too that a load found damaged and set aside.")
+    ] = False,
     json: _Json = False,
 ) -> None:
     """Remove all but the newest checkpoints; the newest that is whole always stays."""
@@ -158,6 +169,7 @@ def _prune(
         newest = folder.newest()
         age = None if older_than is None else older_than * 86400
         removed = folder.prune(keep, newest[0], age) if newest else []
+        removed += folder.remove_damaged() if damaged else []
     if json:
         typer.echo(json_format.dumps({"run": run, "removed": removed, "kept": folder.steps()}))
     else:

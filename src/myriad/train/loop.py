@@ -81,6 +81,8 @@ class Trainer:
         self._waited_for_saves = 0.0
         self.resumed: Loaded | None = None
         self.step = self._resume()
+        self._under_way = self.step + 1
+        """What is being trained, or saved."""
 
     def _open_session(self) -> Session:
         run, job = self.run_folder, self.job
@@ -148,7 +150,7 @@ class Trainer:
             with lost_peers_told(self.job.comm.timeout_seconds):
                 self._run_steps()
         except MyriadError as error:
-            step = self.step + 1
+            step = self._under_way
             self._event("fault", step=step, problem=str(error).removeprefix(f"step {step}: "))
             raise
 
@@ -196,6 +198,7 @@ class Trainer:
 
     def _train_step(self) -> bool:
         """One step; True when all ranks must stop after it (replicas that train alone: where they agree)."""
+        self._under_way = self.step + 1
         started, waited = time.perf_counter(), self.feed.wait_seconds
         rate = learning_rate(self.job.optimizer, self.step, self.job.train.steps)
         result: StepResult = self.engine.train_step(
