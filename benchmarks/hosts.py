@@ -4,6 +4,7 @@
         losses = hosts.run_ranks(train, 20, world=2)       what train(20) gives on each rank, in rank order
         hosts.set_rate("50mbit")                           live; None: unshaped
         hosts.set_link(1, up=False)                        pulls the cable of host 1
+        hosts.lose(1)                                      all that runs in host 1 dies
         process = hosts.start(0, ["myriad", "train"])      any command, as `subprocess.Popen`
 
     python benchmarks/hosts.py --check --rate 200mbit      what a plain socket reaches, of the rate set
@@ -96,8 +97,8 @@ def _shape(namespace: str, device: str, rate: str | None) -> None:
     _run(*tc, "replace", "dev", device, "root", "tbf", "rate", rate, "burst", str(burst), "latency", "50ms")
 
 
-def _remove(namespace: str) -> None:
-    """Ends every process of a namespace and takes it away, with the interfaces in it."""
+def _end_all(namespace: str) -> None:
+    """Ends every process of a namespace."""
     for _ in range(250):
         found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
         if not found.split():
@@ -106,6 +107,11 @@ def _remove(namespace: str) -> None:
             with suppress(ProcessLookupError):
                 os.kill(int(process), signal.SIGKILL)
         time.sleep(0.02)
+
+
+def _remove(namespace: str) -> None:
+    """Ends every process of a namespace and takes it away, with the interfaces in it."""
+    _end_all(namespace)
     subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
     shutil.rmtree(_ETC / namespace, ignore_errors=True)
 
@@ -219,6 +225,10 @@ class Hosts:
         """Plugs the cable of a host in or out, at the switch."""
         _run("ip", "-n", self._switch, "link", "set", f"port{host}", "up" if up else "down")
 
+    def lose(self, host: int) -> None:
+        """Kills whatever runs in a host, as when its machine is lost; the host is there again, empty."""
+        _end_all(self.namespace(host))
+
     def start(
         self, host: int, command: Sequence[str], environment: Mapping[str, str] | None = None, **options: Any
     ) -> "subprocess.Popen[Any]":
@@ -228,23 +238,31 @@ class Hosts:
         return subprocess.Popen(command, env=environment, preexec_fn=enter, **options)
 
     def start_ranks(
-        self, function: Callable[..., Any], *arguments: Any, world: int | None = None, ranks_per_host: int = 1
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        world: int | None = None,
+        ranks_per_host: int = 1,
+        first_host: int = 0,
     ) -> Ranks:
-        """Starts ``function(*arguments)`` on each rank; ranks fill one host after the other.
+        """Starts ``function(*arguments)`` on each rank; ranks fill one host after the other, from
+        ``first_host`` on.
 
         ``world`` off: every host full. Nothing is pickled on the way in: any function will do. The caller
         must not have run torch on several threads (a forked process cannot)."""
-        world = world or self.num_hosts * ranks_per_host
-        if not 1 <= world <= self.num_hosts * ranks_per_host:
-            allowed = f"1 to {self.num_hosts} hosts x {ranks_per_host} ranks"
+        num_hosts = self.num_hosts - first_host
+        world = world or num_hosts * ranks_per_host
+        if not 1 <= world <= num_hosts * ranks_per_host:
+            allowed = f"1 to {num_hosts} hosts x {ranks_per_host} ranks"
             raise ValueError(f"world = {world}: {allowed}")
         port = next(self._ports)
-        places = [self._place(rank, world, ranks_per_host, port) for rank in range(world)]
+        places = [self._place(rank, world, ranks_per_host, first_host, port) for rank in range(world)]
         self._started.append(Ranks(places, partial(function, *arguments)))
         return self._started[-1]
 
-    def _place(self, rank: int, world: int, ranks_per_host: int, port: int) -> Place:
-        host, local_rank = divmod(rank, ranks_per_host)
+    def _place(self, rank: int, world: int, ranks_per_host: int, first_host: int, port: int) -> Place:
+        node, local_rank = divmod(rank, ranks_per_host)
+        host = first_host + node
         return Place(
             rank=rank,
             namespace=self.namespace(host),
@@ -254,8 +272,8 @@ class Hosts:
                 "RANK": str(rank),
                 "WORLD_SIZE": str(world),
                 "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(min(ranks_per_host, world - host * ranks_per_host)),
-                "MASTER_ADDR": self.address(0),
+                "LOCAL_WORLD_SIZE": str(min(ranks_per_host, world - node * ranks_per_host)),
+                "MASTER_ADDR": self.address(first_host),
                 "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": "eth0",
                 "OMP_NUM_THREADS": "1",
@@ -268,11 +286,14 @@ class Hosts:
         *arguments: Any,
         world: int | None = None,
         ranks_per_host: int = 1,
+        first_host: int = 0,
         timeout_seconds: float = 270.0,
     ) -> list[Any]:
         """What ``function(*arguments)`` gives on each rank. A failing rank's traceback becomes the error, and
         the others are ended."""
-        ranks = self.start_ranks(function, *arguments, world=world, ranks_per_host=ranks_per_host)
+        ranks = self.start_ranks(
+            function, *arguments, world=world, ranks_per_host=ranks_per_host, first_host=first_host
+        )
         try:
             return ranks.results(timeout_seconds)
         finally:

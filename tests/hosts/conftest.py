@@ -1,4 +1,4 @@
-"""Hosts for tests: `benchmarks/hosts.py` as a fixture."""
+"""Hosts for tests: `benchmarks/hosts.py` as a fixture; and the tiny corpora of the single-process tests."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "data"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from hosts import Hosts, missing

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ class Session:
         )
         memory = self._join()
         ports = world.gather(self._client.port() if several and self._first else 0)
-        addresses = world.gather(_own_address() if several else "")
+        addresses = self._addresses() if several else [""] * len(pieces_of_rank)
         token = world.gather(new_token())[0]
         if self._first:
             firsts = [ranks[0] for ranks in world.ranks_of_node]
@@ -179,6 +180,16 @@ class Session:
             self._client.configure(*self._configuration)
         self._snapshots = Snapshots(self._client, memory, own, pieces, self._device, self._rejoin)
         world.gather(None)  # every keeper is ready for the others
+
+    def _addresses(self) -> list[str]:
+        """Where other nodes find each rank's. A machine on whose own list of names rank 0's is a loopback
+        address (Debian writes 127.0.1.1 there) looks how it gets to one that is not."""
+        addresses = self._world.gather(_own_address(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+        far = [address for address in addresses if not _is_loopback(address)]
+        if 0 < len(far) < len(addresses):
+            own = addresses[self._grid.rank]
+            addresses = self._world.gather(_own_address(far[0]) if _is_loopback(own) else own)
+        return addresses
 
     def _rejoin(self) -> SnapshotMemory:
         """The keeper has died: a new one, which is told what the old one was told."""
@@ -305,9 +316,13 @@ def _shares_machine(places: Sequence[tuple[str, int]], world: LoadWorld) -> bool
     return machines.count(machines[world.node]) > 1
 
 
-def _own_address() -> str:
-    """By which other nodes reach this one."""
+def _own_address(other: str) -> str:
+    """By which another host that this one reaches gets here."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 1))
+        probe.connect((other, 1))
         address: str = probe.getsockname()[0]
         return address
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address).is_loopback
