@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
-from myriad.checkpoint.copied import CopiedMembers
 from myriad.checkpoint.copies import Copies
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.manifest import FileRecord
@@ -28,9 +27,12 @@ _OTHERS_WAIT_SECONDS = 60.0
 class Attempt:
     """Of a keeper, which has one that is present, and those whose steps the present one went on from."""
 
-    def __init__(self, number: int, num_local: int, copied: CopiedMembers, tell: Tell) -> None:
-        """``num_local``: ranks of this node; ``copied``: what other nodes have sent here."""
-        self.number, self._num_local, self._copied, self._tell = number, num_local, copied, tell
+    def __init__(
+        self, number: int, num_local: int, tell: Tell, on_copied: Callable[[int, int], None]
+    ) -> None:
+        """``num_local``: ranks of this node; ``on_copied(number, step)``: other nodes have copies of all
+        ranks' snapshots."""
+        self.number, self._num_local, self._tell, self._on_copied = number, num_local, tell, on_copied
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._members: dict[int, Member] = {}
@@ -201,8 +203,10 @@ class Attempt:
                 self.copy_own(step)
                 for answer in answers:
                     answer()
-                copies.ask_all(self._order("copied"))
-                self.forget_copies()
+                answers = copies.ask_all(self._order("copied", step=step))
+                self._on_copied(self.number, step)
+                for answer in answers:  # before the step is released
+                    answer()
             except OSError as error:
                 self._tell("fault", step=step, problem=f"snapshots not copied to other nodes: {error}")
 
@@ -212,9 +216,15 @@ class Attempt:
         assert self._copies is not None
         self._copies.send_own(step, self.members())
 
-    def forget_copies(self) -> None:
-        """Those of earlier attempts: all of this one's are there."""
-        self._copied.forget_before(self.number)
+    @property
+    def makes_copies(self) -> bool:
+        """Whether snapshots of this node go to others."""
+        return self._copies is not None and self._copies.has_targets
+
+    def keep(self, step: int) -> None:
+        """There are copies of a step: this node's own part of it stays until there are newer ones."""
+        for member in self.members():
+            member.memory.keep(step)
 
     def _await_step(self, step: int) -> None:
         """Until the ranks of this node have it, or those that have not never will."""

@@ -59,6 +59,11 @@ class Copies:
         self._introduced: set[tuple[int, int]] = set()
         self._copying = threading.Lock()
 
+    @property
+    def has_targets(self) -> bool:
+        """Whether any rank of this node has a copy elsewhere."""
+        return any(target is not None for target in self._target_of.values())
+
     @contextlib.contextmanager
     def one_at_a_time(self) -> Iterator[bool]:
         """Whether copying may begin: one step at a time."""

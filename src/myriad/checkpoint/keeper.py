@@ -32,7 +32,7 @@ class Keeper:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self.copied = CopiedMembers()
-        self._present = Attempt(0, 0, self.copied, self.tell)
+        self._present = Attempt(0, 0, self.tell, self.on_copied)
         self._past: list[Attempt] = []
         self._events: Path | None = None
         self._hasher = Hasher()
@@ -59,7 +59,7 @@ class Keeper:
                 raise OSError(f"attempt {self._present.number} has taken over; this is attempt {number}")
             if number > self._present.number:
                 self._set_past(message["resumed"])
-                self._present = Attempt(number, message["num_local"], self.copied, self.tell)
+                self._present = Attempt(number, message["num_local"], self.tell, self.on_copied)
         pieces = split_pieces(message["pieces"], bytes(payload))
         descriptor = SnapshotMemory.create(message["num_slots"], snapshot_bytes(pieces))
         member = Member(number, message["world"], message["rank"], pieces, descriptor)
@@ -94,8 +94,18 @@ class Keeper:
             if not message["durable"]:  # storing hashes as it writes
                 self._hasher.put(member, message["slot"], message["step"])
             present.whole(member, message)
-            if self._past and len(present.common_steps()) > 1:
+            if self._past and not present.makes_copies and len(present.common_steps()) > 1:
                 self._forget_past()
+
+    def on_copied(self, number: int, step: int) -> None:
+        """Other nodes have copies of a step of all ranks: those of the attempt ``number``. Nobody needs any
+        more what earlier attempts had."""
+        with self._lock:
+            if number != self._present.number:
+                return  # what an earlier one has copied at last may be what this one goes on from
+            self._present.keep(step)
+            self._forget_past()
+            self.copied.forget_before(number)
 
     def flush(self) -> None:
         """All ranks of this node are gone: begins to store the newest snapshot that every rank has, be it of

@@ -177,7 +177,7 @@ class _Server:
         elif op == "moved":
             attempt.move(message["node"], message["host"], message["port"])
         elif op == "copied":
-            attempt.forget_copies()
+            self.keeper.on_copied(attempt.number, message["step"])
         elif op == "release":
             attempt.release_step(message["step"])
         elif op == "steps":

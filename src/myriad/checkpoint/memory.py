@@ -1,14 +1,16 @@
 """One rank's snapshots in memory that outlives it: slots that the rank fills and the node's keeper reads.
 
-    page 0   magic, geometry, then (state, step) of each slot
+    page 0   magic, geometry, the step that stays; then (state, step) of each slot
     slots    a snapshot each, in pages of their own
 
     EMPTY ─begin─► FILLING ─end─► WHOLE                    may be overwritten by a later snapshot
                             └───► HELD ─release─► WHOLE    not before the keeper has stored or copied it
 
-The rank alone moves a slot to FILLING, WHOLE and HELD; the keeper alone moves HELD to WHOLE. The memory is a
-memfd: it has no name, is not bound by the size of /dev/shm, and lives as long as anybody has it. A rank that
-dies while it fills a slot leaves FILLING behind, and the snapshots before it as they were. No torch here.
+The rank alone moves a slot to FILLING, WHOLE and HELD; the keeper alone moves HELD to WHOLE, and says which
+step stays: the newest that other nodes have copies of, of no use to them without the rest of it. The memory
+is a memfd: it has no name, is not bound by the size of /dev/shm, and lives as long as anybody has it. A rank
+that dies while it fills a slot leaves FILLING behind, and the snapshots before it as they were. No torch
+here.
 """
 
 import ctypes
@@ -21,7 +23,7 @@ import numpy as np
 
 __all__ = ["Slot", "SnapshotMemory"]
 
-_MAGIC = 0x4D59524941440004
+_MAGIC = 0x4D59524941440005
 EMPTY, FILLING, WHOLE, HELD = range(4)
 _POPULATE_WRITE = 23
 """madvise: touch every page now (Linux 5.14)."""
@@ -45,6 +47,7 @@ class SnapshotMemory:
         words = np.frombuffer(self._map, np.int64, mmap.PAGESIZE // 8)
         assert int(words[0]) == _MAGIC, "a descriptor from a keeper"
         self.num_slots, self.slot_bytes = int(words[1]), int(words[2])
+        self._words = words
         self._states = words[8 : 8 + 2 * self.num_slots].reshape(-1, 2)
         self._fence_lock = threading.Lock()
 
@@ -55,7 +58,7 @@ class SnapshotMemory:
         descriptor = os.memfd_create("myriad-snapshots", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, mmap.PAGESIZE + num_slots * slot_bytes)
-            header = np.array([_MAGIC, num_slots, slot_bytes], np.int64)
+            header = np.array([_MAGIC, num_slots, slot_bytes, -1], np.int64)
             os.pwrite(descriptor, header.tobytes(), 0)
         except OSError:
             os.close(descriptor)
@@ -94,13 +97,13 @@ class SnapshotMemory:
 
     def begin(self, step: int) -> int | None:
         """The slot to fill with a new snapshot: the oldest that nobody holds, but never the newest whole one,
-        which all ranks may have. ``None`` when there is no other."""
+        which all ranks may have, nor the one that stays. ``None`` when there is no other."""
         states = [(int(state), int(of)) for state, of in self._states]
-        newest = max((of for state, of in states if state >= WHOLE), default=-1)
+        stay = {max((of for state, of in states if state >= WHOLE), default=-1), int(self._words[3])}
         free = [
             slot
             for slot, (state, of) in enumerate(states)
-            if state != HELD and (state != WHOLE or of != newest or self.num_slots == 1)
+            if state != HELD and (state != WHOLE or of not in stay or self.num_slots == 1)
         ]
         if not free:
             return None
@@ -122,6 +125,10 @@ class SnapshotMemory:
         """What was held may be overwritten."""
         if int(self._states[slot, 0]) == HELD:
             self._states[slot, 0] = WHOLE
+
+    def keep(self, step: int) -> None:
+        """From now on this step stays, and the one that stayed before no longer does."""
+        self._words[3] = step
 
     def whole(self) -> list[Slot]:
         """The snapshots that are whole at this moment, oldest first."""

@@ -152,8 +152,8 @@ class Session:
         pieces, config, world = make_pieces(own), self._settings.config, self._world
         pieces_of_rank = world.gather(pieces)
         several = len(world.ranks_of_node) > 1
-        # the newest and the next; one being stored, one that waits for it; one being copied
-        num_slots = 2 + 2 * (config.memory_every > 0) + (several and config.copies_every > 0)
+        # the newest and the next; one being stored, one that waits for it; one being copied, the last copied
+        num_slots = 2 + 2 * (config.memory_every > 0) + 2 * (several and config.copies_every > 0)
         self._join = partial(
             self._client.join,
             pieces,
