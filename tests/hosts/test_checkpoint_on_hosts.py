@@ -171,14 +171,17 @@ def test_a_spare_host_takes_the_place_of_a_lost_one(
     assert_same_bits(run, undisturbed)
 
 
-def test_a_host_that_is_lost_again_before_there_are_new_copies_costs_no_more(
-    hosts: Callable[..., Hosts], run: Run, undisturbed: Run
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_second_loss_before_the_next_copies_are_due_costs_no_more(
+    hosts: Callable[..., Hosts], run: Run, undisturbed: Run, lost: int
 ) -> None:
+    """Of the host that came back empty, or of the other one."""
     made = hosts(2, rate=RATE)
     lose_after_copies(made, run, COPIES_EVERY + 2, lost=0)
     ranks = made.start_ranks(train, run.path, 2 * COPIES_EVERY - 1)
     wait_until(lambda: steps_done(run) == 2 * COPIES_EVERY - 1)
-    made.lose(0)
+    wait_until(lambda: COPIES_EVERY in steps_in_memory(made, run)[0].get((1, True), []))
+    made.lose(lost)
     ranks.kill()
     assert made.run_ranks(train, run.path) == [0, 0]
     assert resumed(run) == [(COPIES_EVERY, "memory")] * 2

@@ -180,6 +180,9 @@ class Session:
             self._client.configure(*self._configuration)
         self._snapshots = Snapshots(self._client, memory, own, pieces, self._device, self._rejoin)
         world.gather(None)  # every keeper is ready for the others
+        if several and config.copies_every and self._resumed is not None:
+            # a host that came back empty has no copies yet: the next one to be lost may be another
+            self.take(self._resumed, decode_progress(self._progress.values), Wants(copies=True))
 
     def _addresses(self) -> list[str]:
         """Where other nodes find each rank's. A machine on whose own list of names rank 0's is a loopback
