@@ -3,7 +3,8 @@
     life       one run folder: attempts one after the other, each killed, each the next one's test
     attempt    one or two forked ranks: load, check every byte, then steps with snapshots and durable saves
     promise    the newest durable step that was committed; while all keepers live, also the newest step that
-               all ranks had whole in memory
+               all ranks had whole in memory; when one of two nodes is lost, the newest that the other has
+               with its copies
 
 What is killed: a rank, all ranks, the keeper, all of it at once (as when the power fails), one of two nodes.
 """
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from fault_state import State, open_session, warm_up
 from myriad.checkpoint.config import CheckpointConfig
 from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.keeper_client import keeper_name
+from myriad.checkpoint.keeper_client import keeper_name, list_in_memory
 from myriad.checkpoint.session import Session
 
 __all__ = ["KILLS", "Outcome", "kill_often"]
@@ -82,6 +83,7 @@ class Life:
     path: Path
     every: int
     two_nodes: bool
+    copies_every: int = 2
 
     @property
     def folder(self) -> CheckpointFolder:
@@ -120,7 +122,7 @@ def _train(life: Life, rank: int, world: int, meeting: Path, board: _Board) -> N
             "gloo", f"file://{meeting}", timedelta(seconds=30), rank=rank, world_size=world
         )
         group = dist.group.WORLD
-    config = CheckpointConfig(every=life.every, copies_every=2)
+    config = CheckpointConfig(every=life.every, copies_every=life.copies_every)
     board.phase[rank] = _Phase.LOADING
     session = open_session(life.path, config, rank, world, 0 if life.two_nodes else rank, group)
     session.claim(0)
@@ -295,6 +297,7 @@ class _Trial:
         self._outcomes[what].tried += 1
         self._pending.append(what)
         victims = self._victims(what, attempt, keepers)
+        survives = self._whole_at_survivor(keepers, victims) if what == "node" else -1
         for pid in victims:
             _kill(pid)
         if what == "keeper":
@@ -311,8 +314,15 @@ class _Trial:
                 _kill(pid)
             victims += [pid for _, pid in keepers]
         if any(pid in victims for _, pid in keepers):
-            self._in_memory = -1
+            self._in_memory = survives
             _await_gone([pid for _, pid in keepers if pid in victims])
+
+    def _whole_at_survivor(self, keepers: list[tuple[int, int]], victims: list[int]) -> int:
+        """The newest step of which a keeper that stays has a snapshot or a copy of every rank."""
+        (survivor,) = [node for node, pid in keepers if pid not in victims] or [None]
+        if survivor is None or not self.life.two_nodes:
+            return -1
+        return max((step for step, _ in list_in_memory(self.life.path, survivor, ranks=2)), default=-1)
 
     def _victims(self, what: str, attempt: _Attempt, keepers: list[tuple[int, int]]) -> list[int]:
         of_keepers = [pid for _, pid in keepers]
@@ -375,7 +385,8 @@ def kill_often(
     while done < kills:
         path = where / f"life-{done}"
         path.mkdir(parents=True)
-        trial = _Trial(Life(path, draw.choice((1, 2, 7)), draw.random() < 0.3), draw, outcomes)
+        life = Life(path, draw.choice((1, 2, 7)), draw.random() < 0.3, draw.choice((2, 10)))
+        trial = _Trial(life, draw, outcomes)
         try:
             for _ in range(min(_KILLS_OF_A_LIFE, kills - done)):
                 trial.kill_once(KILLS[done % len(KILLS)])

@@ -151,9 +151,10 @@ def keeper_name(run: Path, node: int | None = None) -> str:
     return f"myriad-keeper-{hashlib.blake2s(what.encode(), digest_size=12).hexdigest()}"
 
 
-def list_in_memory(run: Path) -> list[tuple[int, int]]:
-    """Steps that all ranks of this machine have in memory, with their bytes; none without a keeper."""
-    wire = _connect(keeper_name(run), _LIST_SECONDS)
+def list_in_memory(run: Path, node: int | None = None, ranks: int = 1) -> list[tuple[int, int]]:
+    """Steps that all ranks of this machine have in memory, with their bytes; none without a keeper.
+    ``node``: as `keeper_name` has it; ``ranks``: how many there are at least."""
+    wire = _connect(keeper_name(run, node), _LIST_SECONDS)
     if wire is None:
         return []
     with suppress(OSError):
@@ -161,14 +162,14 @@ def list_in_memory(run: Path) -> list[tuple[int, int]]:
         wire.send({"op": "snapshots"})
         snapshots = wire.receive()[0]["snapshots"]
         found: dict[tuple[int, int], int] = defaultdict(int)
-        ranks: dict[tuple[int, int], int] = defaultdict(int)
+        count: dict[tuple[int, int], int] = defaultdict(int)
         for one in snapshots:
             for step in one["steps"]:
                 found[one["attempt"], step] += one["bytes"]
-                ranks[one["attempt"], step] += 1
-        most = max(ranks.values(), default=0)
+                count[one["attempt"], step] += 1
+        most = max([ranks, *count.values()])
         wire.close()
-        return sorted((key[1], size) for key, size in found.items() if ranks[key] == most)
+        return sorted((key[1], size) for key, size in found.items() if count[key] == most)
     return []
 
 
