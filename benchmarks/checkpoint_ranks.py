@@ -72,7 +72,7 @@ class Trainer:
         self._num_products = self._calibrate(plan.step_seconds)
 
     def _calibrate(self, seconds: float) -> int:
-        """Products that take about ``seconds``, while all ranks compute: as many as twice in a row, since what
+        """Products that take about ``seconds``, while all ranks compute: as many twice in a row, since what
         a contender does when it starts (memory is touched, processes begin) slows the first ones down."""
         found = [self._count_products(seconds)]
         while len(found) < _CALIBRATIONS:
