@@ -15,7 +15,7 @@ from myriad.checkpoint.storage import BLOCK_BYTES, Storage
 
 __all__ = ["check_file", "put_and_check", "write_and_check", "write_pieces"]
 
-_READ_BYTES, _FAR_READ_BYTES = 2**22, 2**24
+_READ_BYTES, _FAR_READ_BYTES = 2**22, 2**26
 """Of one read, of a disk and of a remote store."""
 _CHANGED = "its bytes changed after it was written"
 
