@@ -4,6 +4,7 @@ python owner.py FOLDER      each rank notes its and its child's process id there
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,5 +24,6 @@ def start_a_grandchild(note: Path) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins without it
     with Hosts(2, rate="100mbit") as hosts:
         hosts.run_ranks(start_a_grandchild, Path(sys.argv[1]))
