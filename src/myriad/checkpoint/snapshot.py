@@ -161,15 +161,20 @@ class Snapshots:
         try:
             self._take(step, wants, slot)
         except Closed:
-            self._rejoins += 1
-            if self._rejoins > _REJOINS:
-                raise
             self.lost_step = step
-            self._memory = self._rejoin()
+            self._memory = self._rejoin_surely()
             self._copier.move(self._memory)
             if wants.last:
                 self._take_surely(step, wants, self._fresh_slot(step))
                 self.lost_step = -1
+
+    def _rejoin_surely(self) -> SnapshotMemory:
+        """A new keeper may die while it is told what the old one knew."""
+        while self._rejoins < _REJOINS:
+            self._rejoins += 1
+            with suppress(Closed):
+                return self._rejoin()
+        raise Closed(f"it died {_REJOINS} times")
 
     def _take(self, step: int, wants: Wants, slot: int | None) -> None:
         if slot is None and wants.last:
