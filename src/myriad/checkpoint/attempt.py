@@ -168,6 +168,7 @@ class Attempt:
 
     def _store(self, step: int, for_attempt: int | None = None) -> None:
         """``for_attempt``: the number under which it is committed, if not this one's."""
+        number = for_attempt or self.number
         storing, copies = self._storing, self._copies
         if storing is None or copies is None or not storing.begin(step):
             return
@@ -176,15 +177,15 @@ class Attempt:
         progress = {} if first is None or slot is None else read_progress(first, slot)
 
         def write() -> dict[str, FileRecord]:
-            if self._is_over and for_attempt is None:
-                raise OSError(f"another attempt of the run has taken over; this is attempt {self.number}")
+            if self._is_over and number == self.number:
+                raise OSError(f"another attempt of the run has taken over; this is attempt {number}")
             answers = copies.ask_all(self._order("store", step=step))
             files = self.store_own(step)
             for answer in answers:
                 files |= {name: FileRecord.parse(file) for name, file in answer()["files"].items()}
             return files
 
-        storing.store(step, for_attempt or self.number, write, progress)
+        storing.store(step, number, write, progress)
 
     def store_own(self, step: int) -> dict[str, FileRecord]:
         """Files of this node's ranks, once all of them have the snapshot. Raises ``OSError``."""

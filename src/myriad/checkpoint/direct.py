@@ -30,17 +30,29 @@ def aligned_memory(num_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, blocks * _BLOCK_BYTES))
 
 
+def _open(path: Path, flags: int) -> int:
+    """A descriptor, direct where the file system knows that."""
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.open(path, flags, 0o666)
+
+
+def _leave_direct(descriptor: int, error: OSError) -> None:
+    """From now on through the cache, when it is that which was refused; raises any other ``error``."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+        raise error
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+
+
 class DirectSink:
     """A new file, or a new content, gathered in a buffer and written in whole blocks; `finish` comes last."""
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        try:
-            self._descriptor = os.open(path, flags | os.O_DIRECT, 0o666)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._descriptor = os.open(path, flags, 0o666)
+        self._descriptor = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._buffer = aligned_memory(_BUFFER_BYTES)
         self._filled = self._size = 0
 
@@ -71,18 +83,11 @@ class DirectSink:
             try:
                 done += os.pwrite(self._descriptor, self._buffer[done:whole], self._size + done)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._leave_direct():
-                    raise
+                _leave_direct(self._descriptor, error)
         self._size += self._filled
         if self._filled < whole:
             os.ftruncate(self._descriptor, self._size)
         self._filled = 0
-
-    def _leave_direct(self) -> bool:
-        """From now on through the cache; whether it was not so before."""
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        return bool(flags & os.O_DIRECT)
 
 
 def _copy(into: memoryview, source: memoryview) -> None:
@@ -95,32 +100,18 @@ def _copy(into: memoryview, source: memoryview) -> None:
 
 def read_direct(path: Path, start: int, into: memoryview) -> int:
     """Fills `aligned_memory` from byte ``start``, a multiple of its blocks; gives how much there was."""
+    descriptor, done = _open(path, os.O_RDONLY), 0
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return _read_dropped(path, start, into)
-    done = 0
-    try:
-        while done < len(into) and (count := os.preadv(descriptor, [into[done:]], start + done)):
-            done += count
-            if count % _BLOCK_BYTES:  # the end of the file
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # for what goes through the cache
+        while done < len(into):
+            try:
+                count = os.preadv(descriptor, [into[done:]], start + done)
+            except OSError as error:  # nothing direct here, or not from the middle of a block
+                _leave_direct(descriptor, error)
+                continue
+            if not count:
                 break
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return _read_dropped(path, start, into)
+            done += count
+        return done
     finally:
         os.close(descriptor)
-    return done
-
-
-def _read_dropped(path: Path, start: int, into: memoryview) -> int:
-    """Through the cache, from which the file is asked to be dropped first."""
-    with open(path, "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        done = 0
-        while done < len(into) and (count := os.preadv(file.fileno(), [into[done:]], start + done)):
-            done += count
-    return done

@@ -119,7 +119,9 @@ class Keeper:
         try:
             with self._lock:
                 attempts, newest = self._attempts(), self._present.number
-            any(attempt.flush(newest) for attempt in attempts)
+            for attempt in attempts:
+                if attempt.flush(newest):
+                    return
         finally:
             with self._lock:
                 self._num_flushes -= 1

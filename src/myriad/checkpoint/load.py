@@ -28,7 +28,7 @@ from myriad.checkpoint.folder import Checkpoint
 from myriad.checkpoint.manifest import hash_of
 from myriad.checkpoint.member import Opened
 from myriad.checkpoint.sources import Block, InFile, InMemory, Needs, Part, Place, plan_blocks
-from myriad.checkpoint.storage import BLOCK_BYTES
+from myriad.checkpoint.storage import CACHE_BYTES
 from myriad.errors import RunFailedError
 from myriad.model.rectangle import Rectangle
 
@@ -239,12 +239,14 @@ class _Loading:
         starts = [place.start for place in block.places if isinstance(place, InFile)]
         sizes = [self._candidate.parts[number].num_bytes for number in block.numbers]
         content = memoryview(bytearray(starts[-1] + sizes[-1] - first.start)) if into is None else into
-        digest = xxhash.xxh3_128()
         read = partial(durable.storage.read_into, durable.at(first.file), first.start, content)
-        if (read() if into is None else read(digest.update)) < len(content):
+        if len(sizes) == 1:
+            digest = xxhash.xxh3_128()
+            if read(digest.update) < len(content):
+                raise EndOfFile("cut short")
+            return [content], [digest.hexdigest()]
+        if read() < len(content):
             raise EndOfFile("cut short")
-        if into is not None:
-            return [into], [digest.hexdigest()]
         found = [
             content[start - first.start : start - first.start + size]
             for start, size in zip(starts, sizes, strict=True)
@@ -293,9 +295,9 @@ class _Loading:
 def _copy(source: memoryview, into: memoryview) -> str:
     """The hash of what was copied."""
     digest, target = xxhash.xxh3_128(), np.frombuffer(into, np.uint8)
-    for start in range(0, len(into), BLOCK_BYTES):
-        block = target[start : start + BLOCK_BYTES]
-        np.copyto(block, np.frombuffer(source[start : start + BLOCK_BYTES], np.uint8))
+    for start in range(0, len(into), CACHE_BYTES):
+        block = target[start : start + CACHE_BYTES]
+        np.copyto(block, np.frombuffer(source[start : start + CACHE_BYTES], np.uint8))
         digest.update(block.data)
     return digest.hexdigest()
 

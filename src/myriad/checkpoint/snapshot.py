@@ -104,7 +104,8 @@ class Snapshots:
         self._error: BaseException | None = None
         self._said_at = 0.0
         self.lost_step = -1
-        """Of the snapshot that went with its keeper."""
+        """Of the last snapshot, if its keeper died before it was told: another node's may have stored nothing
+        for want of it, even where a new keeper was told since."""
         self.skipped = 0
         """Snapshots not taken because the keeper still held every slot."""
         self._thread = threading.Thread(target=self._work, name="myriad-snapshot", daemon=True)
@@ -117,6 +118,7 @@ class Snapshots:
         self._told.wait()
         self._copied.clear()
         self._told.clear()
+        self.lost_step = -1
         slot = self._memory.begin(step)
         self._copier.prepare = prepare
         if slot is not None:
@@ -166,7 +168,6 @@ class Snapshots:
             self._copier.move(self._memory)
             if wants.last:
                 self._take_surely(step, wants, self._fresh_slot(step))
-                self.lost_step = -1
 
     def _rejoin_surely(self) -> SnapshotMemory:
         """A new keeper may die while it is told what the old one knew."""

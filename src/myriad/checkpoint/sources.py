@@ -7,8 +7,8 @@
 
 So each part is read once in the world, whoever needs it, in whatever layout; but where all who need it are on
 one node that has it at hand (in memory, or in local files), each of them reads it: that is quicker than to be
-sent it. A place whose bytes are not what
-the hash says is struck out, and the parts that were there are planned anew.
+sent it. A place whose bytes are not what the hash says is struck out, and the parts that were there are
+planned anew.
 """
 
 from collections import defaultdict

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from myriad.checkpoint.direct import Buffer, DirectSink, read_direct
 from myriad.errors import BadInputError
 
-__all__ = ["BLOCK_BYTES", "Seen", "Sink", "Storage", "open_storage"]
+__all__ = ["CACHE_BYTES", "Seen", "Sink", "Storage", "open_storage"]
 
-BLOCK_BYTES = 2**19
-"""Fit into a core's own cache: what is copied and hashed by blocks comes from memory once."""
+CACHE_BYTES = 2**19
+"""Fits into a core's own cache: what is copied and hashed by blocks comes from memory once."""
 _UPLOAD_BYTES = 2**24
 """Part of an upload to an object store."""
 
@@ -57,8 +57,8 @@ class Storage(Protocol):
         ...
 
     def read_into(self, path: str, start: int, into: memoryview, seen: Seen = _nobody_sees) -> int:
-        """Fills ``into`` from byte ``start``; gives how much there was. ``seen``: each block, when
-        it has just been filled and is still in the processor's cache."""
+        """Fills ``into`` from byte ``start``; gives how much there was. ``seen``: each block when it has
+        just been filled and is still in the processor's cache."""
         ...
 
     def read_stored(self, path: str, start: int, into: memoryview) -> int:
@@ -127,7 +127,7 @@ class LocalStorage:
     def read_into(self, path: str, start: int, into: memoryview, seen: Seen = _nobody_sees) -> int:
         with open(self.root / path, "rb", buffering=0) as file:
             done = 0
-            while block := into[done : done + BLOCK_BYTES]:
+            while block := into[done : done + CACHE_BYTES]:
                 if not (count := os.preadv(file.fileno(), [block], start + done)):
                     break
                 seen(block[:count])

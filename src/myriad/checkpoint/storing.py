@@ -137,7 +137,7 @@ class Storing:
             if slow is not None:
                 seconds = time.monotonic() - slow.began
                 reason = f"step {slow.step} is still being stored after {seconds:.0f} s"
-            self._fail(displaced, f"checkpoint not stored, in memory only: {reason}", asked)
+            self._fail(displaced, asked, f"checkpoint not stored, in memory only: {reason}")
         with self._changed:
             self._changed.wait_for(lambda: self._waiting != step or self._under_way is None)
             if self._waiting != step:
@@ -160,7 +160,7 @@ class Storing:
             num_bytes = self._commit(step, attempt, write, progress)
         except Exception as error:  # whatever a storage does, training goes on
             problem = f"checkpoint not stored: {str(error) or type(error).__name__}"
-            self._fail(step, problem, asked=None)
+            self._tell_failure(step, problem)
             self._clear(step, attempt)
             self._end(under_way, problem)
             return False
@@ -223,15 +223,17 @@ class Storing:
         """A step that was to be stored cannot be."""
         with self._changed:
             asked = self._asked[step]
-        self._fail(step, problem, asked)
+        self._fail(step, asked, problem)
 
-    def _fail(self, step: int, problem: str, asked: int | None) -> None:
-        """``asked``: of the try whose end this is; off: it has not ended."""
+    def _fail(self, step: int, asked: int, problem: str) -> None:
+        """Of a try that never was under way."""
+        self._tell_failure(step, problem)
+        self._conclude(step, asked, problem)
+
+    def _tell_failure(self, step: int, problem: str) -> None:
         self._failures += 1
         loud = {"alarm": True} if self._failures >= self._alarm_after else {}
         self._tell("fault", step=step, problem=problem, failures=self._failures, **loud)
-        if asked is not None:
-            self._conclude(step, asked, problem)
 
     def _end(self, ended: "_Try", problem: str | None) -> None:
         with self._changed:

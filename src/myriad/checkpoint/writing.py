@@ -11,7 +11,7 @@ import xxhash
 from myriad.checkpoint.direct import aligned_memory
 from myriad.checkpoint.manifest import FileRecord, hash_of, record_pieces, record_plain
 from myriad.checkpoint.piece import Piece
-from myriad.checkpoint.storage import BLOCK_BYTES, Storage
+from myriad.checkpoint.storage import CACHE_BYTES, Storage
 
 __all__ = ["check_file", "put_and_check", "write_and_check", "write_pieces"]
 
@@ -30,8 +30,8 @@ def write_pieces(
         for piece in pieces:
             content, digest = data(piece), xxhash.xxh3_128()
             sink.write(piece.head)
-            for start in range(0, len(content), BLOCK_BYTES):
-                block = content[start : start + BLOCK_BYTES]
+            for start in range(0, len(content), CACHE_BYTES):
+                block = content[start : start + CACHE_BYTES]
                 digest.update(block)
                 sink.write(block)
             sink.write(piece.tail)

@@ -1,5 +1,6 @@
 """If these fail, a run that died twice loses what it had in memory, or goes on from a past it had left."""
 
+import os
 import time
 
 import pytest
@@ -106,6 +107,29 @@ def test_what_a_run_that_dies_twice_had_in_memory_becomes_durable(is_configured,
     manifest = folder.at_step(7).manifest()
     assert manifest.attempt == 2 and manifest.progress == {"step": 7}
     assert (1, 7) in known(keeper), "and the keeper is there still"
+
+
+def test_what_is_stored_for_a_dead_attempt_ends_with_it_and_leaves_the_keeper(tmp_path):
+    """A new attempt comes while the newest snapshot of the one before is about to be stored."""
+    keeper, folder = Keeper(), CheckpointFolder(str(tmp_path / "checkpoints"))
+    member = join(keeper, 1)
+    configure(keeper, 1, tmp_path)
+    take(keeper, member, 7)
+    pipe = tmp_path / "checkpoints" / "attempt"
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)  # whoever asks who owns the folder waits
+    keeper.flush()
+    join(keeper, 2, resumed=7)
+    pipe = pipe.rename(tmp_path / "pipe")
+    folder.claim(1)
+    pipe.write_text("1")
+    while not keeper.is_idle:
+        time.sleep(0.001)
+    told = (tmp_path / "events.jsonl").read_text()
+    assert "another attempt of the run has taken over; this is attempt 1" in told
+    assert folder.steps() == [] and (1, 7) in known(keeper)
+    with pytest.raises(OSError, match="attempt 2 has taken over; this is attempt 1"):
+        join(keeper, 1)
 
 
 def test_a_dead_attempt_stores_nothing_once_another_has_taken_the_run_over(tmp_path):
