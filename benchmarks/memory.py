@@ -27,9 +27,9 @@ from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
 from myriad.parallel.chunk import Chunk
 from myriad.parallel.engine import Engine
-from myriad.parallel.partition import partition_layers
 from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
+from myriad.program.partition import partition_layers
 from myriad.telemetry.spans import Recorder
 
 MODEL = ModelConfig(layers=8, hidden=96, heads=4, sequence=16, vocabulary=1024, tied=False)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from myriad.job import load_job
-from myriad.parallel.programs import build_program
+from myriad.program.build import build_program
 
 __all__ = ["program_lines"]
 

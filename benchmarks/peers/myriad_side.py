@@ -13,9 +13,9 @@ from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
 from myriad.parallel.engine import Engine
-from myriad.parallel.partition import partition_layers
 from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
+from myriad.program.partition import partition_layers
 from myriad.telemetry.spans import Recorder
 from peers.work import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Work
 

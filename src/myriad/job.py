@@ -24,8 +24,8 @@ from myriad.data.config import DataConfig
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerConfig, Precision
-from myriad.parallel.partition import partition_layers
 from myriad.program.config import OverlapConfig
+from myriad.program.partition import partition_layers
 from myriad.recipes import read_recipe, recipe_names
 from myriad.toml_text import dump_toml, parse_override, set_dotted
 

@@ -18,8 +18,8 @@ from myriad.model.gpt import GPT
 from myriad.model.rectangle import Rectangle
 from myriad.optim.config import OptimizerConfig
 from myriad.parallel.engine import Engine
-from myriad.parallel.partition import partition_layers
 from myriad.parallel.runtime import Batch
+from myriad.program.partition import partition_layers
 from myriad.telemetry.spans import Recorder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

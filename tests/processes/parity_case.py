@@ -23,9 +23,9 @@ from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.schedule import learning_rate
 from myriad.parallel.engine import Engine
-from myriad.parallel.partition import partition_layers
 from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
+from myriad.program.partition import partition_layers
 from myriad.telemetry.spans import Recorder
 
 OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 5, "epsilon": 1e-6}

@@ -65,7 +65,7 @@ def simulate(
 
 def _show(job_name: str, overrides: list[str], out: Path | None, as_json: bool) -> None:
     from myriad.job import load_job
-    from myriad.parallel.programs import build_program
+    from myriad.program.build import build_program
     from myriad.program.checker import check
     from myriad.program.timeline import timeline
 

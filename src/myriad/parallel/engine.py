@@ -19,7 +19,6 @@ from myriad.comm.collectives import all_reduce
 from myriad.comm.config import CommConfig
 from myriad.comm.courier import Courier
 from myriad.comm.groups import Groups
-from myriad.comm.layout import Layout
 from myriad.errors import RunFailedError
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
@@ -30,19 +29,17 @@ from myriad.optim.optimizer import build_optimizer
 from myriad.optim.region import Region
 from myriad.parallel.agreement import Agreement
 from myriad.parallel.chunk import Chunk, Entry, Sharing
-from myriad.parallel.partition import cut_ranges
 from myriad.parallel.pieces import build_pieces, shapes_between_stages
-from myriad.parallel.programs import build_program
 from myriad.parallel.runtime import Batch, Plan, Runtime
 from myriad.parallel.tensor import GroupBoundary
+from myriad.program.build import build_program, count_chunks
 from myriad.program.config import OverlapConfig
+from myriad.program.partition import cut_ranges
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["Engine", "StepResult"]
 
 _OVERLAP, _COMM = OverlapConfig(), CommConfig()
-_MOST_CHUNKS = 8
-"""Of a stage, unless told otherwise: finer ones cost more than they hide."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class Engine:
         layout = groups.grid.layout
         self.groups, self.layout, self.recorder = groups, layout, recorder
         self._clip_norm = optimizer.clip_norm
-        num_chunks = _num_chunks(layout, overlap, layers_of_stage)
+        num_chunks = count_chunks(layout, overlap, layers_of_stage)
         layers = cut_ranges(layers_of_stage, num_chunks)
         self.programs = {
             training: build_program(
@@ -340,13 +337,6 @@ def _make_boundary(groups: Groups, overlap: OverlapConfig, recorder: Recorder) -
         chunks=overlap.tensor_chunks if overlap.tensor else 1,
         message_bytes=overlap.tensor_message,
     )
-
-
-def _num_chunks(layout: Layout, overlap: OverlapConfig, layers_of_stage: Sequence[range]) -> int:
-    """In how many chunks each stage is cut: none without a layer, one where there is nothing to overlap."""
-    if layout.dp == 1 or not overlap.data:
-        return 1
-    return min(overlap.chunks or _MOST_CHUNKS, *(len(own) for own in layers_of_stage))
 
 
 def _do_nothing() -> None:

@@ -24,8 +24,8 @@ from myriad.comm.sites import settle_hierarchy
 from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.model.definition import Definition
-from myriad.parallel.partition import partition_layers
 from myriad.parallel.runtime import Batch
+from myriad.program.partition import partition_layers
 from myriad.train.profile import parameters_per_layer, seconds_per_layer
 
 __all__ = ["Place", "find_place", "pick_device", "settle_links", "stage_layers"]

@@ -14,8 +14,8 @@ from myriad.model.boundary import Boundary
 from myriad.model.definition import shard_of
 from myriad.model.gpt import GPT
 from myriad.model.rectangle import whole_rectangles
-from myriad.parallel.partition import partition_layers
-from myriad.parallel.programs import build_program
+from myriad.program.build import build_program
+from myriad.program.partition import partition_layers
 from myriad.toml_text import dump_toml
 from myriad.train.profile import parameters_per_layer
 from myriad.train.weights import job_of, open_weights

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myriad.errors import BadInputError
-from myriad.parallel.partition import partition_layers
+from myriad.program.partition import partition_layers
 
 KINDS = ("Embedding", *["Block"] * 8, "Head")
 

@@ -1,0 +1,61 @@
+"""From a layout to the program that its ranks run: schedule, lowering, passes, checker.
+
+The runtime and the simulator both begin here, so a prediction is of what will run.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from myriad.program.actions import Program
+from myriad.program.checker import check
+from myriad.program.config import OverlapConfig
+from myriad.program.lower import lower
+from myriad.program.passes import apply_passes
+from myriad.program.schedules import schedule
+
+__all__ = ["Shape", "build_program", "count_chunks"]
+
+_MOST_CHUNKS = 8
+"""Of a stage, unless told otherwise: finer ones cost more than they hide."""
+
+
+class Shape(Protocol):
+    """What a program depends on of a layout."""
+
+    @property
+    def schedule_name(self) -> str: ...
+    @property
+    def dp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
+    @property
+    def virtual_stages(self) -> int: ...
+    @property
+    def zero(self) -> int: ...
+    @property
+    def reduce(self) -> Literal["last", "each"]: ...
+
+
+def build_program(
+    shape: Shape,
+    overlap: OverlapConfig,
+    num_micro_batches: int,
+    *,
+    tied: bool,
+    training: bool,
+    num_chunks: int = 1,
+) -> Program:
+    """A checked program for one iteration, or (not ``training``) for one validation. Each stage of the layout
+    is ``num_chunks`` stages of the program."""
+    program = schedule(shape.schedule_name, shape.pp, shape.virtual_stages, num_micro_batches)
+    program = lower(program, zero=shape.zero, reduce=shape.reduce, tied=tied, training=training)
+    program = apply_passes(program, overlap, num_chunks)
+    check(program)
+    return program
+
+
+def count_chunks(shape: Shape, overlap: OverlapConfig, layers_of_stage: Sequence[range]) -> int:
+    """In how many chunks each stage is cut: none without a layer, one where there is nothing to overlap."""
+    if shape.dp == 1 or not overlap.data:
+        return 1
+    return min(overlap.chunks or _MOST_CHUNKS, *(len(own) for own in layers_of_stage))
