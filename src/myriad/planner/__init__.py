@@ -1,0 +1,1 @@
+"""What a layout will cost, before anything is rented: cost model, memory, simulator, search, validation."""

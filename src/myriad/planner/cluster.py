@@ -1,0 +1,167 @@
+"""A cluster as its data sheets describe it: accelerators, nodes, and the links of each level.
+
+    node        between accelerators of a node (NVLink; on a CPU the loopback)
+    network     a node's NICs, its share for one accelerator
+    spine       above `nodes_per_switch` nodes, where it is narrower than the network
+
+Rates are for one accelerator and one direction. What of them is reached stands beside them, with the source
+of its default.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from myriad.config import Config, Size
+from myriad.errors import BadInputError
+
+__all__ = ["Accelerator", "Cluster", "Level", "Link", "Links", "SlowNodes"]
+
+Level = Literal["node", "network", "spine"]
+
+_NODE_RATIO, _NETWORK_RATIO = 0.77, 0.90
+"""NCCL's all-reduce on 8 A100 reaches 230 of 300 GB/s, on 2 to 8 within 2 % of launch + steps + bytes
+(vTrain's measurements, `tables/nccl_allreduce_a100.csv`). Rings over NICs reach 0.90 to 0.96 of their line
+rate at large sizes (SimAI's table); RoCE's and InfiniBand's own headers are taken off that."""
+
+
+class Accelerator(Config):
+    """One GPU, or one CPU core that stands for one."""
+
+    name: str
+    """As its maker calls it."""
+    peak_flops_per_second: float = Field(gt=0)
+    """Of dense matrix products in bfloat16 (of a CPU core: in the type it trains in)."""
+    float32_flops_per_second: float | None = Field(None, gt=0)
+    """The same in float32; off: half of the other."""
+    achievable_ratio: float = Field(0.85, gt=0, le=1)
+    """Share of the peak that large matrix products reach: 0.86 on A100, 0.80 on H100 and H200 (measured by
+    others, 268 of 312 and 792 of 989 TFLOP/s)."""
+    memory_bytes: Size
+    """Of its own."""
+    memory_bytes_per_second: float = Field(gt=0)
+    """To and from its memory."""
+    memory_ratio: float = Field(0.85, gt=0, le=1)
+    """Share of that which streaming operators reach."""
+    num_units: int = Field(108, ge=1)
+    """Multiprocessors: a matrix product is computed in tiles, one of each at a time (A100: 108, H100:
+    132)."""
+    tile: int = Field(128, ge=1)
+    """Rows and columns of a tile."""
+    saturation: float = Field(96.0, ge=0)
+    """Inner length of a matrix product at which half of its time is start and end of a tile."""
+    launch_seconds: float = Field(4e-6, ge=0)
+    """For each operator, however small."""
+    flash_ratio: float = Field(0.60, gt=0, le=1)
+    """Share of the peak that attention of long sequences reaches with the best kernel for it, forward and
+    backward, counting attended pairs: A100 0.60 (FlashAttention-2, arXiv 2307.08691, figure 4), H100 0.52
+    (FlashAttention-3, arXiv 2407.08608, figure 5 and 6)."""
+
+
+class Link(Config):
+    """A level of the network, as one accelerator sees it."""
+
+    bytes_per_second: float = Field(gt=0)
+    """Of one accelerator, in one direction."""
+    latency_seconds: float = Field(gt=0)
+    """Of one step of a ring, or of one message."""
+    launch_seconds: float = Field(38e-6, ge=0)
+    """Until a collective has begun (NCCL on A100: 46 us for two ranks, 79 us for eight, the rest is
+    steps)."""
+    achievable_ratio: float | None = Field(None, gt=0, le=1)
+    """Share of the rate that large messages reach; off: 0.77 in a node, 0.90 between nodes."""
+
+
+class Links(Config):
+    """The levels."""
+
+    node: Link
+    """Between accelerators of one node."""
+    network: Link | None = None
+    """Between nodes."""
+    spine: Link | None = None
+    """Between switches of nodes_per_switch nodes each; off: as wide as the network."""
+
+
+class SlowNodes(Config):
+    """Nodes that are always slower than others."""
+
+    ratio: float = Field(0.0, ge=0, lt=1)
+    """Share of the nodes."""
+    slower_ratio: float = Field(0.0, ge=0, lt=1)
+    """By how much."""
+
+
+class NodeLinks(Config):
+    """Nodes whose way to the others is not like the rest's."""
+
+    nodes: tuple[int, ...]
+    """Their numbers, from 0."""
+    bytes_per_second: float = Field(gt=0)
+    """Of one accelerator of theirs, in one direction."""
+
+
+class Cluster(Config):
+    """Nodes that are alike, but for what is said of single ones."""
+
+    name: str
+    """Of the file."""
+    nodes: int = Field(ge=1)
+    """How many."""
+    accelerators_per_node: int = Field(ge=1)
+    """How many in each."""
+    nics_per_node: int | None = Field(None, ge=1)
+    """Network ports of a node; off: one for each accelerator."""
+    nodes_per_switch: int | None = Field(None, ge=1)
+    """Nodes under one switch; off: all of them."""
+    accelerator: Accelerator
+    """All are alike."""
+    links: Links
+    """Between them."""
+    unequal: tuple[NodeLinks, ...] = ()
+    """Nodes with other links than the rest."""
+    slow_nodes: SlowNodes = SlowNodes()
+    """What is known of nodes that are slower: the whole job waits for them."""
+    dollars_per_hour: float | None = Field(None, ge=0)
+    """For one accelerator; off: unknown."""
+
+    @property
+    def world(self) -> int:
+        """Accelerators."""
+        return self.nodes * self.accelerators_per_node
+
+    def check(self) -> "Cluster":
+        """Rules that span fields. Raises `BadInputError`."""
+        if self.nodes > 1 and self.links.network is None:
+            raise BadInputError("links.network", None, f"needed: the cluster has {self.nodes} nodes")
+        if self.links.spine is not None and self.nodes_per_switch is None:
+            raise BadInputError("nodes_per_switch", None, "needed: links.spine is what lies above a switch")
+        for group in self.unequal:
+            _check_numbers(group.nodes, self.nodes)
+        return self
+
+    def ratio(self, level: Level) -> float:
+        """Share of a level's rate that large messages reach."""
+        link = self.link(level)
+        if link.achievable_ratio is not None:
+            return link.achievable_ratio
+        return _NODE_RATIO if level == "node" else _NETWORK_RATIO
+
+    def link(self, level: Level) -> Link:
+        """A level, or the next one below where it is not given."""
+        links = self.links
+        found = {"node": links.node, "network": links.network, "spine": links.spine or links.network}[level]
+        return found or links.node
+
+    @property
+    def expected_slowdown(self) -> float:
+        """By which the slowest of all nodes is expected to hold up everybody, at least 1."""
+        slow = self.slow_nodes
+        return 1 + slow.slower_ratio * (1 - (1 - slow.ratio) ** self.nodes)
+
+
+def _check_numbers(numbers: Sequence[int], nodes: int) -> None:
+    for number in numbers:
+        if not 0 <= number < nodes:
+            raise BadInputError("unequal.nodes", number, f"0 to {nodes - 1}")

@@ -1,0 +1,183 @@
+"""What each action of a layout's program costs on a cluster.
+
+forward, backward        seconds of a stage's layers for one micro-batch (`layers`)
+gather, reduce           of a stage's parameters and gradients among data-parallel ranks (`collectives`)
+message                  of one activation or gradient to the next stage, each tensor-parallel rank its share
+clip, update             reading and writing gradients, master values and moments of this rank's part
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from itertools import groupby
+from operator import add
+
+from myriad.model.config import ModelConfig
+from myriad.planner.cluster import Cluster
+from myriad.planner.collectives import Group, group_along, half_sum_seconds, message_seconds, sum_seconds
+from myriad.planner.layers import LayerTimes, Slice, block_times, embedding_times, head_times
+from myriad.planner.operators import stream_seconds
+from myriad.planner.work import Work
+from myriad.program.build import count_chunks
+from myriad.program.partition import cut_ranges, partition_layers
+
+__all__ = ["Costs", "StageCosts", "layer_parameters", "optimizer_bytes", "stage_layers"]
+
+_UNORDERED_SECONDS = 0.2
+"""Of an iteration whose batch is loaded, and whose Python runs, while accelerators wait: what MegaScale's
+data pipeline and removed code gained (arXiv 2402.15627, table 3: 59.5 to 62.3 % of 12 s, less its
+operators)."""
+
+
+def layer_parameters(model: ModelConfig) -> list[int]:
+    """Of embedding, blocks and head; what the two share counts for both."""
+    one = model.model_copy(update={"layers": 1}).num_parameters(embeddings=False)
+    block = model.model_copy(update={"layers": 2}).num_parameters(embeddings=False) - one
+    rows = model.padded_vocabulary() * model.hidden
+    positions = model.sequence * model.hidden if model.position == "learned" else 0
+    return [rows + positions, *([block] * model.layers), rows + one - block]
+
+
+def stage_layers(work: Work) -> list[range]:
+    """Layers of each stage of the layout, as the runtime cuts them."""
+    model = work.model
+    kinds = ("Embedding", *("Block" for _ in range(model.layers)), "Head")
+    costs = [float(count) for count in layer_parameters(model)]
+    return partition_layers(work.layout.partition, work.layout.num_stages, kinds, costs)
+
+
+def optimizer_bytes(work: Work) -> float:
+    """Read and written for each parameter: float32 master value and two moments both ways, the gradient, the
+    value that is computed with; LAMB goes over values and updates once more for their norms."""
+    return 24.0 + 4.0 + work.value_bytes + (16.0 if work.optimizer == "lamb" else 0.0)
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Of one stage of the program (a chunk of a stage of the layout)."""
+
+    times: LayerTimes
+    parameters: float
+    """Of one tensor-parallel rank."""
+    backward: float
+    """With what is computed again."""
+    forward: float
+    backward_input: float
+    backward_weight: float
+    gather: float
+    reduce: float
+    update: float
+
+
+class Costs:
+    """Of one layout on one cluster."""
+
+    def __init__(self, work: Work, cluster: Cluster) -> None:
+        self.work, self.cluster = work, cluster
+        layout, overlap, practice = work.layout, work.overlap, work.practice
+        self.slice = Slice(
+            cluster,
+            practice,
+            float(layout.tp),
+            float(layout.micro_batch),
+            work.value_bytes,
+            float(overlap.tensor),
+            float(practice.tensor_chunks),
+        )
+        self.pipeline = group_along(cluster, float(layout.pp), float(layout.tp))
+        self.data = group_along(cluster, float(layout.dp), float(layout.tp * layout.pp))
+        self.layers_of_stage = stage_layers(work)
+        self.num_chunks = count_chunks(layout, overlap, self.layers_of_stage)
+
+    @cached_property
+    def stages(self) -> list[StageCosts]:
+        """Of every stage of the program."""
+        found: dict[tuple[str, ...], StageCosts] = {}
+        kinds = self._layer_kinds()
+        stages = []
+        for own in cut_ranges(self.layers_of_stage, self.num_chunks):
+            key = tuple(kinds[layer] for layer in own)
+            if key not in found:
+                found[key] = self._stage(own)
+            stages.append(found[key])
+        return stages
+
+    def _layer_kinds(self) -> list[str]:
+        model = self.work.model
+        return ["embedding", *(f"block {model.layer_window(i)}" for i in range(model.layers)), "head"]
+
+    @cached_property
+    def _times(self) -> dict[str, LayerTimes]:
+        model = self.work.model
+        times = {"embedding": embedding_times(model, self.slice), "head": head_times(model, self.slice)}
+        for layer in range(model.layers):
+            window = model.layer_window(layer)
+            if f"block {window}" not in times:
+                times[f"block {window}"] = block_times(model, self.slice, computed_pairs(model, layer))
+        return times
+
+    def _stage(self, own: Sequence[int]) -> StageCosts:
+        kinds, work = self._layer_kinds(), self.work
+        counts = {kind: len(list(group)) for kind, group in groupby(sorted(kinds[i] for i in own))}
+        times = reduce(add, (self._times[kind].times(float(n)) for kind, n in counts.items()))
+        every = layer_parameters(work.model)
+        parameters = sum(every[layer] for layer in own) / work.layout.tp
+        again = {
+            "none": 0.0,
+            "selective": float(times.again_selective.total),
+            "full": float(times.forward.total)
+            - (float(self._times["head"].forward.total) if "head" in counts else 0.0),
+        }[work.recompute]
+        forward, inputs = float(times.forward.total), float(times.backward_input.total) + again
+        weights = float(times.backward_weight.total)
+        return StageCosts(
+            times, parameters, inputs + weights, forward, inputs, weights, *self._data_parallel(parameters)
+        )
+
+    def _data_parallel(self, parameters: float) -> tuple[float, float, float]:
+        work, group = self.work, self.data
+        gradients = parameters * work.practice.gradient_bytes
+        zero, dp = work.layout.zero, work.layout.dp
+        gather = half_sum_seconds(group, parameters * work.value_bytes) if zero else 0.0
+        reduced = half_sum_seconds(group, gradients) if zero else sum_seconds(group, gradients)
+        own = parameters / (dp if zero else 1)
+        update = stream_seconds(self.cluster.accelerator, own * optimizer_bytes(work), 2.0)
+        return float(gather), float(reduced), float(update)
+
+    def message(self, inside: bool) -> float:
+        """One activation or gradient to the next stage."""
+        work = self.work
+        tokens = work.layout.micro_batch * work.model.sequence
+        return float(
+            message_seconds(self.pipeline, tokens * work.model.hidden * work.value_bytes / work.layout.tp)
+        )
+
+    @cached_property
+    def load(self) -> float:
+        """Until the batch is there."""
+        return 0.0 if self.work.practice.ordered else _UNORDERED_SECONDS
+
+    def clip(self, parameters: float) -> float:
+        """The norm of a rank's gradients, and of all ranks'."""
+        work = self.work
+        own = parameters / (work.layout.dp if work.layout.zero else 1)
+        everybody = group_along(self.cluster, float(work.layout.world), 1.0)
+        return float(stream_seconds(self.cluster.accelerator, 4 * own, 2.0) + sum_seconds(everybody, 8.0))
+
+    @cached_property
+    def tied(self) -> float:
+        """Gradients of what the first and the last stage share, summed between the two."""
+        model, layout = self.work.model, self.work.layout
+        group = Group(
+            2.0, self.pipeline.bytes_per_second, self.pipeline.latency_seconds, self.pipeline.launch_seconds
+        )
+        rows = model.padded_vocabulary() * model.hidden / layout.tp
+        return float(sum_seconds(group, rows * self.work.practice.gradient_bytes))
+
+
+def computed_pairs(model: ModelConfig, layer: int) -> float:
+    """Query-key pairs of a sequence that a causal kernel computes: half of them, and of windows the band."""
+    sequence, window = model.sequence, model.layer_window(layer)
+    if window is None or window >= sequence:
+        return sequence * (sequence + 1) / 2
+    return window * sequence - window * (window - 1) / 2

@@ -1,0 +1,207 @@
+"""Seconds of one layer for one micro-batch on one rank: forward, and the two halves of the backward.
+
+    block     norm | gather | QKV | attention | output | scatter | residual | norm | gather | up | act | down
+    | scatter
+    parallel  norm | gather | QKV, up | attention, act | output + down | scatter | residual
+
+A matrix product has three turns of equal FLOPs: forward, gradient of its input, gradient of its weight (which
+is added to a float32 sum). Tensor-parallel communication is a gather and a scatter for each entry into the
+parallel part, in each direction (Megatron-LM, arXiv 2205.05198, section 4.2); cut in chunks, all but one
+travel behind the products around them (MegaScale, arXiv 2402.15627, section 3.2), which they slow.
+
+Legend: t tokens of a micro-batch, s sequence, h hidden, f inner width of the MLP, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from myriad.model.config import ModelConfig
+from myriad.planner.cluster import Accelerator, Cluster
+from myriad.planner.collectives import group_along, half_sum_seconds
+from myriad.planner.operators import Number, flash_seconds, matmul_seconds, stream_seconds
+from myriad.planner.parts import Parts
+from myriad.planner.work import Practice
+
+__all__ = ["CONTENTION", "LayerTimes", "Slice", "block_times", "embedding_times", "head_times"]
+
+CONTENTION = 0.15
+"""Of the time that communication is hidden, what it takes from the compute it hides behind: NCCL's kernels
+hold 8 to 24 of some 110 multiprocessors, and memory bandwidth."""
+_FLASH_SPEED = {"flash": 0.55, "flash2": 1.0}
+"""Against FlashAttention-2 (arXiv 2307.08691, figure 4: the first is 1.7 to 2 times slower)."""
+_FLASH_BACKWARD = 2.5
+"""Products of a flash backward, for two in the forward (the same, section 3.1.2): 5, a little slower each."""
+_PLAIN_FORWARD, _PLAIN_BACKWARD = 13.0, 17.0
+"""Bytes moved for each score without a flash kernel: products, fused scale-mask-softmax, dropout, all in two
+bytes, the dropout mask in one."""
+_UNFUSED = 2.2
+"""Passes over memory of the plain norm, activation and dropout for each of the fused ones."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What a layer's times depend on besides the model; numbers or arrays of them."""
+
+    cluster: Cluster
+    practice: Practice
+    tp: Number
+    micro_batch: Number
+    value_bytes: int
+    overlap: Number
+    """Whether tensor-parallel communication travels behind compute: 1 or 0."""
+    chunks: Number
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.cluster.accelerator
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Of one layer and micro-batch."""
+
+    forward: Parts
+    backward_input: Parts
+    backward_weight: Parts
+    again_selective: Parts
+    """What selective recomputation adds to the backward."""
+
+    def __add__(self, other: "LayerTimes") -> "LayerTimes":
+        return LayerTimes(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+            self.again_selective + other.again_selective,
+        )
+
+    def times(self, factor: Number) -> "LayerTimes":
+        """So many layers."""
+        return LayerTimes(
+            self.forward.times(factor),
+            self.backward_input.times(factor),
+            self.backward_weight.times(factor),
+            self.again_selective.times(factor),
+        )
+
+
+def block_times(model: ModelConfig, where: Slice, pairs: float) -> LayerTimes:
+    """``pairs``: query-key pairs that each sequence computes in this block."""
+    tokens = where.micro_batch * model.sequence
+    share = tokens / where.tp if where.practice.sequence_parallel else tokens
+    entries = 1 if model.block == "parallel" else 2
+    products = _products(model, where, tokens)
+    passes = _UNFUSED if not where.practice.fused else 1.0
+    value, inner = where.value_bytes, tokens * model.ffn_width / where.tp
+    ups = 2 if model.activation == "swiglu" else 1
+    qkv = tokens * (model.heads + 2 * model.num_kv_heads) * model.head_width / where.tp
+    turned = qkv * 2 * value if model.position == "rotary" else 0.0
+    norms, residuals = entries * share * model.hidden, 2 * share * model.hidden
+    streamed = passes * value * (2 * norms + (ups + 1) * inner) + 3 * value * residuals + turned
+    backwards = passes * value * (3 * norms + (2 * ups + 1) * inner) + 2 * value * residuals + turned
+    operators = (entries + 3) * (3 if not where.practice.fused else 1)
+    stream, back = (stream_seconds(where.accelerator, x, operators) for x in (streamed, backwards))
+    attend, attend_back, again = _attention(model, where, pairs)
+    comm, rest = _tensor(model, where, tokens, entries)
+    hidden = products[0] + attend.attention
+    hidden_back = products[1] + attend_back.attention
+    return LayerTimes(
+        Parts(products[0], memory=stream, tensor=_exposed(where, comm, hidden)) + attend,
+        Parts(products[1], memory=back, tensor=_exposed(where, comm, hidden_back) + rest) + attend_back,
+        Parts(products[2]),
+        again,
+    )
+
+
+def _products(model: ModelConfig, where: Slice, tokens: Number) -> tuple[Number, Number, Number]:
+    """Forward, gradients of the inputs, of the weights."""
+    tp, hidden, width = where.tp, model.hidden, model.heads * model.head_width
+    qkv = (model.heads + 2 * model.num_kv_heads) * model.head_width / tp
+    ups = 2 if model.activation == "swiglu" else 1
+    shapes = (
+        (qkv, hidden),
+        (hidden, width / tp),
+        (ups * model.ffn_width / tp, hidden),
+        (hidden, model.ffn_width / tp),
+    )
+    return three_turns(where, tokens, shapes)
+
+
+def three_turns(
+    where: Slice, tokens: Number, shapes: Sequence[tuple[Number, Number]]
+) -> tuple[Number, Number, Number]:
+    """Of matrices ``[out, in]``."""
+    accelerator, value = where.accelerator, where.value_bytes
+    forward = sum(matmul_seconds(accelerator, tokens, n, k, value_bytes=value) for n, k in shapes)
+    inputs = sum(matmul_seconds(accelerator, tokens, k, n, value_bytes=value) for n, k in shapes)
+    weights = sum(
+        matmul_seconds(accelerator, n, k, tokens, value_bytes=value, out_bytes=8.0) for n, k in shapes
+    )
+    return forward, inputs, weights
+
+
+def _attention(model: ModelConfig, where: Slice, pairs: float) -> tuple[Parts, Parts, Parts]:
+    """Forward, backward, and the forward once more, without what precedes the scores."""
+    heads, width = model.heads / where.tp, model.head_width
+    accelerator, value = where.accelerator, where.value_bytes
+    flops = 4.0 * where.micro_batch * pairs * heads * width
+    if where.practice.attention != "plain":
+        speed = _FLASH_SPEED[where.practice.attention]
+        one = flash_seconds(accelerator, flops, model.sequence, width, value) / speed
+        return Parts(attention=one), Parts(attention=one * _FLASH_BACKWARD), Parts()
+    batch, sequence = where.micro_batch * heads, float(model.sequence)
+    scores = matmul_seconds(accelerator, sequence, sequence, width, value_bytes=value)
+    mixed = matmul_seconds(accelerator, sequence, width, sequence, value_bytes=value)
+    # one launch does all heads: their tiles fill the waves together
+    product = batch * (scores + mixed - 2 * accelerator.launch_seconds)
+    elements = batch * sequence**2
+    forward = product + stream_seconds(accelerator, _PLAIN_FORWARD * elements, 4)
+    backward = 2 * product + stream_seconds(accelerator, _PLAIN_BACKWARD * elements, 6)
+    return Parts(attention=forward), Parts(attention=backward), Parts(attention=forward)
+
+
+def _tensor(model: ModelConfig, where: Slice, tokens: Number, entries: int) -> tuple[Number, Number]:
+    """Seconds of the gathers and scatters of one direction, and of the backward's gather of the inputs for
+    the weights' gradients, which always travels behind a product."""
+    group = group_along(where.cluster, where.tp, 1.0)
+    one = half_sum_seconds(group, tokens * model.hidden * where.value_bytes)
+    again = entries * one * CONTENTION if where.practice.sequence_parallel else 0.0
+    return 2 * entries * one, again
+
+
+def _exposed(where: Slice, comm: Number, behind: Number) -> Number:
+    """Of communication cut in chunks behind compute: the first chunk, what is longer than the compute, and
+    what it takes from the compute."""
+    hidden = np.minimum(comm * (1 - 1 / where.chunks), behind)
+    return np.where(where.overlap, comm - hidden + CONTENTION * hidden, comm)
+
+
+def embedding_times(model: ModelConfig, where: Slice) -> LayerTimes:
+    """Rows looked up, partial sums scattered."""
+    tokens = where.micro_batch * model.sequence
+    moved = tokens * model.hidden * where.value_bytes
+    group = group_along(where.cluster, where.tp, 1.0)
+    comm = half_sum_seconds(group, moved)
+    look = stream_seconds(where.accelerator, 4 * moved / where.tp + 2 * moved, 3)
+    back = stream_seconds(where.accelerator, 4 * moved / where.tp + tokens * model.hidden * 8, 3)
+    return LayerTimes(Parts(memory=look, tensor=comm), Parts(tensor=comm), Parts(memory=back), Parts())
+
+
+def head_times(model: ModelConfig, where: Slice) -> LayerTimes:
+    """Norm, logits, and the loss, which is computed in float32 where they are."""
+    tokens = where.micro_batch * model.sequence
+    share = tokens / where.tp if where.practice.sequence_parallel else tokens
+    rows = model.padded_vocabulary() / where.tp
+    products = three_turns(where, tokens, ((rows, float(model.hidden)),))
+    value = where.value_bytes
+    norm = 2 * share * model.hidden * value
+    scores = tokens * rows * (value + (8 if where.practice.fused else 20))
+    group = group_along(where.cluster, where.tp, 1.0)
+    comm = half_sum_seconds(group, tokens * model.hidden * value)
+    return LayerTimes(
+        Parts(products[0], memory=stream_seconds(where.accelerator, norm + scores, 6), tensor=comm),
+        Parts(products[1], memory=stream_seconds(where.accelerator, 1.5 * norm + scores, 4), tensor=comm),
+        Parts(products[2]),
+        Parts(),
+    )

@@ -1,0 +1,322 @@
+"""One iteration of a program on a cost model: every rank's spans.
+
+The program is the one that the runtime reads. Each rank of each replica is a list of actions and a few
+clocks:
+
+    compute     does one action after the other
+    data        gathers and reductions, in the order in which they were posted; each begins when all replicas
+                have posted it (per-collective arrival)
+    channel     what one rank sends to another, in order; a message begins when both sides have posted it
+
+Replicas that cannot differ are one: without stragglers one pipeline stands for 12,288 ranks. What hides
+behind compute slows it (`CONTENTION`). Two iterations are run and the second is reported, so that parameters
+that travel behind the optimizer are there, or not, as they are in a long run.
+"""
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from myriad.planner.costs import Costs
+from myriad.planner.layers import CONTENTION
+from myriad.program.actions import COMPUTE, Action, Kind, Payload, Program, Transfer
+from myriad.program.build import build_program
+
+__all__ = ["Prediction", "SimulatedSpan", "simulate"]
+
+_COLLECTIVES = {
+    Kind.GATHER: ("gather", True),
+    Kind.REDUCE: ("reduce", True),
+    Kind.START_GATHER: ("gather", False),
+    Kind.START_REDUCE: ("reduce", False),
+}
+"""Their name, and whether the rank waits for them where they are posted."""
+_AWAITED = {Kind.AWAIT_GATHER: "gather", Kind.AWAIT_REDUCE: "reduce"}
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedSpan:
+    """Of one pipeline rank of one replica, from the start of the iteration, waiting included."""
+
+    replica: int
+    rank: int
+    action: Action
+    start: float
+    duration: float
+    waited: float
+    """Of it, in which the rank did nothing."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One iteration."""
+
+    seconds: float
+    program: Program
+    spans: tuple[SimulatedSpan, ...]
+    exposed: Mapping[str, float]
+    """Seconds of the busiest rank's waiting, by name of action."""
+
+
+def simulate(
+    costs: Costs,
+    *,
+    slower: Mapping[tuple[int, int], float] | None = None,
+    jitter: float = 0.0,
+    seed: int = 1,
+    num_micro_batches: int | None = None,
+    spans: bool = True,
+) -> Prediction:
+    """``slower``: factor on the compute of (replica, pipeline rank); ``jitter``: standard deviation of each
+    compute's factor. ``num_micro_batches``: other than the job's."""
+    work = costs.work
+    program = build_program(
+        work.layout,
+        work.overlap,
+        num_micro_batches or work.num_micro_batches,
+        tied=work.model.tied,
+        training=True,
+        num_chunks=costs.num_chunks,
+    )
+    if work.practice.at_the_ends:
+        program = replace(program, ranks=tuple(map(_at_the_ends, program.ranks)))
+    replicas = sorted({replica for replica, _ in slower or {}})
+    if len(replicas) < work.layout.dp:
+        replicas.append(-1)  # stands for all that are as planned
+    run = _Run(program, costs, replicas, dict(slower or {}), jitter, seed)
+    first = run.iterate()
+    run.keep = spans
+    second = run.iterate()
+    seconds = max(second) - max(first)
+    return Prediction(seconds, program, tuple(run.spans), {})
+
+
+def _at_the_ends(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """Gathers first and reductions last, where they are waited for."""
+    first = [action for action in actions if action.kind is Kind.GATHER]
+    last = [action for action in actions if action.kind is Kind.REDUCE]
+    rest = [action for action in actions if action.kind not in (Kind.GATHER, Kind.REDUCE)]
+    steps = next(i for i, action in enumerate(rest) if action.kind in (Kind.CLIP, Kind.STEP))
+    return (*first, *rest[:steps], *last, *rest[steps:])
+
+
+@dataclass
+class _Channel:
+    sends: deque[tuple[int, float]] = field(default_factory=deque)
+    receives: deque[tuple[int, float]] = field(default_factory=deque)
+    free: float = 0.0
+
+
+class _Run:
+    """Clocks and lists of all ranks; a lane is a rank of a replica."""
+
+    def __init__(
+        self,
+        program: Program,
+        costs: Costs,
+        replicas: Sequence[int],
+        slower: Mapping[tuple[int, int], float],
+        jitter: float,
+        seed: int,
+    ) -> None:
+        self.program, self.costs, self.replicas = program, costs, replicas
+        self.num_ranks = program.num_ranks
+        self.lanes = [(replica, rank) for replica in replicas for rank in range(self.num_ranks)]
+        slowdown = costs.cluster.expected_slowdown
+        self.factor = [slowdown * slower.get(lane, 1.0) for lane in self.lanes]
+        self.random, self.jitter = random.Random(seed), jitter
+        self.clock = [0.0] * len(self.lanes)
+        self.stream = [0.0] * len(self.lanes)
+        self.hidden_from = [0.0] * len(self.lanes)
+        self.keep = False
+        self.spans: list[SimulatedSpan] = []
+        self.num_iterations = 0
+        self.channels: defaultdict[tuple[int, int], _Channel] = defaultdict(_Channel)
+        self.arrived: dict[tuple[int, int], float] = {}
+        self.joined: defaultdict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
+        self.done: dict[tuple[str, int, int], float] = {}
+        self.counts: defaultdict[tuple[str, int, int], int] = defaultdict(int)
+        self.last: dict[tuple[str, int, int], tuple[str, int, int]] = {}
+        """Of each lane's collectives the one posted last; ``done`` knows when it is."""
+        self.ahead: set[tuple[str, int, int]] = set()
+        self.updated: set[tuple[int, int]] = set()
+        self.chunk_parameters = [stage.parameters for stage in costs.stages]
+
+    def iterate(self) -> list[float]:
+        """Runs the program once more; the lanes' clocks at its end."""
+        self.next = [0] * len(self.lanes)
+        self.posted = [False] * len(self.lanes)
+        self.channels.clear()
+        self.arrived.clear()
+        self.joined.clear()
+        self.updated.clear()
+        self.num_iterations += 1
+        self.movable = deque(range(len(self.lanes)))
+        while self.movable:
+            self._advance(self.movable.popleft())
+        assert all(
+            self.next[lane] == len(self.program.ranks[rank]) for lane, (_, rank) in enumerate(self.lanes)
+        ), "the checker proved that nobody waits for ever"
+        return list(self.clock)
+
+    def _advance(self, lane: int) -> None:
+        rank = self.lanes[lane][1]
+        actions = self.program.ranks[rank]
+        while self.next[lane] < len(actions):
+            action = actions[self.next[lane]]
+            start = self.clock[lane]
+            ready = self._ready(lane, rank, action)
+            if ready is None:
+                return
+            begin = max(start, ready)
+            cost = self._cost(lane, rank, action)
+            if action.kind in COMPUTE:
+                cost += self._slowed(lane, begin, cost)
+            self.clock[lane] = begin + cost
+            self.posted[lane] = False
+            self.next[lane] += 1
+            if action.kind is Kind.UPDATE:
+                self.updated.add((lane, action.stage))
+            if self.keep:
+                replica = self.lanes[lane][0]
+                self.spans.append(
+                    SimulatedSpan(replica, rank, action, start, begin + cost - start, begin - start)
+                )
+
+    def _slowed(self, lane: int, begin: float, cost: float) -> float:
+        """By gathers and reductions that are under way meanwhile."""
+        return CONTENTION * max(
+            0.0, min(self.stream[lane], begin + cost) - max(begin, self.hidden_from[lane])
+        )
+
+    def _cost(self, lane: int, rank: int, action: Action) -> float:
+        kind, costs = action.kind, self.costs
+        if kind in COMPUTE:
+            stage = costs.stages[action.stage]
+            seconds = {
+                Kind.FORWARD: stage.forward,
+                Kind.BACKWARD: stage.backward,
+                Kind.BACKWARD_INPUT: stage.backward_input,
+                Kind.BACKWARD_WEIGHT: stage.backward_weight,
+            }[kind]
+            noise = max(0.5, self.random.gauss(1.0, self.jitter)) if self.jitter else 1.0
+            return seconds * self.factor[lane] * noise
+        if kind is Kind.UPDATE:
+            return costs.stages[action.stage].update
+        if kind is Kind.STEP:
+            return sum(costs.stages[s].update for s in self._stages_of(rank))
+        if kind is Kind.LOAD:
+            return costs.load
+        return 0.0
+
+    def _stages_of(self, rank: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.program.stage_rank) if owner == rank]
+
+    def _ready(self, lane: int, rank: int, action: Action) -> float | None:
+        """When the action may begin; ``None``: not known yet."""
+        kind = action.kind
+        if kind in (Kind.EXCHANGE, Kind.SEND, Kind.RECEIVE):
+            if not self.posted[lane]:
+                self.posted[lane] = True
+                for transfer in action.transfers:
+                    self._post(lane, rank, transfer)
+            return self._all_arrived(lane, action) if kind is Kind.EXCHANGE else 0.0
+        if kind is Kind.WAIT:
+            return self._all_arrived(lane, action)
+        if kind in _COLLECTIVES:
+            name, waits = _COLLECTIVES[kind]
+            when = self._collective(lane, action, name, waits=waits)
+            return when if waits else 0.0
+        if kind in _AWAITED:
+            return self.done.get(self.last[_AWAITED[kind], lane, action.stage])
+        if kind in (Kind.CLIP, Kind.STEP):
+            return self._join(
+                lane,
+                ("clip", -1, self.num_iterations),
+                list(range(len(self.lanes))),
+                self._clip_seconds(rank),
+            )
+        if kind is Kind.SYNC_TIED:
+            replica = lane // self.num_ranks
+            ends = {self.program.stage_rank[0], self.program.stage_rank[-1]}
+            group = [replica * self.num_ranks + owner for owner in ends]
+            return self._join(lane, ("tied", replica, self.num_iterations), group, self.costs.tied)
+        return 0.0
+
+    def _clip_seconds(self, rank: int) -> float:
+        return self.costs.clip(sum(self.chunk_parameters[stage] for stage in self._stages_of(rank)))
+
+    def _join(self, lane: int, key: tuple[str, int, int], lanes: list[int], seconds: float) -> float | None:
+        """All of some lanes wait for each other."""
+        here = self.joined[key]
+        if lane not in here:
+            here[lane] = self.clock[lane]
+            if len(here) == len(lanes):
+                self.done[key] = max(here.values()) + seconds
+                self.movable.extend(one for one in lanes if one != lane)
+        return self.done.get(key)
+
+    def _collective(self, lane: int, action: Action, name: str, *, waits: bool) -> float | None:
+        """A gather or reduction among the replicas' lanes of one rank, when the lane comes to it; when it is
+        done."""
+        key = (name, lane, action.stage)
+        if not self.posted[lane]:
+            if name == "gather" and not waits and key in self.ahead:
+                self.ahead.discard(key)  # the last iteration posted it behind its optimizer
+                return 0.0
+            self.posted[lane] = waits
+            self.counts[key] += 1
+            self.last[key] = (name, action.stage, self.counts[key])
+            if name == "gather" and (lane, action.stage) in self.updated:
+                self.ahead.add(key)
+            self._arrive(lane, self.last[key])
+        return self.done.get(self.last[key])
+
+    def _arrive(self, lane: int, place: tuple[str, int, int]) -> None:
+        name, stage, _ = place
+        rank, here = self.lanes[lane][1], self.joined[place]
+        here[lane] = self.clock[lane]
+        group = [replica * self.num_ranks + rank for replica in range(len(self.replicas))]
+        if len(here) < len(group):
+            return
+        costs = self.costs.stages[stage]
+        begin = max(max(here.values()), *(self.stream[one] for one in group))
+        end = begin + (costs.gather if name == "gather" else costs.reduce)
+        for one in group:
+            if self.stream[one] < self.clock[one]:
+                self.hidden_from[one] = begin
+            self.stream[one] = end
+        self.done[place] = end
+        self.movable.extend(one for one in group if one != lane)
+
+    # transfers
+
+    def _code(self, transfer: Transfer) -> int:
+        place = transfer.stage * self.program.num_micro_batches + transfer.micro_batch
+        return place * 2 + (transfer.payload is Payload.GRADIENT)
+
+    def _post(self, lane: int, rank: int, transfer: Transfer) -> None:
+        other = lane - rank + transfer.peer
+        channel = self.channels[(lane, other) if transfer.sends else (other, lane)]
+        mine, others = (
+            (channel.sends, channel.receives) if transfer.sends else (channel.receives, channel.sends)
+        )
+        if not others:
+            mine.append((self._code(transfer), self.clock[lane]))
+            return
+        _, posted = others.popleft()
+        begin = max(self.clock[lane], posted, channel.free)
+        channel.free = begin + self.costs.message(False)
+        replica = lane // self.num_ranks
+        self.arrived[replica, self._code(transfer)] = channel.free
+        self.movable.append(other)
+
+    def _all_arrived(self, lane: int, action: Action) -> float | None:
+        latest, replica = 0.0, lane // self.num_ranks
+        for transfer in action.transfers:
+            time = self.arrived.get((replica, self._code(transfer)))
+            if time is None:
+                return None
+            latest = max(latest, time)
+        return latest

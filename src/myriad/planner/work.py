@@ -1,0 +1,65 @@
+"""What is to be predicted: a model, how it is spread, and how well the framework that runs it does each
+thing."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from myriad.comm.layout import Layout
+from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
+from myriad.program.config import OverlapConfig
+
+__all__ = ["Practice", "Recompute", "Work"]
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Practice:
+    """How a framework computes. The defaults are Myriad's."""
+
+    attention: Literal["plain", "flash", "flash2"] = "flash2"
+    """plain: batched products and a softmax that keeps the scores; flash: the first FlashAttention."""
+    fused: bool = True
+    """Norm, activation and dropout in one operator each."""
+    sequence_parallel: bool = True
+    """The residual stream is cut along the sequence among tensor-parallel ranks."""
+    gradient_bytes: int = 4
+    """Of one element of a gradient that travels."""
+    ordered: bool = True
+    """Loading the batch, and whatever the framework does in Python, keeps no accelerator waiting."""
+    at_the_ends: bool = False
+    """Data-parallel communication that is not overlapped comes in one piece, before the first compute and
+    after the last one (Megatron-LM), not stage by stage between them."""
+    tensor_chunks: int = 4
+    """Pieces that a tensor-parallel gather or scatter is cut in to hide it."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One iteration of a job."""
+
+    model: ModelConfig
+    layout: Layout
+    global_batch: int
+    """Sequences."""
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    practice: Practice = Practice()
+    recompute: Recompute = "none"
+    optimizer: Literal["adamw", "lamb"] = "adamw"
+    value_bytes: int = 2
+    """Of one element of what is computed with: 2 is bfloat16."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of one pipeline."""
+        unit = self.layout.dp * self.layout.micro_batch
+        if self.global_batch % unit:
+            allowed = f"must be a multiple of layout.dp x layout.micro_batch = {unit}"
+            raise BadInputError("train.global_batch", self.global_batch, allowed)
+        return self.global_batch // unit
+
+    @property
+    def model_flops(self) -> float:
+        """Of one iteration, as MFU counts them."""
+        return self.model.flops_per_token() * self.model.sequence * self.global_batch
