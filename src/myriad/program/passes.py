@@ -1,7 +1,7 @@
 """Passes: a program in, a better program out, the same mathematics. The checker proves every result.
 
-    coupled     B s1 m0 ............ EXCHANGE(send g1.0, receive a0.3) F s1 m3
-    decoupled   RECEIVE(a0.3) B s1 m0 SEND(g1.0) ... WAIT(a0.3) F s1 m3
+    coupled     F s1 m2 B s1 m0 ............ EXCHANGE(send a1.2, send g1.0, receive a0.3) F s1 m3
+    decoupled   F s1 m2 SEND(a1.2) RECEIVE(a0.3) B s1 m0 SEND(g1.0) ... WAIT(a0.3) F s1 m3
 
     plain       LOAD GATHER s0 F s0 GATHER s1 F s1 ... B s1 REDUCE s1       B s0 REDUCE s0      STEP
     overlapped  START s0 START s1 LOAD AWAIT s0 F s0 AWAIT s1 F s1 ...
@@ -16,6 +16,7 @@
   iteration's first forward waits for its own parameters only (BytePS's missing barrier).
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -36,6 +37,12 @@ __all__ = ["apply_passes", "decouple", "overlap_data", "overlap_optimizer"]
 
 _GATHER_AHEAD = 2
 """With ZeRO 3: computes between posting a gather and using it. Two chunks are whole at a time then."""
+_MAKES = {
+    Kind.FORWARD: Payload.ACTIVATION,
+    Kind.BACKWARD: Payload.GRADIENT,
+    Kind.BACKWARD_INPUT: Payload.GRADIENT,
+}
+"""What there is to send after a compute."""
 _REDUCE_BEHIND = 1
 """With reductions after each backward, which are there to save memory: computes that one travels behind."""
 
@@ -54,8 +61,8 @@ def apply_passes(program: Program, overlap: OverlapConfig, num_chunks: int = 1) 
 
 
 def decouple(program: Program, ahead: int = 1) -> Program:
-    """EXCHANGE becomes SEND where it was, RECEIVE ``ahead`` computes before the use, WAIT just before the
-    use."""
+    """EXCHANGE becomes SEND as soon as there is something to send, RECEIVE ``ahead`` computes before the use,
+    WAIT just before the use."""
     ranks = (_decoupled(program, rank, ahead) for rank in range(program.num_ranks))
     return replace(program, ranks=tuple(ranks))
 
@@ -170,8 +177,28 @@ def _decoupled(program: Program, rank: int, ahead: int) -> tuple[Action, ...]:
         earliest[transfer.peer] = min(earliest[transfer.peer], max(0, use - ahead))
         posts[earliest[transfer.peer]].insert(0, transfer)
         waits[use].append(transfer)
-    rewritten = (_rewritten(*parts) for parts in zip(gaps, posts, waits, strict=True))
-    return tuple(action for part in rewritten for action in part)
+    parts = zip(gaps, _sends(gaps), posts, waits, strict=True)
+    return tuple(action for part in parts for action in _rewritten(*part))
+
+
+def _sends(gaps: list[list[Action]]) -> list[list[Transfer]]:
+    """What is sent in each gap: as soon as it is made. To a peer whose order that would change (two ranks
+    that send each other both payloads) as late as it was: the other side receives in that order."""
+    made: dict[tuple[Payload, int, int], int] = {}
+    was: defaultdict[int, list[tuple[int, Transfer]]] = defaultdict(list)
+    for index, gap in enumerate(gaps):
+        for action in gap:
+            if action.kind in _MAKES:
+                made[_MAKES[action.kind], action.stage, action.micro_batch] = index + 1
+            for transfer in action.transfers if action.kind is Kind.EXCHANGE else ():
+                if transfer.sends:
+                    was[transfer.peer].append((index, transfer))
+    sends: list[list[Transfer]] = [[] for _ in gaps]
+    for placed in was.values():
+        soonest = [made[t.payload, t.stage, t.micro_batch] for _, t in placed]
+        for (index, transfer), soon in zip(placed, soonest, strict=True):
+            sends[soon if soonest == sorted(soonest) else index].append(transfer)
+    return sends
 
 
 def _split(actions: Sequence[Action]) -> list[list[Action]]:
@@ -192,12 +219,13 @@ def _uses(program: Program, gaps: list[list[Action]]) -> dict[tuple[Payload, int
     return uses
 
 
-def _rewritten(gap: list[Action], posts: list[Transfer], waits: list[Transfer]) -> Iterator[Action]:
+def _rewritten(
+    gap: list[Action], sends: list[Transfer], posts: list[Transfer], waits: list[Transfer]
+) -> Iterator[Action]:
     """Receives before sends: some transports lose half their bandwidth otherwise."""
     yield from (Action(Kind.RECEIVE, transfers=(t,)) for t in posts)
     yield from (a for a in gap if a.kind is Kind.LOAD)
-    sent = (t for a in gap if a.kind is Kind.EXCHANGE for t in a.transfers if t.sends)
-    yield from (Action(Kind.SEND, transfers=(t,)) for t in sent)
+    yield from (Action(Kind.SEND, transfers=(t,)) for t in sends)
     moved = COMPUTE | {Kind.LOAD, Kind.EXCHANGE}
     yield from (a for a in gap if a.kind not in moved)
     yield from (Action(Kind.WAIT, transfers=(t,)) for t in waits)
