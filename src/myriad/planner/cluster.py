@@ -20,10 +20,11 @@ __all__ = ["Accelerator", "Cluster", "Level", "Link", "Links", "SlowNodes"]
 
 Level = Literal["node", "network", "spine"]
 
-_NODE_RATIO, _NETWORK_RATIO = 0.77, 0.90
-"""NCCL's all-reduce on 8 A100 reaches 230 of 300 GB/s, on 2 to 8 within 2 % of launch + steps + bytes
-(vTrain's measurements, `tables/nccl_allreduce_a100.csv`). Rings over NICs reach 0.90 to 0.96 of their line
-rate at large sizes (SimAI's table); RoCE's and InfiniBand's own headers are taken off that."""
+_NODE_RATIO, _NETWORK_RATIO = 0.79, 0.90
+"""NCCL's all-reduce on A100 reaches 193, 218 and 227 of 300 GB/s among 2, 4 and 8 (vTrain's measurements,
+`tables/vtrain_nccl_allreduce_*.csv`, within 2 % of launch + steps + bytes): 0.79 (1 - 0.37 / n). Rings over
+NICs reach 0.90 to 0.96 of their line rate at large sizes (SimAI's table); RoCE's and InfiniBand's own headers
+are taken off that."""
 
 
 class Accelerator(Config):
@@ -49,6 +50,9 @@ class Accelerator(Config):
     132)."""
     tile: int = Field(128, ge=1)
     """Rows and columns of a tile."""
+    sustained_ratio: float = Field(0.9, gt=0, le=1)
+    """Of the rate of large products alone, what they reach hour after hour among the other operators of a
+    training, at the clock that the power limit leaves."""
     saturation: float = Field(96.0, ge=0)
     """Inner length of a matrix product at which half of its time is start and end of a tile."""
     launch_seconds: float = Field(4e-6, ge=0)

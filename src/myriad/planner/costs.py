@@ -23,11 +23,6 @@ from myriad.program.partition import cut_ranges, partition_layers
 
 __all__ = ["Costs", "StageCosts", "layer_parameters", "optimizer_bytes", "stage_layers"]
 
-_UNORDERED_SECONDS = 0.2
-"""Of an iteration whose batch is loaded, and whose Python runs, while accelerators wait: what MegaScale's
-data pipeline and removed code gained (arXiv 2402.15627, table 3: 59.5 to 62.3 % of 12 s, less its
-operators)."""
-
 
 def layer_parameters(model: ModelConfig) -> list[int]:
     """Of embedding, blocks and head; what the two share counts for both."""
@@ -155,7 +150,7 @@ class Costs:
     @cached_property
     def load(self) -> float:
         """Until the batch is there."""
-        return 0.0 if self.work.practice.ordered else _UNORDERED_SECONDS
+        return self.work.practice.host_seconds
 
     def clip(self, parameters: float) -> float:
         """The norm of a rank's gradients, and of all ranks'."""

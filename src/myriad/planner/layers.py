@@ -19,8 +19,8 @@ import numpy as np
 
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster import Accelerator, Cluster
-from myriad.planner.collectives import group_along, half_sum_seconds
-from myriad.planner.operators import Number, flash_seconds, matmul_seconds, stream_seconds
+from myriad.planner.collectives import group_along, half_sum_seconds, sum_seconds
+from myriad.planner.operators import Number, flash_seconds, matmul_seconds, peak_flops, stream_seconds
 from myriad.planner.parts import Parts
 from myriad.planner.work import Practice
 
@@ -29,13 +29,24 @@ __all__ = ["CONTENTION", "LayerTimes", "Slice", "block_times", "embedding_times"
 CONTENTION = 0.15
 """Of the time that communication is hidden, what it takes from the compute it hides behind: NCCL's kernels
 hold 8 to 24 of some 110 multiprocessors, and memory bandwidth."""
+SKEW_SECONDS = 4e-5
+"""That ranks of a tensor-parallel group wait for the last of them at each collective that nothing hides: fit
+to the parallel block's gain in MegaScale's table 3, which halves their number."""
 _FLASH_SPEED = {"flash": 0.55, "flash2": 1.0}
 """Against FlashAttention-2 (arXiv 2307.08691, figure 4: the first is 1.7 to 2 times slower)."""
 _FLASH_BACKWARD = 2.5
 """Products of a flash backward, for two in the forward (the same, section 3.1.2): 5, a little slower each."""
 _PLAIN_FORWARD, _PLAIN_BACKWARD = 13.0, 17.0
-"""Bytes moved for each score without a flash kernel: products, fused scale-mask-softmax, dropout, all in two
-bytes, the dropout mask in one."""
+"""Bytes moved for each score without a flash kernel: written by the product (2), softmax fused with scale and
+mask (4), dropout (5, its mask has one), read by the next product (2); in the backward the same ways back."""
+_PLAIN_RATIO = 0.5
+"""Share of the peak of the batched products of scores, whose inner or outer length is a head's width."""
+_FIRST_FLASH_HALF = 8.0
+"""Sequences x heads of a rank at which the first FlashAttention, which gives each pair of them one
+multiprocessor, reaches half of its speed (arXiv 2307.08691, section 3.2)."""
+_LOSS_FORWARD, _LOSS_BACKWARD = {True: 8.0, False: 30.0}, {True: 6.0, False: 14.0}
+"""Bytes moved for each logit, by whether the loss is one operator: else they are made float32, and maximum,
+difference, exponential, sum and quotient each go over them (Megatron-LM's vocab_parallel_cross_entropy)."""
 _UNFUSED = 2.2
 """Passes over memory of the plain norm, activation and dropout for each of the fused ones."""
 
@@ -97,7 +108,7 @@ def block_times(model: ModelConfig, where: Slice, pairs: float) -> LayerTimes:
     ups = 2 if model.activation == "swiglu" else 1
     qkv = tokens * (model.heads + 2 * model.num_kv_heads) * model.head_width / where.tp
     turned = qkv * 2 * value if model.position == "rotary" else 0.0
-    norms, residuals = entries * share * model.hidden, 2 * share * model.hidden
+    norms = residuals = entries * share * model.hidden
     streamed = passes * value * (2 * norms + (ups + 1) * inner) + 3 * value * residuals + turned
     backwards = passes * value * (3 * norms + (2 * ups + 1) * inner) + 2 * value * residuals + turned
     operators = (entries + 3) * (3 if not where.practice.fused else 1)
@@ -133,10 +144,11 @@ def three_turns(
 ) -> tuple[Number, Number, Number]:
     """Of matrices ``[out, in]``."""
     accelerator, value = where.accelerator, where.value_bytes
+    summed = 2.0 * where.practice.gradient_bytes  # read and written
     forward = sum(matmul_seconds(accelerator, tokens, n, k, value_bytes=value) for n, k in shapes)
     inputs = sum(matmul_seconds(accelerator, tokens, k, n, value_bytes=value) for n, k in shapes)
     weights = sum(
-        matmul_seconds(accelerator, n, k, tokens, value_bytes=value, out_bytes=8.0) for n, k in shapes
+        matmul_seconds(accelerator, n, k, tokens, value_bytes=value, out_bytes=summed) for n, k in shapes
     )
     return forward, inputs, weights
 
@@ -147,15 +159,14 @@ def _attention(model: ModelConfig, where: Slice, pairs: float) -> tuple[Parts, P
     accelerator, value = where.accelerator, where.value_bytes
     flops = 4.0 * where.micro_batch * pairs * heads * width
     if where.practice.attention != "plain":
-        speed = _FLASH_SPEED[where.practice.attention]
+        speed: Number = _FLASH_SPEED[where.practice.attention]
+        if where.practice.attention == "flash":
+            pairs_of_heads = where.micro_batch * heads
+            speed = speed * pairs_of_heads / (pairs_of_heads + _FIRST_FLASH_HALF)
         one = flash_seconds(accelerator, flops, model.sequence, width, value) / speed
         return Parts(attention=one), Parts(attention=one * _FLASH_BACKWARD), Parts()
-    batch, sequence = where.micro_batch * heads, float(model.sequence)
-    scores = matmul_seconds(accelerator, sequence, sequence, width, value_bytes=value)
-    mixed = matmul_seconds(accelerator, sequence, width, sequence, value_bytes=value)
-    # one launch does all heads: their tiles fill the waves together
-    product = batch * (scores + mixed - 2 * accelerator.launch_seconds)
-    elements = batch * sequence**2
+    elements = where.micro_batch * heads * float(model.sequence) ** 2
+    product = 4.0 * elements * width / (peak_flops(accelerator, value) * _PLAIN_RATIO)
     forward = product + stream_seconds(accelerator, _PLAIN_FORWARD * elements, 4)
     backward = 2 * product + stream_seconds(accelerator, _PLAIN_BACKWARD * elements, 6)
     return Parts(attention=forward), Parts(attention=backward), Parts(attention=forward)
@@ -165,9 +176,12 @@ def _tensor(model: ModelConfig, where: Slice, tokens: Number, entries: int) -> t
     """Seconds of the gathers and scatters of one direction, and of the backward's gather of the inputs for
     the weights' gradients, which always travels behind a product."""
     group = group_along(where.cluster, where.tp, 1.0)
-    one = half_sum_seconds(group, tokens * model.hidden * where.value_bytes)
-    again = entries * one * CONTENTION if where.practice.sequence_parallel else 0.0
-    return 2 * entries * one, again
+    skew = np.where(np.asarray(where.tp) > 1, SKEW_SECONDS, 0.0)
+    num_bytes = tokens * model.hidden * where.value_bytes
+    if not where.practice.sequence_parallel:
+        return entries * (sum_seconds(group, num_bytes) + skew), 0.0
+    one = half_sum_seconds(group, num_bytes) + skew
+    return 2 * entries * one, entries * one * CONTENTION
 
 
 def _exposed(where: Slice, comm: Number, behind: Number) -> Number:
@@ -196,12 +210,13 @@ def head_times(model: ModelConfig, where: Slice) -> LayerTimes:
     products = three_turns(where, tokens, ((rows, float(model.hidden)),))
     value = where.value_bytes
     norm = 2 * share * model.hidden * value
-    scores = tokens * rows * (value + (8 if where.practice.fused else 20))
+    fused = where.practice.fused_loss
+    scores, back = tokens * rows * _LOSS_FORWARD[fused], tokens * rows * _LOSS_BACKWARD[fused]
     group = group_along(where.cluster, where.tp, 1.0)
     comm = half_sum_seconds(group, tokens * model.hidden * value)
     return LayerTimes(
         Parts(products[0], memory=stream_seconds(where.accelerator, norm + scores, 6), tensor=comm),
-        Parts(products[1], memory=stream_seconds(where.accelerator, 1.5 * norm + scores, 4), tensor=comm),
+        Parts(products[1], memory=stream_seconds(where.accelerator, 1.5 * norm + back, 4), tensor=comm),
         Parts(products[2]),
         Parts(),
     )

@@ -24,7 +24,7 @@ __all__ = ["Number", "flash_seconds", "matmul_seconds", "peak_flops", "stream_se
 
 Number: TypeAlias = float | npt.NDArray[np.float64]
 
-_JOIN = 3.0
+_JOIN = 2.0
 """Of the p-norm: 1 would add compute and memory time, infinity would hide the shorter one."""
 _WAVE_LOSS = 0.35
 """Of a wave: libraries choose among tile shapes and cut the inner length, which fills part of the last
@@ -60,7 +60,12 @@ def matmul_seconds(
     inner = k / (k + accelerator.saturation)
     # the two losses are part of what was measured as achievable, at 8,192 cubed
     reference = (8192 / (8192 + accelerator.saturation)) * _reference_waves(accelerator)
-    rate = peak_flops(accelerator, value_bytes) * accelerator.achievable_ratio / reference
+    rate = (
+        peak_flops(accelerator, value_bytes)
+        * accelerator.achievable_ratio
+        * accelerator.sustained_ratio
+        / reference
+    )
     compute = 2.0 * m * n * k / (rate * np.sqrt(filled) * busy * inner)
     written = value_bytes if out_bytes is None else out_bytes
     moved = value_bytes * (m * k + k * n) + written * m * n

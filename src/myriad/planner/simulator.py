@@ -208,6 +208,8 @@ class _Run:
             return sum(costs.stages[s].update for s in self._stages_of(rank))
         if kind is Kind.LOAD:
             return costs.load
+        if kind is Kind.EXCHANGE:
+            return costs.work.practice.exchange_seconds
         return 0.0
 
     def _stages_of(self, rank: int) -> list[int]:

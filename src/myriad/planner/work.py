@@ -22,12 +22,17 @@ class Practice:
     """plain: batched products and a softmax that keeps the scores; flash: the first FlashAttention."""
     fused: bool = True
     """Norm, activation and dropout in one operator each."""
+    fused_loss: bool = True
+    """Logits and loss are computed together, a part of the rows at a time."""
+    exchange_seconds: float = 0.0
+    """What a coupled send and receive costs besides its message: Megatron-LM waits for the device after each
+    (torch.cuda.synchronize in p2p_communication.py), and then has nothing launched."""
     sequence_parallel: bool = True
     """The residual stream is cut along the sequence among tensor-parallel ranks."""
     gradient_bytes: int = 4
     """Of one element of a gradient that travels."""
-    ordered: bool = True
-    """Loading the batch, and whatever the framework does in Python, keeps no accelerator waiting."""
+    host_seconds: float = 0.0
+    """Of each iteration, in which accelerators wait for Python or for the batch."""
     at_the_ends: bool = False
     """Data-parallel communication that is not overlapped comes in one piece, before the first compute and
     after the last one (Megatron-LM), not stage by stage between them."""
