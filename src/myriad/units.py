@@ -19,14 +19,14 @@ def parse_bytes(text: object) -> int:
 
 
 def parse_rate(text: object) -> float:
-    """Bits per second: ``"200 Mbit/s"`` to 2e8, ``"25 GB/s"`` to 2e11; a number is bits per second already.
-    Raises ``ValueError`` with what is allowed."""
+    """Bits per second: ``"200 Mbit/s"`` to 2e8, ``"200Gbps"`` and ``"25 GB/s"`` to 2e11; a number is bits per
+    second already. Raises ``ValueError`` with what is allowed."""
     if isinstance(text, int | float) and not isinstance(text, bool):
         return float(text)
-    pattern = r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(bit|B)(/s)?\s*"
+    pattern = r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(bit|b(?=ps)|B)(/s|ps)?\s*"
     match = re.fullmatch(pattern, text) if isinstance(text, str) else None
     if match is None:
-        raise ValueError(f"{text!r} is not a rate: a number with kbit/s, Mbit/s, Gbit/s, MB/s or GB/s")
+        raise ValueError(f"{text!r} is not a rate: a number with kbit/s, Mbit/s, Gbit/s, Gbps, MB/s or GB/s")
     number, factor, unit, _ = match.groups()
     return float(number) * _FACTORS[f"{factor.upper()}B" if factor else ""] * (8 if unit == "B" else 1)
 

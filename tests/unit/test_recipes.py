@@ -1,13 +1,12 @@
 """If these fail, a name that --help offers does not work, or a recipe is not the model it is named after."""
 
-import tomllib
-from importlib import resources
-from typing import Any
+import re
 
 import pytest
 
+from myriad.errors import BadInputError
 from myriad.job import load_job, recipe_names
-from myriad.units import parse_bytes
+from myriad.recipes.cluster import load_cluster, scale_cluster
 
 
 @pytest.mark.parametrize("name", recipe_names("jobs"))
@@ -50,14 +49,57 @@ def test_the_window_of_megascale_saves_what_its_mfu_implies() -> None:
 
 @pytest.mark.parametrize("name", recipe_names("clusters"))
 def test_every_cluster_says_what_a_planner_needs(name: str) -> None:
-    text = (resources.files("myriad") / "recipes" / "clusters" / f"{name}.toml").read_text()
-    cluster: dict[str, Any] = tomllib.loads(text)
-    assert cluster["name"] == name
-    accelerator = cluster["accelerator"]
-    assert accelerator["peak_flops_per_second"] > 0 and parse_bytes(accelerator["memory_bytes"]) > 2**30
-    expected = {"node", "network"} if cluster["nodes"] > 1 else {"node"}
-    assert set(cluster["links"]) == expected
-    for link in cluster["links"].values():
-        assert set(link) == {"bytes_per_second", "latency_seconds"}
-    if name[-1].isdigit() and "x" in name:
-        assert cluster["nodes"] * cluster["accelerators_per_node"] == int(name.split("-")[-1].split("x")[0])
+    cluster = load_cluster(name)
+    assert cluster.name == name
+    assert cluster.accelerator.memory_bytes > 2**30
+    assert (cluster.links.network is not None) == (cluster.nodes > 1)
+    sized = re.search(r"-(\d+)x[a-z]", name)
+    assert sized is None or cluster.world == int(sized.group(1))
+
+
+@pytest.mark.parametrize("name", recipe_names("accelerators"))
+def test_every_accelerator_can_be_put_in_a_cluster(name: str) -> None:
+    cluster = load_cluster("one-node-8xh100", [f"accelerator={name}"])
+    assert cluster.accelerator.peak_flops_per_second > 1e14
+    assert cluster.accelerator.float32_flops_per_second is not None
+
+
+def test_an_accelerator_by_name_takes_own_values_on_top() -> None:
+    cluster = load_cluster("one-node-8xh100", ["accelerator.memory_bytes=40 GB"])
+    assert cluster.accelerator.memory_bytes == 40 * 10**9
+    assert cluster.accelerator.name == "H100 SXM 80 GB"
+
+
+def test_a_rate_is_of_one_network_port() -> None:
+    shared = load_cluster("vegiant-32xv100-100g", ["links.ib=800Gbps"])  # one port for eight
+    assert shared.links.network is not None and shared.links.network.bytes_per_second == 12.5e9
+    own = load_cluster("megascale-256xa100", ["links.network=25GB/s", "links.nvlink=450GB/s"])
+    assert own.links.network is not None and own.links.network.bytes_per_second == 25e9
+    assert own.links.node.bytes_per_second == 450e9
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("accelerator=b200", "one of a100-sxm-40gb, a100-sxm-80gb, h100-sxm-80gb, h200-sxm-141gb"),
+        ("links.ib=200", "with its unit"),
+        ("links.ib=fast", "Gbps"),
+        ("links.spine=100Gbps", "only links.node, links.network"),
+        ("nodes=0", "greater than or equal to 1"),
+        ("colour=blue", "unknown key"),
+    ],
+)
+def test_a_change_that_makes_no_sense_is_refused(change: str, words: str) -> None:
+    with pytest.raises(BadInputError, match=re.escape(words)):
+        load_cluster("megascale-256xa100", [change])
+
+
+def test_a_cluster_is_scaled_by_nodes() -> None:
+    cluster = load_cluster("megascale-256xa100")
+    assert scale_cluster(cluster, 512).nodes == 64
+    assert scale_cluster(cluster, 4).world == 4
+    for count in (0, 12):
+        with pytest.raises(BadInputError, match="--gpus"):
+            scale_cluster(cluster, count)
+    with pytest.raises(BadInputError, match=r"no links\.network"):
+        scale_cluster(load_cluster("one-node-8xh100"), 16)

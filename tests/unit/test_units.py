@@ -9,7 +9,14 @@ from myriad.units import parse_rate
 
 @pytest.mark.parametrize(
     ("text", "bits_per_second"),
-    [("200 Mbit/s", 2e8), ("1.5Gbit", 1.5e9), ("25 GB/s", 2e11), ("800 bit/s", 800), (9600, 9600)],
+    [
+        ("200 Mbit/s", 2e8),
+        ("1.5Gbit", 1.5e9),
+        ("25 GB/s", 2e11),
+        ("200Gbps", 2e11),
+        ("800 bit/s", 800),
+        (9600, 9600),
+    ],
 )
 def test_bits_and_bytes_are_told_apart(text, bits_per_second):
     assert parse_rate(text) == bits_per_second

@@ -1,4 +1,4 @@
-"""Ready jobs, models and clusters as TOML; a recipe's name works wherever a path does."""
+"""Ready jobs, models, clusters and accelerators as TOML; a recipe's name works wherever a path does."""
 
 import difflib
 import tomllib
@@ -10,7 +10,7 @@ from myriad.errors import BadInputError
 
 __all__ = ["Kind", "read_recipe", "recipe_names"]
 
-Kind = Literal["jobs", "models", "clusters"]
+Kind = Literal["accelerators", "clusters", "jobs", "models"]
 
 
 def recipe_names(kind: Kind) -> list[str]:

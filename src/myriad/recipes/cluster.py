@@ -1,0 +1,98 @@
+"""Clusters by path or name, with accelerators by name and changes on top.
+
+    load_cluster("megascale-256xa100", ["links.ib=200Gbps", "nodes=64"])
+
+A change is a key of the file and its value. ``links.network=RATE`` and ``links.node=RATE`` (also ``links.ib``
+and ``links.nvlink``) set a link's rate: of one network port, of one accelerator inside its node.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from myriad.errors import BadInputError
+from myriad.planner.cluster import Cluster
+from myriad.recipes import read_recipe
+from myriad.toml_text import parse_override, set_dotted
+from myriad.units import parse_rate
+
+__all__ = ["load_cluster", "scale_cluster"]
+
+_RATES = {"links.ib": "network", "links.nvlink": "node"}
+_RATES |= {f"links.{level}": level for level in ("node", "network", "spine")}
+
+
+def load_cluster(name_or_path: str, changes: Sequence[str] = ()) -> Cluster:
+    """A cluster from a file or recipe with ``key=value`` changes, checked. Raises `BadInputError`."""
+    tree = read_recipe("clusters", name_or_path, "--cluster")
+    others = []
+    for change in changes:
+        dotted, value = parse_override(change)
+        for alias in ("links.ib.", "links.nvlink."):
+            if dotted.startswith(alias):
+                dotted = f"links.{_RATES[alias[:-1]]}.{dotted.removeprefix(alias)}"
+        if dotted in _RATES:
+            others.append((dotted, value))
+        else:
+            set_dotted(tree, dotted, value)
+    _expand_accelerator(tree)
+    for dotted, value in others:
+        _set_rate(tree, dotted, value)
+    try:
+        return Cluster.model_validate(tree).check()
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        message = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
+        raise BadInputError(f"{name_or_path}: {key}", first["input"], message.lower()) from None
+
+
+def _expand_accelerator(tree: dict[str, Any]) -> None:
+    """``accelerator = "name"`` or ``accelerator.recipe = "name"`` become its values, own keys on top."""
+    given = tree.get("accelerator")
+    if isinstance(given, str):
+        given = {"recipe": given}
+    if isinstance(given, dict) and "recipe" in given:
+        own = {key: value for key, value in given.items() if key != "recipe"}
+        tree["accelerator"] = read_recipe("accelerators", str(given["recipe"]), "accelerator") | own
+
+
+def _set_rate(tree: dict[str, Any], dotted: str, value: object) -> None:
+    level = _RATES[dotted]
+    link = tree.get("links", {}).get(level)
+    if link is None:
+        known = ", ".join(f"links.{name}" for name in tree.get("links", {}))
+        raise BadInputError(dotted, value, f"the cluster has no such link, only {known}")
+    if isinstance(value, int | float):
+        raise BadInputError(dotted, value, "a rate with its unit: 200Gbps, 25GB/s")
+    try:
+        rate = parse_rate(value) / 8
+    except ValueError as error:
+        raise BadInputError(dotted, value, str(error).partition(": ")[2]) from None
+    if level != "node":
+        ports, accelerators = tree.get("nics_per_node"), int(tree["accelerators_per_node"])
+        rate *= (accelerators if ports is None else int(ports)) / accelerators
+    link["bytes_per_second"] = rate
+
+
+def scale_cluster(cluster: Cluster, accelerators: int) -> Cluster:
+    """As many nodes of the same kind as make ``accelerators``; less than a node: a part of one. Raises
+    `BadInputError`."""
+    per_node = cluster.accelerators_per_node
+    if accelerators < 1:
+        raise BadInputError("--gpus", accelerators, "at least 1")
+    if accelerators <= per_node:
+        return cluster.model_copy(update={"nodes": 1, "accelerators_per_node": accelerators, "unequal": ()})
+    nodes, rest = divmod(accelerators, per_node)
+    if rest:
+        raise BadInputError("--gpus", accelerators, f"a multiple of the {per_node} of a node, or fewer")
+    if cluster.links.network is None:
+        allowed = f"at most {per_node}: {cluster.name} is one node and has no links.network"
+        raise BadInputError("--gpus", accelerators, allowed)
+    unequal = tuple(
+        group.model_copy(update={"nodes": kept})
+        for group in cluster.unequal
+        if (kept := tuple(node for node in group.nodes if node < nodes))
+    )
+    return cluster.model_copy(update={"nodes": nodes, "unequal": unequal})
