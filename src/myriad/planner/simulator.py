@@ -23,7 +23,7 @@ from myriad.planner.layers import CONTENTION
 from myriad.program.actions import COMPUTE, Action, Kind, Payload, Program, Transfer
 from myriad.program.build import build_program
 
-__all__ = ["Prediction", "SimulatedSpan", "simulate"]
+__all__ = ["Prediction", "SimulatedSpan", "program_of", "simulate"]
 
 _COLLECTIVES = {
     Kind.GATHER: ("gather", True),
@@ -65,22 +65,14 @@ def simulate(
     slower: Mapping[tuple[int, int], float] | None = None,
     jitter: float = 0.0,
     seed: int = 1,
-    num_micro_batches: int | None = None,
+    program: Program | None = None,
     spans: bool = True,
 ) -> Prediction:
     """``slower``: factor on the compute of (replica, pipeline rank); ``jitter``: standard deviation of each
-    compute's factor. ``num_micro_batches``: other than the job's."""
+    compute's factor. ``program``: what `program_of` made of a layout of the same shape, of any number of
+    micro-batches; off: made here, with the job's."""
     work = costs.work
-    program = build_program(
-        work.layout,
-        work.overlap,
-        num_micro_batches or work.num_micro_batches,
-        tied=work.model.tied,
-        training=True,
-        num_chunks=costs.num_chunks,
-    )
-    if work.practice.at_the_ends:
-        program = replace(program, ranks=tuple(map(_at_the_ends, program.ranks)))
+    program = program or program_of(costs, work.num_micro_batches)
     replicas = sorted({replica for replica, _ in slower or {}})
     if len(replicas) < work.layout.dp:
         replicas.append(-1)  # stands for all that are as planned
@@ -90,6 +82,22 @@ def simulate(
     second = run.iterate()
     seconds = max(second) - max(first)
     return Prediction(seconds, program, tuple(run.spans), {})
+
+
+def program_of(costs: Costs, num_micro_batches: int) -> Program:
+    """What the ranks run in one iteration of so many micro-batches."""
+    work = costs.work
+    program = build_program(
+        work.layout,
+        work.overlap,
+        num_micro_batches,
+        tied=work.model.tied,
+        training=True,
+        num_chunks=costs.num_chunks,
+    )
+    if work.practice.at_the_ends:
+        program = replace(program, ranks=tuple(map(_at_the_ends, program.ranks)))
+    return program
 
 
 def _at_the_ends(actions: Sequence[Action]) -> tuple[Action, ...]:
