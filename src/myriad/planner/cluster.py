@@ -58,9 +58,8 @@ class Accelerator(Config):
     launch_seconds: float = Field(4e-6, ge=0)
     """For each operator, however small."""
     flash_ratio: float = Field(0.60, gt=0, le=1)
-    """Share of the peak that attention of long sequences reaches with the best kernel for it, forward and
-    backward, counting attended pairs: A100 0.60 (FlashAttention-2, arXiv 2307.08691, figure 4), H100 0.52
-    (FlashAttention-3, arXiv 2407.08608, figure 5 and 6)."""
+    """Share of the peak that FlashAttention-2 reaches with long sequences, forward and backward, counting
+    attended pairs: A100 0.60 (arXiv 2307.08691, figure 4), H100 0.38 (arXiv 2407.08608, figures 5 and 6)."""
 
 
 class Link(Config):

@@ -32,8 +32,9 @@ hold 8 to 24 of some 110 multiprocessors, and memory bandwidth."""
 SKEW_SECONDS = 4e-5
 """That ranks of a tensor-parallel group wait for the last of them at each collective that nothing hides: fit
 to the parallel block's gain in MegaScale's table 3, which halves their number."""
-_FLASH_SPEED = {"flash": 0.55, "flash2": 1.0}
-"""Against FlashAttention-2 (arXiv 2307.08691, figure 4: the first is 1.7 to 2 times slower)."""
+_FLASH_SPEED = {"flash": 0.55, "flash2": 1.0, "flash3": 1.4}
+"""Against FlashAttention-2: the first is 1.7 to 2 times slower (arXiv 2307.08691, figure 4), the third on
+H100 1.5 to 1.75 times quicker in the backward (arXiv 2407.08608, figure 6)."""
 _FLASH_BACKWARD = 2.5
 """Products of a flash backward, for two in the forward (the same, section 3.1.2): 5, a little slower each."""
 _PLAIN_FORWARD, _PLAIN_BACKWARD = 13.0, 17.0

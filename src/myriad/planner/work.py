@@ -18,8 +18,8 @@ Recompute = Literal["none", "selective", "full"]
 class Practice:
     """How a framework computes. The defaults are Myriad's."""
 
-    attention: Literal["plain", "flash", "flash2"] = "flash2"
-    """plain: batched products and a softmax that keeps the scores; flash: the first FlashAttention."""
+    attention: Literal["plain", "flash", "flash2", "flash3"] = "flash2"
+    """plain: batched products and a softmax that keeps the scores; flash: which FlashAttention."""
     fused: bool = True
     """Norm, activation and dropout in one operator each."""
     fused_loss: bool = True

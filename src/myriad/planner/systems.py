@@ -1,0 +1,82 @@
+"""How the systems behind the published tables compute, as far as they say it.
+
+What a paper leaves open is open here too, and fixed by one rule for all rows of all tables (`published`).
+What had to be assumed stands beside it.
+"""
+
+from dataclasses import dataclass, replace
+
+from myriad.planner.work import Practice
+from myriad.program.config import OverlapConfig
+
+__all__ = [
+    "LLAMA_3",
+    "MEGASCALE",
+    "MEGATRON_2021",
+    "MEGATRON_2022",
+    "MEGATRON_2023",
+    "MEGATRON_CORE",
+    "System",
+]
+
+_EXCHANGE_SECONDS = 7e-4
+"""Of a coupled send and receive, besides its message: the device is waited for, and then for whatever the
+slower neighbour does. Fit to MegaScale's table 3, row "PP overlap"."""
+_HOST_SECONDS = 0.04
+"""Of an iteration of Megatron-LM: the batch's broadcast, the optimizer's checks, logging. Assumed."""
+_MEGASCALE_HOST_SECONDS = 0.15
+"""Of an iteration at MegaScale: fit to its table 3's last row, whose batch is three times as large."""
+_CODE_SECONDS = 0.20
+"""What MegaScale's data pipeline and "removal of problematic code" gained (its table 3: 1.8 % of 11.4 s)."""
+
+
+@dataclass(frozen=True)
+class System:
+    """A framework at one time."""
+
+    practice: Practice
+    overlap: OverlapConfig
+
+
+_NOTHING_HIDDEN = OverlapConfig(pipeline=False, data=False, tensor=False, optimizer=False)
+
+MEGATRON_2021 = System(
+    Practice(
+        attention="plain",
+        fused_loss=False,
+        exchange_seconds=_EXCHANGE_SECONDS,
+        sequence_parallel=False,
+        gradient_bytes=2,
+        at_the_ends=True,
+        host_seconds=_HOST_SECONDS,
+    ),
+    _NOTHING_HIDDEN,
+)
+"""Megatron-LM of arXiv 2104.04473: fp16 gradients, no flash attention, no sequence parallelism."""
+
+MEGATRON_2022 = System(replace(MEGATRON_2021.practice, sequence_parallel=True), _NOTHING_HIDDEN)
+"""Megatron-LM of arXiv 2205.05198: with sequence parallelism."""
+
+MEGATRON_2023 = System(
+    Practice(
+        attention="flash",
+        fused_loss=False,
+        exchange_seconds=_EXCHANGE_SECONDS,
+        at_the_ends=True,
+        host_seconds=_MEGASCALE_HOST_SECONDS + _CODE_SECONDS,
+    ),
+    _NOTHING_HIDDEN,
+)
+"""Megatron-LM as MegaScale's baseline: bf16 with float32 gradients, distributed optimizer, FlashAttention."""
+
+MEGASCALE = System(
+    Practice(fused_loss=False, host_seconds=_MEGASCALE_HOST_SECONDS), OverlapConfig(optimizer=False)
+)
+"""arXiv 2402.15627, section 3: parameters are gathered from the start of an iteration on."""
+
+MEGATRON_CORE = System(Practice(fused_loss=False, host_seconds=_HOST_SECONDS), OverlapConfig())
+"""Megatron-Core r0.8.0, all its overlaps on."""
+
+LLAMA_3 = System(Practice(fused_loss=False, host_seconds=_HOST_SECONDS), OverlapConfig(tensor=False))
+"""arXiv 2407.21783, section 3.3.2: pipeline and FSDP are overlapped; of tensor parallelism it says
+nothing."""
