@@ -1,0 +1,134 @@
+"""All legal layouts of a problem, memory first, by the closed form; the best of them, and the Pareto front.
+
+Of the layouts that differ only in shards, recomputation and overlaps only the best few are handed on:
+otherwise a hundred variants of one layout would fill the list that the simulator is to judge.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from myriad.planner.judge import judge, judge_plot
+from myriad.planner.space import Candidate, Plot, Problem, plots
+from myriad.planner.stage_times import Array, LayerTable
+
+__all__ = ["Found", "Objective", "search"]
+
+Objective = Literal["time", "cost", "memory"]
+_VARIANTS = 3
+"""Of one (dp, tp, pp, schedule, micro-batch) that are handed on."""
+_TIE = 1e-4
+"""Of the time, that a layout which fills all memory is put behind one that needs none: between equals the
+leaner one wins."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to."""
+
+    best: tuple[Candidate, ...]
+    """By the objective, of those that fit."""
+    front: tuple[Candidate, ...]
+    """Layouts than which none is both quicker and leaner, leanest first, whether they fit or not."""
+    num_layouts: int
+    """All legal ones."""
+    num_fitting: int
+
+
+@dataclass
+class _Pool:
+    """Rows ``[plot, place in it, key, bytes]`` of what may be among the best."""
+
+    plots: list[Plot]
+    table: LayerTable
+    rows: list[Array] = field(default_factory=list)
+
+    def add(self, number: int, places: npt.NDArray[np.int64], keys: Array, num_bytes: Array) -> None:
+        plot = np.full(len(places), float(number))
+        self.rows.append(np.stack([plot, places.astype(float), keys, num_bytes], axis=1))
+
+    def joined(self) -> Array:
+        """All rows, best key first."""
+        rows = np.concatenate([np.zeros((0, 4)), *self.rows])
+        return rows[np.lexsort((rows[:, 3], rows[:, 2]))]
+
+    def candidate(self, row: Array) -> Candidate:
+        plot = self.plots[int(row[0])]
+        index = tuple(int(place) for place in np.unravel_index(int(row[1]), plot.axes))
+        layout, choice = plot.at(index)
+        return judge(plot.problem, Candidate(layout, choice, 0.0, 0.0, 0.0), self.table)
+
+
+def search(
+    problem: Problem,
+    *,
+    count: int = 100,
+    objective: Objective = "time",
+    progress: Callable[[int, int], None] | None = None,
+) -> Found:
+    """``progress(done, total)`` is called after each plot."""
+    table, every = LayerTable(problem), list(plots(problem))
+    best, front = _Pool(every, table), _Pool(every, table)
+    num_fitting = 0
+    for number, plot in enumerate(every):
+        seconds, total, fits = judge_plot(plot, table)
+        _add_best(best, number, _keys(problem, seconds, total, objective), total, fits)
+        _add_front(front, number, seconds, total)
+        num_fitting += _count(plot, fits)
+        if progress:
+            progress(number + 1, len(every))
+    first = [best.candidate(row) for row in best.joined()[:count]]
+    pareto = [front.candidate(row) for row in reversed(list(_undominated(front.joined())))]
+    return Found(tuple(first), tuple(pareto), sum(plot.num_layouts for plot in every), num_fitting)
+
+
+def _keys(problem: Problem, seconds: Array, total: Array, objective: Objective) -> Array:
+    """What to keep small. Cost is time: the number of accelerators is given."""
+    filled = (total / problem.cluster.accelerator.memory_bytes)[..., None, None, None]
+    keys: Array = filled + 1e-9 * seconds if objective == "memory" else seconds * (1 + _TIE * filled)
+    return keys
+
+
+def _add_best(pool: _Pool, number: int, keys: Array, total: Array, fits: npt.NDArray[np.bool_]) -> None:
+    if not fits.any():
+        return
+    keys = np.where(fits[..., None, None, None], keys, np.inf)
+    num_cells = keys.shape[0] * keys.shape[1]
+    cells = keys.reshape(num_cells, -1)
+    count = min(_VARIANTS, cells.shape[1])
+    chosen = np.argpartition(cells, count - 1, axis=1)[:, :count]
+    places = (chosen + np.arange(num_cells)[:, None] * cells.shape[1]).ravel()
+    places = places[np.isfinite(keys.ravel()[places])]
+    overlaps = int(np.prod(keys.shape[4:]))
+    pool.add(number, places, keys.ravel()[places], total.ravel()[places // overlaps])
+
+
+def _add_front(pool: _Pool, number: int, seconds: Array, total: Array) -> None:
+    """The quickest overlaps of each layout, of these what no other of the plot beats in both."""
+    flat = seconds.reshape(total.size, -1)
+    chosen = flat.argmin(axis=1)
+    places = chosen + np.arange(total.size) * flat.shape[1]
+    quickest, num_bytes = flat[np.arange(total.size), chosen], total.ravel()
+    order = np.lexsort((num_bytes, quickest))
+    kept = order[_falls(num_bytes[order])]
+    pool.add(number, places[kept], quickest[kept], num_bytes[kept])
+
+
+def _falls(values: Array) -> npt.NDArray[np.bool_]:
+    """Where a value is below all before it."""
+    before = np.minimum.accumulate(np.concatenate([[np.inf], values[:-1]]))
+    return np.asarray(values < before)
+
+
+def _undominated(rows: Array) -> Iterator[Array]:
+    yield from rows[_falls(rows[:, 3])]
+
+
+def _count(plot: Plot, fits: npt.NDArray[np.bool_]) -> int:
+    """Layouts that fit, each switch counted where it changes something."""
+    shares = fits.sum(axis=(0, 1, 3))
+    kinds = [(3 if zero else 2) if plot.dp > 1 else 1 for zero, _ in plot.shards]
+    return int((shares * kinds).sum()) * len(plot.tensors) * len(plot.pipelines)

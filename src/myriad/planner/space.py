@@ -1,0 +1,225 @@
+"""All layouts that a model can be trained with on a number of accelerators, as the runtime accepts them.
+
+    tp            divides key/value heads, the MLP's width, the sequence and the padding of the vocabulary
+    pp            any divisor of what is left, up to a stage for each layer, embedding and head
+    dp            the rest; it divides the batch
+    micro_batch   divides what a replica gets of the batch
+    schedule      with one pipeline rank they are all the same; `interleaved` with one stage a rank is 1f1b
+    zero, reduce  with one replica there is nothing to cut
+    overlaps      each switch only where it changes the program
+
+A `Plot` is the piece of one (tp, pp): its other axes are free of each other, so its layouts are a grid.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from myriad.comm.layout import Layout
+from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
+from myriad.planner.cluster import Cluster
+from myriad.planner.work import Practice, Recompute, Work
+from myriad.program.config import OverlapConfig
+from myriad.program.partition import partition_layers
+from myriad.program.schedules import SCHEDULES, check_virtual_stages
+
+__all__ = ["RECOMPUTES", "Candidate", "Choice", "Plot", "Problem", "plots", "tensor_degrees"]
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+Shards = tuple[int, Literal["last", "each"]]
+"""`zero` and `reduce`."""
+_SHARDS: tuple[Shards, ...] = ((0, "last"), (1, "last"), (2, "last"), (2, "each"), (3, "last"), (3, "each"))
+Switches = tuple[bool, bool]
+"""`overlap.data` and `overlap.optimizer`."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be spread, and over what."""
+
+    model: ModelConfig
+    global_batch: int
+    cluster: Cluster
+    overlap: OverlapConfig = OverlapConfig()
+    """Of what is not searched: chunk counts, message sizes, how early receives are posted."""
+    practice: Practice = Practice()
+    optimizer: Literal["adamw", "lamb"] = "adamw"
+    value_bytes: int = 2
+    partition: str = "uniform"
+    shards: tuple[Shards, ...] = _SHARDS
+    """Those that the rest of the job allows."""
+
+    def with_cluster(self, cluster: Cluster) -> "Problem":
+        """The same on another cluster."""
+        return replace(self, cluster=cluster)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a layout does not say."""
+
+    recompute: Recompute
+    overlap: OverlapConfig
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, and what the closed form says of it."""
+
+    layout: Layout
+    choice: Choice
+    seconds: float
+    """Of an iteration."""
+    memory_bytes: float
+    """Of the fullest accelerator."""
+    fits: float
+    """Probability of not running out of memory."""
+
+    def work(self, problem: Problem) -> Work:
+        """As the cost model wants it."""
+        return Work(
+            model=problem.model,
+            layout=self.layout,
+            global_batch=problem.global_batch,
+            overlap=self.choice.overlap,
+            practice=problem.practice,
+            recompute=self.choice.recompute,
+            optimizer=problem.optimizer,
+            value_bytes=problem.value_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Plot:
+    """All layouts of one (tp, pp)."""
+
+    problem: Problem
+    tp: int
+    pp: int
+    dp: int
+    micro_batches: tuple[int, ...]
+    """Sizes."""
+    schedules: tuple[tuple[str, int], ...]
+    """Name and virtual stages."""
+
+    @property
+    def shards(self) -> tuple[Shards, ...]:
+        """Of data parallelism."""
+        return self.problem.shards if self.dp > 1 else ((0, "last"),)
+
+    @property
+    def tensors(self) -> tuple[bool, ...]:
+        """Values of overlap.tensor."""
+        return (True, False) if self.tp > 1 else (True,)
+
+    @property
+    def pipelines(self) -> tuple[bool, ...]:
+        """Values of overlap.pipeline."""
+        return (True, False) if self.pp > 1 else (True,)
+
+    @property
+    def switches(self) -> tuple[Switches, ...]:
+        """Values of overlap.data with overlap.optimizer, which hides gathers that are posted early."""
+        return ((True, True), (True, False), (False, False)) if self.dp > 1 else ((True, True),)
+
+    @cached_property
+    def num_layouts(self) -> int:
+        """With each switch counted only where it changes something."""
+        kinds = sum(3 if zero else 2 for zero, _ in self.shards) if self.dp > 1 else 1
+        grid = len(self.micro_batches) * len(self.schedules) * len(RECOMPUTES)
+        return grid * kinds * len(self.tensors) * len(self.pipelines)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Lengths: micro-batch, schedule, shards, recompute, tensor, pipeline, switches."""
+        return (
+            len(self.micro_batches),
+            len(self.schedules),
+            len(self.shards),
+            len(RECOMPUTES),
+            len(self.tensors),
+            len(self.pipelines),
+            len(self.switches),
+        )
+
+    def at(self, index: tuple[int, ...]) -> tuple[Layout, Choice]:
+        """One layout of the grid."""
+        batch, schedule, shard, again, tensor, pipeline, switch = index
+        name, virtual_stages = self.schedules[schedule]
+        zero, reduce = self.shards[shard]
+        data, optimizer = self.switches[switch]
+        layout = Layout.model_validate(
+            {
+                "dp": self.dp,
+                "tp": self.tp,
+                "pp": self.pp,
+                "virtual_stages": virtual_stages,
+                "zero": zero,
+                "reduce": reduce,
+                "micro_batch": self.micro_batches[batch],
+                "schedule": name,
+                "partition": self.problem.partition,
+            }
+        )
+        switches = {
+            "tensor": self.tensors[tensor],
+            "pipeline": self.pipelines[pipeline],
+            "data": data,
+            "optimizer": optimizer,
+        }
+        return layout, Choice(RECOMPUTES[again], self.problem.overlap.model_copy(update=switches))
+
+
+def plots(problem: Problem) -> Iterator[Plot]:
+    """Every legal layout that uses all accelerators."""
+    world, pieces = problem.cluster.world, problem.model.layers + 2
+    for tp in tensor_degrees(problem.model):
+        for pp in _divisors(world // tp) if world % tp == 0 else ():
+            dp = world // (tp * pp)
+            if pp > pieces or problem.global_batch % dp:
+                continue
+            schedules = tuple(_schedules(problem, pp))
+            if schedules:
+                sizes = tuple(_divisors(problem.global_batch // dp))
+                yield Plot(problem, tp, pp, dp, sizes, schedules)
+
+
+def tensor_degrees(model: ModelConfig) -> list[int]:
+    """That `Job.check` accepts."""
+    shared = (model.num_kv_heads, model.ffn_width, model.sequence, model.vocabulary_multiple)
+    return [tp for tp in _divisors(model.num_kv_heads) if not any(number % tp for number in shared)]
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def _schedules(problem: Problem, pp: int) -> Iterator[tuple[str, int]]:
+    if pp == 1:
+        if _can_be_cut(problem, 1):
+            yield "1f1b", 1
+        return
+    for virtual_stages in range(1, (problem.model.layers + 2) // pp + 1):
+        if not _can_be_cut(problem, pp * virtual_stages):
+            continue
+        for name in SCHEDULES:
+            if (name, virtual_stages) == ("interleaved", 1):
+                continue
+            try:
+                check_virtual_stages(name, virtual_stages)
+            except BadInputError:
+                continue
+            yield name, virtual_stages
+
+
+def _can_be_cut(problem: Problem, num_stages: int) -> bool:
+    kinds = ("Embedding", *("Block" for _ in range(problem.model.layers)), "Head")
+    if problem.partition == "uniform":
+        return num_stages <= len(kinds)
+    try:
+        partition_layers(problem.partition, num_stages, kinds, [1.0] * len(kinds))
+    except BadInputError:
+        return False
+    return True

@@ -1,0 +1,155 @@
+"""Seconds of layers and ranks for all layouts of a plot at once: `layers` called once for all, then indexed.
+
+Legend: K kinds of layers, M micro-batch sizes, V ways to cut into stages, R recomputations, T values of
+overlap.tensor.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from myriad.planner.costs import computed_pairs, layer_parameters
+from myriad.planner.layers import LayerTimes, Slice, block_times, embedding_times, head_times
+from myriad.planner.space import Plot, Problem, tensor_degrees
+from myriad.program.partition import partition_layers
+from myriad.program.vee import vee_stage_rank
+
+__all__ = ["Array", "Cut", "LayerTable", "PlotTimes"]
+
+Array = npt.NDArray[np.float64]
+_TURNS = 5
+"""Forward, gradients of inputs, of weights, computed again with selective and with full recomputation."""
+
+
+class LayerTable:
+    """Of every kind of layer, tensor-parallel degree, micro-batch and tensor overlap."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, model = problem, problem.model
+        self.degrees = tensor_degrees(model)
+        batch = problem.global_batch
+        self.sizes = [size for size in range(1, batch + 1) if batch % size == 0]
+        self.layer_kinds = self._layer_kinds()
+        self.num_kinds = max(self.layer_kinds) + 1
+        self.parameters = np.array(layer_parameters(model), dtype=float)
+        self._tp = {degree: index for index, degree in enumerate(self.degrees)}
+        self._size = {size: index for index, size in enumerate(self.sizes)}
+        self._cuts: dict[int, list[range]] = {}
+
+    def _layer_kinds(self) -> list[int]:
+        """0 embedding, 1 head, then a kind for each window."""
+        model = self.problem.model
+        windows = list(dict.fromkeys(model.layer_window(layer) for layer in range(model.layers)))
+        return [0, *(2 + windows.index(model.layer_window(layer)) for layer in range(model.layers)), 1]
+
+    @cached_property
+    def seconds(self) -> Array:
+        """``[turn, kind, tp, micro-batch, tensor]``."""
+        problem, model = self.problem, self.problem.model
+        grid = np.meshgrid(self.degrees, self.sizes, [1.0, 0.0], indexing="ij")
+        where = Slice(
+            problem.cluster,
+            problem.practice,
+            *(axis.astype(float) for axis in grid[:2]),
+            problem.value_bytes,
+            grid[2],
+            float(problem.practice.tensor_chunks),
+        )
+        first = {kind: layer - 1 for layer, kind in reversed(list(enumerate(self.layer_kinds)))}
+        kinds = [embedding_times(model, where), head_times(model, where)]
+        for kind in range(2, self.num_kinds):
+            kinds.append(block_times(model, where, computed_pairs(model, first[kind])))
+        shape = grid[0].shape
+        turns = [[np.broadcast_to(turn, shape) for turn in _turns(times)] for times in kinds]
+        found: Array = np.array(turns).swapaxes(0, 1) * problem.cluster.expected_slowdown
+        found[4, 1] = 0.0  # the head is not computed again
+        return found
+
+    def at(self, tp: int, sizes: Sequence[int]) -> Array:
+        """``[turn, kind, micro-batch, tensor]``."""
+        found: Array = self.seconds[:, :, self._tp[tp], [self._size[size] for size in sizes]]
+        return found
+
+    def layers_of_stages(self, num_stages: int) -> list[range]:
+        """As the runtime cuts them."""
+        if num_stages not in self._cuts:
+            kinds = ("Embedding", *("Block" for _ in range(self.problem.model.layers)), "Head")
+            costs = [float(count) for count in self.parameters]
+            self._cuts[num_stages] = partition_layers(self.problem.partition, num_stages, kinds, costs)
+        return self._cuts[num_stages]
+
+
+def _turns(times: LayerTimes) -> list[Array]:
+    turns = (times.forward, times.backward_input, times.backward_weight, times.again_selective, times.forward)
+    return [np.asarray(turn.total, dtype=float) for turn in turns]
+
+
+@lru_cache(maxsize=512)
+def _owners(pp: int, virtual_stages: int, vee: bool) -> tuple[int, ...]:
+    if vee:
+        return vee_stage_rank(pp)
+    return tuple(stage % pp for stage in range(pp * virtual_stages))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to give layers to pipeline ranks."""
+
+    layers: Array
+    """``[distinct rank, kind]``: how many."""
+    parameters: float
+    """Of the rank with most of them, before tensor parallelism."""
+    fewest_layers: int
+    """In a stage."""
+
+
+class PlotTimes:
+    """Of the plot's slowest ranks."""
+
+    def __init__(self, plot: Plot, table: LayerTable) -> None:
+        self.plot, self.table = plot, table
+        keys = [(stages, name == "zero-bubble-v") for name, stages in plot.schedules]
+        distinct = list(dict.fromkeys(keys))
+        self.cut_of = np.array([distinct.index(key) for key in keys])
+        """Of each schedule."""
+        self.cuts = [self._cut(*key) for key in distinct]
+        self.turns = table.at(plot.tp, plot.micro_batches)
+
+    def _cut(self, virtual_stages: int, vee: bool) -> Cut:
+        table, pp = self.table, self.plot.pp
+        stages = table.layers_of_stages(pp * virtual_stages)
+        owner = np.empty(len(table.layer_kinds), dtype=int)
+        for stage, rank in enumerate(_owners(pp, virtual_stages, vee)):
+            owner[stages[stage].start : stages[stage].stop] = rank
+        counts = np.zeros((pp, table.num_kinds))
+        np.add.at(counts, (owner, np.array(table.layer_kinds)), 1.0)
+        held = np.bincount(owner, weights=table.parameters, minlength=pp)
+        rows = np.array(sorted({tuple(row) for row in counts.tolist()}))
+        return Cut(rows, float(held.max()), min(len(own) for own in stages))
+
+    @cached_property
+    def again(self) -> Array:
+        """Computed again: ``[recompute, kind, micro-batch, tensor]``."""
+        return np.stack([np.zeros_like(self.turns[3]), self.turns[3], self.turns[4]])
+
+    @cached_property
+    def slowest(self) -> Array:
+        """Of a micro-batch: ``[micro-batch, schedule, recompute, tensor]``."""
+        whole = self.turns[:3].sum(axis=0) + self.again
+        per_cut = [np.einsum("uk,rkmt->urmt", cut.layers, whole).max(axis=0) for cut in self.cuts]
+        found: Array = np.stack(per_cut)[self.cut_of].transpose(2, 0, 1, 3)
+        return found
+
+    @cached_property
+    def mean(self) -> tuple[Array, Array, Array, Array]:
+        """Of a micro-batch, over all ranks: forward, both halves of the backward ``[micro-batch, tensor]``,
+        and what is computed again ``[micro-batch, recompute, tensor]``."""
+        kinds = np.bincount(self.table.layer_kinds).astype(float)
+        forward, inputs, weights = (
+            np.einsum("k,kmt->mt", kinds, turn) / self.plot.pp for turn in self.turns[:3]
+        )
+        again = np.einsum("k,rkmt->mrt", kinds, self.again) / self.plot.pp
+        return forward, inputs, weights, again
