@@ -52,14 +52,23 @@ def compute_seconds(times: PlotTimes) -> Array:
     f, w = forward[:, None, None, :], weights[:, None, None, :]
     b = inputs[:, None, None, :] + again[:, None, :, :]
     mean = f + b + w
-    looped = np.maximum(m, p) * worst + (np.minimum(m, p) - 1) / v * mean
+    many = m * worst + (p - 1) / v * mean
+    looped = np.where(m >= p, many, p * mean + (m - 1) / v * worst)
     halves = m * worst + np.maximum(0.0, (p - 1) * (f + b) - np.minimum(p - 1, m - 1) * w)
-    slot = np.maximum(np.maximum(f, b), w)
-    rigid = 3 * slot if p > 2 else (mean + 3 * slot) / 2
-    late = np.maximum(0.0, p - m) * f
-    vee = m * np.maximum(worst, rigid) + np.interp(p, _VEE_RANKS, _VEE_IDLE) * slot + late
+    vee = _vee_seconds(m, p, worst, (f, b, w))
     whole = (m - 1) * worst + p * mean
     return _by_schedule(names, whole, looped, halves, vee)
+
+
+def _vee_seconds(m: Array, p: int, worst: Array, turns: tuple[Array, Array, Array]) -> Array:
+    """Up to p micro-batches flow; more go in slots that all are as long as the longest turn."""
+    f, b, w = turns
+    slot = np.maximum(np.maximum(f, b), w)
+    rigid = 3 * slot if p > 2 else (f + b + w + 3 * slot) / 2
+    idle = max(0.0, float(np.interp(p, _VEE_RANKS, _VEE_IDLE)) - (p - 1) / 2)
+    flows = np.minimum(m, p) * worst + np.maximum(0.0, p - m) * f + (p - 1) * np.maximum(0.0, b - w / 2)
+    found: Array = flows + np.maximum(0.0, m - p) * np.maximum(worst, rigid) + np.where(m > p, idle * slot, 0)
+    return found
 
 
 def transfer_seconds(times: PlotTimes) -> Array:

@@ -16,9 +16,9 @@ from typing import Literal
 import numpy as np
 
 from myriad.planner.collectives import Group, group_along, half_sum_seconds, sum_seconds
+from myriad.planner.costs import Costs, optimizer_bytes
 from myriad.planner.layers import CONTENTION
 from myriad.planner.operators import stream_seconds
-from myriad.planner.costs import Costs, optimizer_bytes
 from myriad.planner.space import Candidate, Plot
 from myriad.planner.stage_times import Array, PlotTimes
 from myriad.program.build import count_chunks

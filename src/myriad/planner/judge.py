@@ -16,17 +16,27 @@ __all__ = ["FITS", "judge", "judge_plot", "layout_memory"]
 
 FITS = 0.9
 """Probability of fitting that a plan needs."""
-_DEVIATIONS = 1.2816
-"""Standard deviations below which 0.9 of a normal distribution lies."""
+_SURELY, _HARDLY = 0.75, 1.05
+"""Shares of the memory below which a layout fits, and above which it does not, whatever the probability."""
 
 
 def judge_plot(plot: Plot, table: LayerTable) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
     """Seconds over the plot's axes; bytes, and what fits, over the first four (overlaps hold nothing)."""
     memory, shape = _plot_memory(plot)
-    count = int(np.prod(shape))
-    total = np.broadcast_to(memory.total, count)
-    fits = total + _DEVIATIONS * memory.deviation <= plot.problem.cluster.accelerator.memory_bytes
+    memory = _each(memory, np.arange(int(np.prod(shape))), shape)
+    total = np.asarray(memory.total)
+    capacity = float(plot.problem.cluster.accelerator.memory_bytes)
+    fits = total < _SURELY * capacity
+    near = np.flatnonzero(~fits & (total < _HARDLY * capacity))
+    fits[near] = np.asarray(fits_probability(_each(memory, near, shape), capacity)) >= FITS
     return plot_seconds(PlotTimes(plot, table)), total.reshape(shape), fits.reshape(shape)
+
+
+def _each(memory: Memory, places: npt.NDArray[np.intp], shape: tuple[int, ...]) -> Memory:
+    """Of some layouts."""
+    count = int(np.prod(shape))
+    parts = (np.broadcast_to(getattr(memory, one.name), count)[places] for one in fields(Memory))
+    return Memory(*parts)
 
 
 def judge(problem: Problem, candidate: Candidate, table: LayerTable | None = None) -> Candidate:
@@ -42,9 +52,8 @@ def layout_memory(problem: Problem, candidate: Candidate) -> Memory:
     """Of the fullest accelerator."""
     plot, index = _single(problem, candidate)
     memory, shape = _plot_memory(plot)
-    place, count = np.ravel_multi_index(index[:4], shape), int(np.prod(shape))
-    parts = (np.broadcast_to(getattr(memory, one.name), count)[place] for one in fields(Memory))
-    return Memory(*(float(part) for part in parts))
+    one = _each(memory, np.array([np.ravel_multi_index(index[:4], shape)]), shape)
+    return Memory(*(float(np.asarray(getattr(one, part.name))[0]) for part in fields(Memory)))
 
 
 def _single(problem: Problem, candidate: Candidate) -> tuple[Plot, tuple[int, ...]]:
@@ -52,14 +61,15 @@ def _single(problem: Problem, candidate: Candidate) -> tuple[Plot, tuple[int, ..
     layout, overlap = candidate.layout, candidate.choice.overlap
     schedule = (layout.schedule_name, layout.virtual_stages)
     shard = (layout.zero, layout.reduce)
-    problem = replace(problem, partition=layout.partition, shards=(shard,))
+    again = candidate.choice.recompute
+    problem = replace(problem, partition=layout.partition, shards=(shard,), recomputes=(again,))
     plot = Plot(problem, layout.tp, layout.pp, layout.dp, (layout.micro_batch,), (schedule,))
     switches = (overlap.data, overlap.optimizer and overlap.data)
     index = (
         0,
         0,
         0,
-        RECOMPUTES.index(candidate.choice.recompute),
+        0,
         plot.tensors.index(overlap.tensor) if layout.tp > 1 else 0,
         plot.pipelines.index(overlap.pipeline) if layout.pp > 1 else 0,
         plot.switches.index(switches) if layout.dp > 1 else 0,
@@ -88,7 +98,7 @@ def _plot_memory(plot: Plot) -> tuple[Memory, tuple[int, ...]]:
         num_micro_batches=num,
         zero=np.array([zero for zero, _ in plot.shards])[shard],
         reduce_each=np.array([reduce == "each" for _, reduce in plot.shards])[shard],
-        recompute=again,
+        recompute=np.array([RECOMPUTES.index(name) for name in problem.recomputes])[again],
         eager=_those(names, lambda name: name.startswith("eager"))[schedule],
         zero_bubble=_those(names, lambda name: "zero-bubble" in name)[schedule],
         value_bytes=problem.value_bytes,

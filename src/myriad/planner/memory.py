@@ -1,8 +1,8 @@
 """Bytes that the fullest stage holds: what a layout needs of an accelerator's memory.
 
-    weights, gradients, optimizer   by parameters of a rank, cut among replicas as `zero` says
-    activations                     of a layer and micro-batch (arXiv 2205.05198, section 4), times layers of a
-                                    rank, times micro-batches in flight
+weights, gradients, optimizer   by parameters of a rank, cut among replicas as `zero` says
+activations                     of a layer and micro-batch (arXiv 2205.05198, section 4), times layers of a
+                                rank, times micro-batches in flight
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ A `Plot` is the piece of one (tp, pp): its other axes are free of each other, so
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -42,14 +42,15 @@ class Problem:
     model: ModelConfig
     global_batch: int
     cluster: Cluster
-    overlap: OverlapConfig = OverlapConfig()
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
     """Of what is not searched: chunk counts, message sizes, how early receives are posted."""
-    practice: Practice = Practice()
+    practice: Practice = field(default_factory=Practice)
     optimizer: Literal["adamw", "lamb"] = "adamw"
     value_bytes: int = 2
     partition: str = "uniform"
     shards: tuple[Shards, ...] = _SHARDS
     """Those that the rest of the job allows."""
+    recomputes: tuple[Recompute, ...] = RECOMPUTES
 
     def with_cluster(self, cluster: Cluster) -> "Problem":
         """The same on another cluster."""
@@ -128,7 +129,7 @@ class Plot:
     def num_layouts(self) -> int:
         """With each switch counted only where it changes something."""
         kinds = sum(3 if zero else 2 for zero, _ in self.shards) if self.dp > 1 else 1
-        grid = len(self.micro_batches) * len(self.schedules) * len(RECOMPUTES)
+        grid = len(self.micro_batches) * len(self.schedules) * len(self.problem.recomputes)
         return grid * kinds * len(self.tensors) * len(self.pipelines)
 
     @property
@@ -138,7 +139,7 @@ class Plot:
             len(self.micro_batches),
             len(self.schedules),
             len(self.shards),
-            len(RECOMPUTES),
+            len(self.problem.recomputes),
             len(self.tensors),
             len(self.pipelines),
             len(self.switches),
@@ -169,7 +170,9 @@ class Plot:
             "data": data,
             "optimizer": optimizer,
         }
-        return layout, Choice(RECOMPUTES[again], self.problem.overlap.model_copy(update=switches))
+        return layout, Choice(
+            self.problem.recomputes[again], self.problem.overlap.model_copy(update=switches)
+        )
 
 
 def plots(problem: Problem) -> Iterator[Plot]:

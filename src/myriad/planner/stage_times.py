@@ -50,14 +50,9 @@ class LayerTable:
         """``[turn, kind, tp, micro-batch, tensor]``."""
         problem, model = self.problem, self.problem.model
         grid = np.meshgrid(self.degrees, self.sizes, [1.0, 0.0], indexing="ij")
-        where = Slice(
-            problem.cluster,
-            problem.practice,
-            *(axis.astype(float) for axis in grid[:2]),
-            problem.value_bytes,
-            grid[2],
-            float(problem.practice.tensor_chunks),
-        )
+        tp, size, overlap = (axis.astype(float) for axis in grid)
+        chunks = float(problem.practice.tensor_chunks)
+        where = Slice(problem.cluster, problem.practice, tp, size, problem.value_bytes, overlap, chunks)
         first = {kind: layer - 1 for layer, kind in reversed(list(enumerate(self.layer_kinds)))}
         kinds = [embedding_times(model, where), head_times(model, where)]
         for kind in range(2, self.num_kinds):
@@ -133,7 +128,8 @@ class PlotTimes:
     @cached_property
     def again(self) -> Array:
         """Computed again: ``[recompute, kind, micro-batch, tensor]``."""
-        return np.stack([np.zeros_like(self.turns[3]), self.turns[3], self.turns[4]])
+        every = {"none": np.zeros_like(self.turns[3]), "selective": self.turns[3], "full": self.turns[4]}
+        return np.stack([every[name] for name in self.plot.problem.recomputes])
 
     @cached_property
     def slowest(self) -> Array:

@@ -1,0 +1,168 @@
+"""Why a plan takes as long as it does, what its neighbours would take, and what would help most.
+
+A waterfall is made by taking things away: the iteration is simulated as it is, then with messages that cost
+nothing, then also without data parallelism, then also without the optimizer. What each step saves is that
+part; the rest is the busiest rank's compute, by operators, and its bubble. So the parts sum to the predicted
+time, to the last bit but rounding. Every run reads the same program.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from myriad.planner.cluster import Cluster, Link, SlowNodes
+from myriad.planner.costs import Costs, StageCosts
+from myriad.planner.parts import Parts
+from myriad.planner.rescore import Plan, Simulations
+from myriad.planner.space import Candidate, Problem
+from myriad.planner.work import Work
+
+__all__ = ["PARTS", "Help", "helps", "waterfall"]
+
+PARTS = (
+    "matrix products",
+    "attention",
+    "memory-bound",
+    "tensor parallelism",
+    "recomputation",
+    "pipeline bubble",
+    "pipeline messages",
+    "data parallelism",
+    "optimizer",
+    "other",
+)
+"""Of a waterfall, in order. other: the batch that is waited for, and slow nodes."""
+
+
+class _Without(Costs):
+    """The same layout, where some things cost nothing."""
+
+    def __init__(self, work: Work, cluster: Cluster, *gone: str) -> None:
+        super().__init__(work, cluster)
+        self._gone = frozenset(gone)
+
+    @cached_property
+    def stages(self) -> list[StageCosts]:
+        stages = super().stages
+        if "data" in self._gone:
+            stages = [replace(stage, gather=0.0, reduce=0.0) for stage in stages]
+        if "optimizer" in self._gone:
+            stages = [replace(stage, update=0.0) for stage in stages]
+        return stages
+
+    def message(self, inside: bool) -> float:
+        return 0.0 if "messages" in self._gone else super().message(inside)
+
+    def clip(self, parameters: float) -> float:
+        return 0.0 if "optimizer" in self._gone else super().clip(parameters)
+
+    @cached_property
+    def tied(self) -> float:
+        return 0.0 if "data" in self._gone else super().tied
+
+    @cached_property
+    def load(self) -> float:
+        return 0.0 if "load" in self._gone else super().load
+
+
+def waterfall(problem: Problem, candidate: Candidate, simulations: Simulations) -> dict[str, float]:
+    """Seconds of each of `PARTS`."""
+    work, cluster = candidate.work(problem), problem.cluster
+    gone = ("messages", "data", "optimizer", "load")
+    steps = [
+        simulations.seconds(_Without(work, cluster, *gone[:count]))
+        for count in range(len(gone) + 1)
+        if count < 4 or not work.practice.ordered
+    ]
+    saved = [before - after for before, after in pairwise(steps)]
+    operators, again = _busiest(Costs(work, cluster))
+    compute = float(operators.total) + again
+    slow = (cluster.expected_slowdown - 1) * compute
+    values = (
+        float(operators.matmul),
+        float(operators.attention),
+        float(operators.memory),
+        float(operators.tensor),
+        again,
+        steps[-1] - compute - slow,
+        *saved[:3],
+        sum(saved[3:]) + slow,
+    )
+    return dict(zip(PARTS, values, strict=True))
+
+
+def _busiest(costs: Costs) -> tuple[Parts, float]:
+    """Operators of the rank that computes longest, over all micro-batches, and what it computes again."""
+    layout, count = costs.work.layout, float(costs.work.num_micro_batches)
+    owners = _stage_owners(costs)
+    ranks: list[tuple[float, Parts, float]] = []
+    for rank in range(layout.pp):
+        own = [stage for stage, owner in zip(costs.stages, owners, strict=True) if owner == rank]
+        parts, again = Parts(), 0.0
+        for stage in own:
+            times = stage.times
+            parts = parts + times.forward + times.backward_input + times.backward_weight
+            again += stage.backward_input - float(times.backward_input.total)
+        ranks.append((float(parts.total) + again, parts, again))
+    _, parts, again = max(ranks, key=lambda one: one[0])
+    return parts.times(count), again * count
+
+
+def _stage_owners(costs: Costs) -> list[int]:
+    layout = costs.work.layout
+    stages = range(layout.num_stages)
+    turned = layout.schedule_name == "zero-bubble-v"
+    owners = [layout.num_stages - 1 - s if turned and s >= layout.pp else s % layout.pp for s in stages]
+    return [owner for owner in owners for _ in range(costs.num_chunks)]
+
+
+@dataclass(frozen=True)
+class Help:
+    """What an iteration would take if something were better."""
+
+    what: str
+    seconds: float
+
+
+def helps(problem: Problem, plan: Plan, parts: dict[str, float], simulations: Simulations) -> list[Help]:
+    """The same layout with one thing better, the most helpful first."""
+    found = [Help("no pipeline bubble", plan.seconds - max(0.0, parts["pipeline bubble"]))]
+    for what, cluster in _better(problem.cluster):
+        costs = Costs(plan.candidate.work(problem), cluster)
+        found.append(Help(what, simulations.seconds(costs)))
+    return sorted((one for one in found if one.seconds < plan.seconds), key=lambda one: one.seconds)
+
+
+def _better(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    chip, links = cluster.accelerator, cluster.links
+    yield "matrix products twice as fast", _chip(cluster, "peak_flops_per_second", "float32_flops_per_second")
+    yield "memory bandwidth doubled", _chip(cluster, "memory_bytes_per_second")
+    yield (
+        "operators launched in no time",
+        cluster.model_copy(update={"accelerator": chip.model_copy(update={"launch_seconds": 0.0})}),
+    )
+    for level in ("node", "network", "spine"):
+        link: Link | None = getattr(links, level)
+        if link is not None:
+            yield f"links.{level} twice as fast", _link(cluster, level, link, 2.0, 1.0)
+            yield f"links.{level} with half the latency", _link(cluster, level, link, 1.0, 0.5)
+    if cluster.slow_nodes.ratio:
+        yield "no slow nodes", cluster.model_copy(update={"slow_nodes": SlowNodes()})
+
+
+def _chip(cluster: Cluster, *names: str) -> Cluster:
+    chip = cluster.accelerator
+    doubled = {name: 2 * value for name in names if (value := getattr(chip, name)) is not None}
+    return cluster.model_copy(update={"accelerator": chip.model_copy(update=doubled)})
+
+
+def _link(cluster: Cluster, level: str, link: Link, rate: float, latency: float) -> Cluster:
+    better = link.model_copy(
+        update={
+            "bytes_per_second": link.bytes_per_second * rate,
+            "latency_seconds": link.latency_seconds * latency,
+            "launch_seconds": link.launch_seconds * latency,
+        }
+    )
+    return cluster.model_copy(update={"links": cluster.links.model_copy(update={level: better})})

@@ -1,0 +1,119 @@
+"""The layouts next to one: a step in one dimension, everything else as it is, or as near as is legal."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from myriad.planner.space import Candidate, Choice, Plot, Problem, plots
+
+__all__ = ["neighbours"]
+
+_SWITCHES = ("tensor", "pipeline", "data", "optimizer")
+
+
+def neighbours(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """Each with what differs."""
+    every = {(plot.tp, plot.pp): plot for plot in plots(problem)}
+    home = every.get((candidate.layout.tp, candidate.layout.pp))
+    if home is None:
+        return
+    yield from _other_grids(every, home, candidate)
+    yield from _other_schedules(home, candidate)
+    yield from _other_sizes(home, candidate)
+    yield from _other_shards(home, candidate)
+    for again in problem.recomputes:
+        if again != candidate.choice.recompute:
+            yield f"recompute {again}", replace(candidate, choice=replace(candidate.choice, recompute=again))
+    yield from _other_overlaps(candidate)
+
+
+def _changed(candidate: Candidate, **values: object) -> Candidate:
+    return replace(candidate, layout=candidate.layout.model_copy(update=values))
+
+
+def _other_grids(
+    every: dict[tuple[int, int], Plot], home: Plot, candidate: Candidate
+) -> Iterator[tuple[str, Candidate]]:
+    tps = sorted({tp for tp, pp in every if pp == home.pp})
+    pps = sorted({pp for tp, pp in every if tp == home.tp})
+    for tp in _beside(tps, home.tp):
+        yield from _moved(every[tp, home.pp], candidate, f"tp {tp}")
+    for pp in _beside(pps, home.pp):
+        yield from _moved(every[home.tp, pp], candidate, f"pp {pp}")
+
+
+def _moved(plot: Plot, candidate: Candidate, what: str) -> Iterator[tuple[str, Candidate]]:
+    """The same schedule with as many stages in all, where there is one."""
+    layout = candidate.layout
+    stages = [v for name, v in plot.schedules if name == layout.schedule_name]
+    if plot.pp == 1 or layout.pp == 1:
+        stages = [1]
+    if not stages:
+        return
+    v = min(stages, key=lambda v: abs(v * plot.pp - layout.num_stages))
+    size = min(plot.micro_batches, key=lambda size: abs(size - layout.micro_batch))
+    name = layout.schedule_name if (layout.schedule_name, v) in plot.schedules else "1f1b"
+    zero, reduce = (layout.zero, layout.reduce) if plot.dp > 1 else (0, "last")
+    found = _changed(
+        candidate,
+        dp=plot.dp,
+        tp=plot.tp,
+        pp=plot.pp,
+        virtual_stages=v,
+        schedule=name,
+        micro_batch=size,
+        zero=zero,
+        reduce=reduce,
+    )
+    extra = f", {v} virtual stages" if v != layout.virtual_stages else ""
+    extra += f", micro-batch {size}" if size != layout.micro_batch else ""
+    yield f"{what}, dp {plot.dp}{extra}", found
+
+
+def _beside(values: list[int], value: int) -> list[int]:
+    place = values.index(value)
+    return values[max(0, place - 1) : place] + values[place + 1 : place + 2]
+
+
+def _other_schedules(home: Plot, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+    layout = candidate.layout
+    same = sorted(v for name, v in home.schedules if name == layout.schedule_name)
+    for v in _beside(same, layout.virtual_stages) if layout.virtual_stages in same else ():
+        yield f"virtual_stages {v}", _changed(candidate, virtual_stages=v)
+    for name in dict.fromkeys(name for name, _ in home.schedules):
+        if name == layout.schedule_name:
+            continue
+        stages = [v for other, v in home.schedules if other == name]
+        v = min(stages, key=lambda v: abs(v - layout.virtual_stages))
+        extra = f", {v} virtual stages" if v != layout.virtual_stages else ""
+        yield f"schedule {name}{extra}", _changed(candidate, schedule=name, virtual_stages=v)
+
+
+def _other_sizes(home: Plot, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+    sizes = sorted(home.micro_batches)
+    for size in _beside(sizes, candidate.layout.micro_batch):
+        yield f"micro_batch {size}", _changed(candidate, micro_batch=size)
+
+
+def _other_shards(home: Plot, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+    layout, shards = candidate.layout, list(home.shards)
+    own = (layout.zero, layout.reduce)
+    for zero, reduce in shards:
+        near = abs(zero - layout.zero) <= 1
+        if (zero, reduce) != own and near and (reduce == layout.reduce or zero == layout.zero):
+            yield f"zero {zero}, reduce {reduce}", _changed(candidate, zero=zero, reduce=reduce)
+
+
+def _other_overlaps(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+    layout, choice = candidate.layout, candidate.choice
+    matters = {
+        "tensor": layout.tp > 1,
+        "pipeline": layout.pp > 1,
+        "data": layout.dp > 1,
+        "optimizer": layout.dp > 1 and choice.overlap.data and layout.zero > 0,
+    }
+    for name in _SWITCHES:
+        if matters[name]:
+            value = not getattr(choice.overlap, name)
+            overlap = choice.overlap.model_copy(update={name: value})
+            what = f"overlap.{name} {'on' if value else 'off'}"
+            yield what, replace(candidate, choice=Choice(choice.recompute, overlap))

@@ -1,0 +1,117 @@
+"""What a person asks: the best layouts, a scaling curve, the fewest accelerators that are quick enough.
+
+A plan is the best of a search's first hundred by the simulator's word. On a curve, where many sizes are
+asked, it is the best of the first ten.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from myriad.errors import BadInputError
+from myriad.planner.rescore import Plan, Simulations, rescore
+from myriad.planner.search import Found, Objective, search
+from myriad.planner.space import Candidate, Problem, tensor_degrees
+from myriad.units import format_bytes
+
+__all__ = ["Answer", "answer", "best_of", "curve", "describe", "sizes_between"]
+
+_FEW = 10
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Plans by the objective, the best first."""
+
+    problem: Problem
+    found: Found
+    plans: tuple[Plan, ...]
+
+
+Progress = Callable[[str, int, int], None]
+"""Stage, done, in all."""
+
+
+def answer(
+    problem: Problem,
+    *,
+    objective: Objective = "time",
+    count: int = 100,
+    simulations: Simulations | None = None,
+    progress: Progress | None = None,
+) -> Answer:
+    """The best layouts. Raises `BadInputError` where there is none, or none fits."""
+    tell = progress or (lambda stage, done, total: None)
+    found = search(
+        problem,
+        count=count,
+        objective=objective,
+        progress=lambda done, total: tell("searched", done, total),
+    )
+    _refuse_nothing(problem, found)
+    done = iter(range(1, count + 1))
+    plans = rescore(
+        problem,
+        found.best,
+        simulations,
+        progress=lambda: tell("simulated", next(done), len(found.best)),
+    )
+    if objective == "memory":
+        plans.sort(key=lambda plan: (plan.candidate.memory_bytes, plan.seconds))
+    return Answer(problem, found, tuple(plans))
+
+
+def best_of(problem: Problem, simulations: Simulations) -> Plan | None:
+    """The quickest plan, with fewer layouts simulated; ``None`` where nothing fits."""
+    plans = rescore(problem, search(problem, count=_FEW).best, simulations)
+    return plans[0] if plans else None
+
+
+def _refuse_nothing(problem: Problem, found: Found) -> None:
+    world, model = problem.cluster.world, problem.model
+    if found.num_layouts == 0:
+        degrees = ", ".join(map(str, tensor_degrees(model)))
+        allowed = (
+            f"{world} accelerators have no layout: tp must be one of {degrees}, pp at most "
+            f"{model.layers + 2}, and {world} / (tp x pp) replicas must divide the batch"
+        )
+        raise BadInputError("train.global_batch", problem.global_batch, allowed)
+    if not found.best:
+        leanest, chip = found.front[0], problem.cluster.accelerator
+        missing = leanest.memory_bytes - chip.memory_bytes
+        allowed = (
+            f"nothing fits: of {found.num_layouts:,} layouts the leanest ({describe(leanest)}) needs "
+            f"{format_bytes(leanest.memory_bytes)} of the {format_bytes(chip.memory_bytes)} of {chip.name}"
+        )
+        lacks = f", {format_bytes(missing)} too much" if missing > 0 else ", too little room to be safe"
+        raise BadInputError("layout", f"on {world} accelerators", allowed + lacks)
+
+
+def describe(candidate: Candidate) -> str:
+    """A layout in few words."""
+    layout, choice = candidate.layout, candidate.choice
+    words = [f"dp {layout.dp}", f"tp {layout.tp}", f"pp {layout.pp}"]
+    if layout.virtual_stages > 1:
+        words.append(f"{layout.virtual_stages} virtual stages")
+    if layout.pp > 1:
+        words.append(layout.schedule_name)
+    words.append(f"micro-batch {layout.micro_batch}")
+    if layout.zero:
+        words.append(f"ZeRO {layout.zero}" + (" each" if layout.reduce == "each" else ""))
+    if choice.recompute != "none":
+        words.append(f"recompute {choice.recompute}")
+    return " ".join(words)
+
+
+def sizes_between(fewest: int, most: int, per_node: int, also: Iterable[int] = ()) -> list[int]:
+    """Powers of two and three times powers of two between two numbers of accelerators, whole nodes, with both
+    ends."""
+    steps = {factor * 2**power for factor in (1, 3) for power in range(40)}
+    inside = {size for size in {*steps, *also} if fewest < size < most}
+    whole = {size for size in inside if size <= per_node or size % per_node == 0}
+    return sorted({fewest, most, *whole})
+
+
+def curve(problems: Iterable[Problem], simulations: Simulations) -> Iterator[tuple[Problem, Plan | None]]:
+    """The best plan on each."""
+    for problem in problems:
+        yield problem, best_of(problem, simulations)

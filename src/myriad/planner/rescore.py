@@ -1,0 +1,107 @@
+"""The simulator's word on layouts that a search found, in a fraction of a second each.
+
+With many micro-batches an iteration has a steady part, in which one more costs the same as the last one:
+two short iterations are simulated, and the rest is a straight line. A pipeline of p ranks is steady from
+about 2 p micro-batches on, with the eager and zero-bubble schedules, which hold more in flight, from 3 or 4 p
+on; the lengths differ by p and leave the same rest divided by p, because interleaving goes in rounds.
+Programs of layouts that differ only in sizes are the same, and are made once.
+
+    T(m) = T(a) + (m - a) (T(b) - T(a)) / (b - a)        a = 2 p + m mod p,  b = a + p
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from myriad.errors import BadInputError
+from myriad.planner.costs import Costs
+from myriad.planner.simulator import program_of, simulate
+from myriad.planner.space import Candidate, Problem
+from myriad.program.actions import Program
+
+__all__ = ["Plan", "Simulations", "rescore"]
+
+_DEEP = {"eager-1f1b": 3, "zero-bubble": 3, "eager-zero-bubble": 4, "zero-bubble-v": 4}
+"""Micro-batches for each pipeline rank until an iteration is steady, where it is not 2."""
+_KEPT = 64
+"""Programs."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with the simulator's seconds."""
+
+    candidate: Candidate
+    seconds: float
+    mfu: float
+    """Of the peak of all accelerators."""
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """By time, the leaner of equals first."""
+        return round(self.seconds, 6), self.candidate.memory_bytes
+
+
+class Simulations:
+    """Makes each program once."""
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple[object, ...], Program] = {}
+
+    def seconds(self, costs: Costs) -> float:
+        """Of one iteration."""
+        layout, whole = costs.work.layout, costs.work.num_micro_batches
+        deep = _DEEP.get(layout.schedule_name, 2)
+        short = deep * layout.pp + whole % layout.pp
+        if whole % layout.pp and layout.virtual_stages > 1:
+            short += 2 * layout.pp  # rounds of unequal length: let there be several
+        longer = short + layout.pp
+        if whole <= longer:
+            return self._simulated(costs, whole)
+        first, second = self._simulated(costs, short), self._simulated(costs, longer)
+        return first + (whole - short) * (second - first) / layout.pp
+
+    def _simulated(self, costs: Costs, num_micro_batches: int) -> float:
+        return simulate(costs, program=self._program(costs, num_micro_batches), spans=False).seconds
+
+    def _program(self, costs: Costs, num_micro_batches: int) -> Program:
+        layout, overlap = costs.work.layout, costs.work.overlap
+        key = (
+            layout.schedule_name,
+            layout.pp,
+            layout.virtual_stages,
+            layout.zero,
+            layout.reduce,
+            layout.dp > 1,
+            costs.num_chunks,
+            num_micro_batches,
+            (overlap.pipeline, overlap.data, overlap.optimizer, overlap.receive_ahead),
+            (costs.work.model.tied, costs.work.practice.at_the_ends),
+        )
+        if key not in self._programs:
+            if len(self._programs) >= _KEPT:
+                self._programs.pop(next(iter(self._programs)))
+            self._programs[key] = program_of(costs, num_micro_batches)
+        return self._programs[key]
+
+
+def rescore(
+    problem: Problem,
+    candidates: Iterable[Candidate],
+    simulations: Simulations | None = None,
+    *,
+    progress: Callable[[], None] | None = None,
+) -> list[Plan]:
+    """Quickest first. ``progress`` is called after each."""
+    simulations = simulations or Simulations()
+    plans = []
+    for candidate in candidates:
+        work = candidate.work(problem)
+        try:
+            seconds = simulations.seconds(Costs(work, problem.cluster))
+        except BadInputError:
+            continue
+        peak = problem.cluster.accelerator.peak_flops_per_second * candidate.layout.world
+        plans.append(Plan(candidate, seconds, work.model_flops / (seconds * peak)))
+        if progress:
+            progress()
+    return sorted(plans, key=lambda plan: plan.key)
