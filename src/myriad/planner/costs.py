@@ -6,7 +6,7 @@ message                  of one activation or gradient to the next stage, each t
 clip, update             reading and writing gradients, master values and moments of this rank's part
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import groupby
@@ -17,9 +17,11 @@ from myriad.planner.cluster import Cluster
 from myriad.planner.collectives import Group, group_along, half_sum_seconds, message_seconds, sum_seconds
 from myriad.planner.layers import LayerTimes, Slice, block_times, embedding_times, head_times
 from myriad.planner.operators import stream_seconds
+from myriad.planner.parts import Parts
 from myriad.planner.work import Work
 from myriad.program.build import count_chunks
 from myriad.program.partition import cut_ranges, partition_layers
+from myriad.program.schedules import stage_owners
 
 __all__ = ["Costs", "StageCosts", "layer_parameters", "optimizer_bytes", "stage_layers"]
 
@@ -51,17 +53,24 @@ def optimizer_bytes(work: Work) -> float:
 class StageCosts:
     """Of one stage of the program (a chunk of a stage of the layout)."""
 
-    times: LayerTimes
+    parts: Parts
+    """Of one micro-batch, forward and backward."""
+    again: Parts
+    """What its backward computes once more."""
     parameters: float
     """Of one tensor-parallel rank."""
-    backward: float
-    """With what is computed again."""
     forward: float
     backward_input: float
+    """With what is computed again."""
     backward_weight: float
     gather: float
     reduce: float
     update: float
+
+    @property
+    def backward(self) -> float:
+        """Both halves."""
+        return self.backward_input + self.backward_weight
 
 
 class Costs:
@@ -117,17 +126,32 @@ class Costs:
         times = reduce(add, (self._times[kind].times(float(n)) for kind, n in counts.items()))
         every = layer_parameters(work.model)
         parameters = sum(every[layer] for layer in own) / work.layout.tp
-        again = {
-            "none": 0.0,
-            "selective": float(times.again_selective.total),
-            "full": float(times.forward.total)
-            - (float(self._times["head"].forward.total) if "head" in counts else 0.0),
-        }[work.recompute]
-        forward, inputs = float(times.forward.total), float(times.backward_input.total) + again
-        weights = float(times.backward_weight.total)
+        again = self._again(counts)
+        inputs = float(times.backward_input.total + again.total)
+        gather, reduced, update = self._data_parallel(parameters)
         return StageCosts(
-            times, parameters, inputs + weights, forward, inputs, weights, *self._data_parallel(parameters)
+            parts=times.forward + times.backward_input + times.backward_weight,
+            again=again,
+            parameters=parameters,
+            forward=float(times.forward.total),
+            backward_input=inputs,
+            backward_weight=float(times.backward_weight.total),
+            gather=gather,
+            reduce=reduced,
+            update=update,
         )
+
+    def _again(self, counts: Mapping[str, int]) -> Parts:
+        """What the backward of a stage computes once more: not the head, whose backward comes at once."""
+        if self.work.recompute == "none":
+            return Parts()
+        selective = self.work.recompute == "selective"
+        again = Parts()
+        for kind, count in counts.items():
+            times = self._times[kind]
+            one = times.again_selective if selective else times.forward
+            again = again + (Parts() if kind == "head" else one).times(float(count))
+        return again
 
     def _data_parallel(self, parameters: float) -> tuple[float, float, float]:
         work, group = self.work, self.data
@@ -138,6 +162,21 @@ class Costs:
         own = parameters / (dp if zero else 1)
         update = stream_seconds(self.cluster.accelerator, own * optimizer_bytes(work), 2.0)
         return float(gather), float(reduced), float(update)
+
+    @cached_property
+    def busiest_rank(self) -> tuple[Parts, Parts]:
+        """What the pipeline rank with most to compute does in one iteration, without waiting, and what it
+        computes once more."""
+        layout = self.work.layout
+        owners = stage_owners(layout.schedule_name, layout.pp, layout.virtual_stages)
+        ranks = [(Parts(), Parts()) for _ in range(layout.pp)]
+        for index, stage in enumerate(self.stages):
+            rank = owners[index // self.num_chunks]
+            parts, again = ranks[rank]
+            ranks[rank] = parts + stage.parts, again + stage.again
+        parts, again = max(ranks, key=lambda rank: float(rank[0].total + rank[1].total))
+        count = float(self.work.num_micro_batches)
+        return parts.times(count), again.times(count)
 
     def message(self, inside: bool) -> float:
         """One activation or gradient to the next stage."""

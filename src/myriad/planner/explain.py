@@ -13,7 +13,6 @@ from itertools import pairwise
 
 from myriad.planner.cluster import Cluster, Link, SlowNodes
 from myriad.planner.costs import Costs, StageCosts
-from myriad.planner.parts import Parts
 from myriad.planner.rescore import Plan, Simulations
 from myriad.planner.space import Candidate, Problem
 from myriad.planner.work import Work
@@ -73,10 +72,11 @@ def waterfall(problem: Problem, candidate: Candidate, simulations: Simulations) 
     steps = [
         simulations.seconds(_Without(work, cluster, *gone[:count]))
         for count in range(len(gone) + 1)
-        if count < 4 or not work.practice.ordered
+        if count < 4 or work.practice.host_seconds
     ]
     saved = [before - after for before, after in pairwise(steps)]
-    operators, again = _busiest(Costs(work, cluster))
+    operators, once_more = Costs(work, cluster).busiest_rank
+    again = float(once_more.total)
     compute = float(operators.total) + again
     slow = (cluster.expected_slowdown - 1) * compute
     values = (
@@ -90,31 +90,6 @@ def waterfall(problem: Problem, candidate: Candidate, simulations: Simulations) 
         sum(saved[3:]) + slow,
     )
     return dict(zip(PARTS, values, strict=True))
-
-
-def _busiest(costs: Costs) -> tuple[Parts, float]:
-    """Operators of the rank that computes longest, over all micro-batches, and what it computes again."""
-    layout, count = costs.work.layout, float(costs.work.num_micro_batches)
-    owners = _stage_owners(costs)
-    ranks: list[tuple[float, Parts, float]] = []
-    for rank in range(layout.pp):
-        own = [stage for stage, owner in zip(costs.stages, owners, strict=True) if owner == rank]
-        parts, again = Parts(), 0.0
-        for stage in own:
-            times = stage.times
-            parts = parts + times.forward + times.backward_input + times.backward_weight
-            again += stage.backward_input - float(times.backward_input.total)
-        ranks.append((float(parts.total) + again, parts, again))
-    _, parts, again = max(ranks, key=lambda one: one[0])
-    return parts.times(count), again * count
-
-
-def _stage_owners(costs: Costs) -> list[int]:
-    layout = costs.work.layout
-    stages = range(layout.num_stages)
-    turned = layout.schedule_name == "zero-bubble-v"
-    owners = [layout.num_stages - 1 - s if turned and s >= layout.pp else s % layout.pp for s in stages]
-    return [owner for owner in owners for _ in range(costs.num_chunks)]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from myriad.errors import BadInputError
 from myriad.program.actions import Action, Kind, Program
 from myriad.program.vee import vee, vee_stage_rank
 
-__all__ = ["SCHEDULES", "check_virtual_stages", "schedule"]
+__all__ = ["SCHEDULES", "check_virtual_stages", "schedule", "stage_owners"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,19 @@ def schedule(name: str, num_ranks: int, virtual_stages: int, num_micro_batches: 
     if num_micro_batches < 1:
         raise BadInputError("num_micro_batches", num_micro_batches, "at least 1")
     shape = _Shape(num_ranks, virtual_stages, num_micro_batches)
-    loop = tuple(stage % num_ranks for stage in range(num_ranks * virtual_stages))
     return Program(
         schedule=name,
         num_micro_batches=num_micro_batches,
-        stage_rank=vee_stage_rank(num_ranks) if name == _VEE else loop,
+        stage_rank=stage_owners(name, num_ranks, virtual_stages),
         ranks=tuple(tuple(SCHEDULES[name](shape, rank)) for rank in range(num_ranks)),
     )
+
+
+def stage_owners(name: str, num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    """The rank that each stage lives on."""
+    if name == _VEE:
+        return vee_stage_rank(num_ranks)
+    return tuple(stage % num_ranks for stage in range(num_ranks * virtual_stages))
 
 
 def check_virtual_stages(name: str, virtual_stages: int) -> None:

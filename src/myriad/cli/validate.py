@@ -1,0 +1,192 @@
+"""``myriad validate``: predictions beside published iteration times, table by table."""
+
+import json
+from collections.abc import Sequence
+from math import isnan
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from myriad.cli.files import check_picture, write_picture
+
+if TYPE_CHECKING:
+    from myriad.planner.published import Table
+    from myriad.planner.validation import Score, TableResult
+
+__all__ = ["register", "validate"]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command("validate")(validate)
+
+
+def validate(
+    tables: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TABLE.csv]...",
+            help="Files with the columns of one of the tables that come with Myriad.",
+        ),
+    ] = None,
+    rows: Annotated[bool, typer.Option("--rows", help="Also print every row.")] = False,
+    chart: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Draw predicted against published seconds."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Predict published iteration times and say how far off the predictions are.
+
+    Zero-shot: data sheets and the planner's constants, the same for every table.
+
+    Calibrated: four factors fitted to other rows of the same table, each row predicted by factors that have
+    not seen it; and with each model of the table left out.
+    """
+    if chart is not None:
+        check_picture("--chart", chart)
+    results = _predict(tables)
+    if chart is not None:
+        from myriad.cli.validation_chart import draw
+
+        write_picture("--chart", chart, draw(results))
+    if as_json:
+        typer.echo(json.dumps(_as_json(results)))
+    else:
+        _print(results, rows=rows)
+
+
+def _predict(names: list[str] | None) -> "list[TableResult]":
+    """With a progress bar where somebody looks on."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from myriad.planner.published import read_table, ready_tables
+    from myriad.planner.validation import predict_table
+    from myriad.recipes.cluster import load_cluster, scale_cluster
+
+    read: list[Table] = [
+        read_table(name, lambda cluster, gpus: scale_cluster(load_cluster(cluster), gpus))
+        for name in names or ready_tables()
+    ]
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("predicting", total=sum(len(table.rows) for table in read))
+        return [predict_table(table, lambda: progress.advance(bar)) for table in read]
+
+
+def _as_json(results: "Sequence[TableResult]") -> dict[str, Any]:
+    from myriad.planner.validation import intervals
+
+    tables = []
+    for result, (width, inside) in zip(results, intervals(results), strict=True):
+        tables.append(
+            {
+                "table": result.table.name,
+                "source": result.table.source,
+                "zero_shot": _score(result.zero_shot),
+                "calibrated": _score(result.calibrated),
+                "model_left_out": _score(result.left_out),
+                "factors": dict(zip(_FACTORS, result.factors, strict=True)),
+                "interval_ratio": width,
+                "interval_coverage_ratio": inside,
+                "rows": [_row(one) for one in result.rows],
+            }
+        )
+    return {"tables": tables}
+
+
+_FACTORS = ("matmul", "streams", "tensor", "rest")
+
+
+def _row(one: Any) -> dict[str, Any]:
+    layout = one.work.layout
+    return {
+        "row": one.row.name,
+        "published_seconds": one.row.seconds,
+        "predicted_seconds": one.seconds,
+        "error_ratio": one.error,
+        "published_mfu": one.row.mfu(one.row.seconds),
+        "predicted_mfu": one.row.mfu(one.seconds),
+        "open": {"micro_batch": layout.micro_batch, "virtual_stages": layout.virtual_stages}
+        if len(one.row.works) > 1
+        else {},
+    }
+
+
+def _score(score: "Score | None") -> dict[str, Any] | None:
+    if score is None:
+        return None
+    return {
+        "mean_error_ratio": score.mean,
+        "worst_error_ratio": score.worst,
+        "bias_ratio": score.bias,
+        "one_sided": score.is_one_sided,
+        "rank_correlation": score.rank_correlation,
+    }
+
+
+def _print(results: "Sequence[TableResult]", *, rows: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    from myriad.planner.validation import intervals
+
+    console = Console()
+    if rows:
+        for result in results:
+            console.print(_rows(result))
+    title = "Errors of predicted iteration times"
+    grid = Grid(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    grid.add_column("table", no_wrap=True)
+    for name in ("rows", "mean", "worst", "bias", "ranks", "fitted", "left out", "90 %", "held"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    for result, (width, inside) in zip(results, intervals(results), strict=True):
+        zero, alone = result.zero_shot, isnan(width)
+        grid.add_row(
+            result.table.title,
+            str(len(result.rows)),
+            f"{zero.mean:.1%}",
+            f"{zero.worst:.1%}",
+            f"{zero.bias:+.1%}" + ("!" if zero.is_one_sided else ""),
+            "" if zero.rank_correlation is None else f"{zero.rank_correlation:.2f}",
+            _mean(result.calibrated),
+            _mean(result.left_out),
+            "" if alone else f"±{width:.0%}",
+            "" if alone else f"{inside:.0%}",
+        )
+    console.print(grid)
+    console.print(_LEGEND, style="dim")
+
+
+_LEGEND = """\
+mean, worst, bias (! all of one sign): errors of the time, zero-shot.
+ranks: rank correlation. fitted: mean error with factors fitted to other rows;
+left out: to the rows of other models.
+90 %: interval from the other tables' errors; held: rows of this one within it."""
+
+
+def _mean(score: "Score | None") -> str:
+    return "" if score is None else f"{score.mean:.1%}"
+
+
+def _rows(result: "TableResult") -> Any:
+    from rich.table import Table as Grid
+
+    grid = Grid(title=f"{result.table.title} ({result.table.source})", title_justify="left")
+    for name in ("row", "published s", "predicted s", "error", "MFU", "predicted", "left open, chosen"):
+        grid.add_column(name, justify="left" if name.startswith(("row", "left")) else "right")
+    for one in result.rows:
+        layout, row = one.work.layout, one.row
+        chosen = f"micro-batch {layout.micro_batch}, {layout.virtual_stages} virtual stages"
+        grid.add_row(
+            row.name,
+            f"{row.seconds:.3f}",
+            f"{one.seconds:.3f}",
+            f"{one.error:+.1%}",
+            f"{row.mfu(row.seconds):.1%}",
+            f"{row.mfu(one.seconds):.1%}",
+            chosen if len(row.works) > 1 else "",
+        )
+    return grid
