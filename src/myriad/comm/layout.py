@@ -51,6 +51,10 @@ class Layout(Config):
     partition: str = "uniform"
     """Layers to stages: uniform, parameters, profile, type:REGEX (spread matching layers evenly),
     manual:B1,B2,..."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it: none nothing, selective the outputs of
+    norms and of the MLP's activation function, full all of a layer but its input. The result is the same to
+    the bit."""
 
     @property
     def world(self) -> int:

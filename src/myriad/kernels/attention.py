@@ -68,6 +68,8 @@ def attention(
     if runs_in_blocks(fused, window):
         return attention_in_blocks(fused, heads, window, turns)
     q, k, v = split_heads(fused, heads, turns)
+    if turns is not None and heads.num_heads == heads.num_kv_heads:
+        v = v.contiguous()  # kept for the backward: a view would keep queries and keys as they were as well
     return _library_attention(q, k, v, window).flatten(2)
 
 

@@ -179,14 +179,16 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.Tensor:
-        ctx.grad_x, ctx.grad_weight, ctx.weight = job.grad_x, job.grad_weight, weight
+        ctx.save_for_backward(job.grad_x, job.grad_weight)
+        ctx.weight = weight
         return job.loss
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (scale,) = grads
-        grad_x = ctx.grad_x * scale.to(ctx.grad_x.dtype) if ctx.grad_x is not None else None
-        grad_weight, sink = ctx.grad_weight, sink_of(ctx.weight)
+        grad_x, grad_weight = ctx.saved_tensors
+        grad_x = grad_x * scale.to(grad_x.dtype) if grad_x is not None else None
+        sink = sink_of(ctx.weight)
         if grad_weight is not None and sink is not None:
             sink.total.addcmul_(grad_weight, scale)
             grad_weight = None

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from myriad.kernels.gradient import DeferredProduct, sink_of
+from myriad.kernels.remade import Remade
 
 __all__ = ["Linear", "linear"]
 
@@ -20,24 +21,30 @@ Later = list[DeferredProduct] | None
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: Later
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        later: Later,
+        remade: Remade | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.later = weight, later
+        if remade is None:
+            ctx.save_for_backward(x)
+        ctx.weight, ctx.later, ctx.remade, ctx.shape = weight, later, remade, x.shape
         ctx.has_bias = bias is not None
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_output,) = grads
-        (x,) = ctx.saved_tensors
         weight: torch.Tensor = ctx.weight
-        grad_rows, rows = grad_output.flatten(0, -2), x.flatten(0, -2)
-        grad_x = (grad_rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_rows = grad_output.flatten(0, -2)
+        grad_x = (grad_rows @ weight).view(ctx.shape) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = weight_gradient(weight, grad_rows, rows, ctx.later)
-        return grad_x, grad_weight, grad_rows.sum(0) if ctx.has_bias else None, None
+            x = ctx.saved_tensors[0] if ctx.remade is None else ctx.remade.take()
+            grad_weight = weight_gradient(weight, grad_rows, x.flatten(0, -2), ctx.later)
+        return grad_x, grad_weight, grad_rows.sum(0) if ctx.has_bias else None, None, None
 
 
 def weight_gradient(
@@ -56,11 +63,16 @@ def weight_gradient(
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, later: Later = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    later: Later = None,
+    remade: Remade | None = None,
 ) -> torch.Tensor:
     """``x weight^T + bias``: ``[..., I]`` and ``[O, I]`` to ``[..., O]``. With ``later``, the weight's
-    product is put there by the backward, for the caller to apply before it ends."""
-    y: torch.Tensor = _Linear.apply(x, weight, bias, later)
+    product is put there by the backward, for the caller to apply before it ends. With ``remade``, the
+    backward takes ``x`` from there, and it is not kept."""
+    y: torch.Tensor = _Linear.apply(x, weight, bias, later, remade)
     return y
 
 
@@ -73,5 +85,5 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias, self.later)
+    def forward(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
+        return linear(x, self.weight, self.bias, self.later, remade)

@@ -59,6 +59,9 @@ class Boundary:
     later: list[DeferredProduct] | None = None
     """Where the backward of a linear may put its weight's product, to be computed while a gradient travels;
     ``None``: nowhere."""
+    remakes: bool = False
+    """Outputs of norms and activation functions are made again in the backward instead of being kept
+    (``layout.recompute = "selective"``)."""
 
     def start_enter(self, x: torch.Tensor) -> Arriving:
         """``[B, S/size, H]`` to ``[B, S, H]``; differentiable."""

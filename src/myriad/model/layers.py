@@ -23,6 +23,7 @@ from myriad.kernels.gradient import DeferredProduct
 from myriad.kernels.linear import Linear, linear
 from myriad.kernels.norm import LayerNorm, RMSNorm
 from myriad.kernels.random import dropout, key_of
+from myriad.kernels.remade import Remade
 from myriad.kernels.rotary import rotary_turns
 from myriad.model.boundary import Boundary
 from myriad.model.cache import KeyValueCache
@@ -116,8 +117,8 @@ class Projection(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.query_rows + 2 * self.key_rows, config.hidden))
         self.bias = nn.Parameter(torch.empty(self.query_rows + self.key_rows)) if config.bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self._bias_of_all_rows(), self.later)
+    def forward(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
+        return linear(x, self.weight, self._bias_of_all_rows(), self.later, remade)
 
     def _bias_of_all_rows(self) -> torch.Tensor | None:
         if self.bias is None:
@@ -165,19 +166,21 @@ class MLP(nn.Module):
         width = config.ffn_width // boundary.size
         up_rows = 2 * width if config.activation == "swiglu" else width
         self.activation, self.later = ACTIVATIONS[config.activation], boundary.later
+        self.remakes = boundary.remakes
         self.up = Linear(config.hidden, up_rows, bias=config.bias, later=boundary.later)
         self.down = Linear(width, config.hidden, bias=config.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.inner(x))
+    def forward(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
+        return self.out(*self.inner(x, remade))
 
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, S, H]`` to this rank's part of the inner width."""
-        return self.activation(self.up(x))
+    def inner(self, x: torch.Tensor, remade: Remade | None = None) -> tuple[torch.Tensor, Remade | None]:
+        """``[B, S, H]`` to this rank's part of the inner width, and where it comes from in the backward."""
+        up = self.up(x, remade)
+        return self.activation(up), Remade(self.activation, up) if self.remakes else None
 
-    def out(self, inner: torch.Tensor) -> torch.Tensor:
+    def out(self, inner: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
         """That to the partial sum."""
-        return linear(inner, self.down.weight, later=self.later)
+        return linear(inner, self.down.weight, later=self.later, remade=remade)
 
 
 _Mix = Callable[[torch.Tensor], torch.Tensor]
@@ -208,37 +211,45 @@ class Block(SteppedLayer):
         """The stretches between two yields should take about the same time: a gather or a reduce-scatter of
         another part travels behind each."""
         arriving = self.boundary.start_enter(self.norm1(x))
+        remade = self._remade(self.norm1, x, 1 if self.norm2 else 2)
         yield None
         if self.norm2 is None:
-            out = yield from self._side_by_side(arriving.wait(), mix)
+            out = yield from self._side_by_side(arriving.wait(), remade, mix)
             out = _add_biases(out, self.attention.output.bias, self.mlp.down.bias)
             return x + self.dropout1(out, context, training=self.training)
-        out = yield from self._attend(arriving.wait(), mix)
+        out = yield from self._attend(arriving.wait(), remade, mix)
         out = _add_biases(out, self.attention.output.bias)
         x = x + self.dropout1(out, context, training=self.training)
         arriving = self.boundary.start_enter(self.norm2(x))
+        remade = self._remade(self.norm2, x)
         yield None
-        inner = self.mlp.inner(arriving.wait())
+        inner = self.mlp.inner(arriving.wait(), remade)
         yield None
-        arriving = self.boundary.start_leave(self.mlp.out(inner))
+        arriving = self.boundary.start_leave(self.mlp.out(*inner))
         yield None
         out = _add_biases(arriving.wait(), self.mlp.down.bias)
         return x + self.dropout2(out, context, training=self.training)
 
-    def _attend(self, x: torch.Tensor, mix: _Mix) -> Steps:
-        whole = Whole(mix, self.attention.qkv(x))
+    def _remade(self, norm: nn.Module, x: torch.Tensor, num_takers: int = 1) -> Remade | None:
+        """What enters, for the backward, where it is not kept: tensor-parallel ranks gather it again."""
+        if not self.boundary.remakes:
+            return None
+        return Remade(lambda source: self.boundary.start_enter(norm(source)).wait(), x, num_takers)
+
+    def _attend(self, x: torch.Tensor, remade: Remade | None, mix: _Mix) -> Steps:
+        whole = Whole(mix, self.attention.qkv(x, remade))
         yield None
         yield whole
         arriving = self.boundary.start_leave(self.attention.out(whole.result))
         yield None
         return arriving.wait()
 
-    def _side_by_side(self, x: torch.Tensor, mix: _Mix) -> Steps:
-        whole = Whole(mix, self.attention.qkv(x))
+    def _side_by_side(self, x: torch.Tensor, remade: Remade | None, mix: _Mix) -> Steps:
+        whole = Whole(mix, self.attention.qkv(x, remade))
         yield whole
         out = self.attention.out(whole.result)
         yield None
-        arriving = self.boundary.start_leave(out + self.mlp(x))
+        arriving = self.boundary.start_leave(out + self.mlp(x, remade))
         yield None
         return arriving.wait()
 

@@ -336,6 +336,7 @@ def _make_boundary(groups: Groups, overlap: OverlapConfig, recorder: Recorder) -
         recorder,
         chunks=overlap.tensor_chunks if overlap.tensor else 1,
         message_bytes=overlap.tensor_message,
+        remakes=groups.grid.layout.recompute == "selective",
     )
 
 

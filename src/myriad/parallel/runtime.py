@@ -5,7 +5,7 @@ one of four places, each keyed as the program names things:
 
     inbox      activations and gradients that arrived (or were made by the neighbouring stage on this rank)
     posted     receives under way
-    saved      (input, output) of a forward whose backward is to come
+    saved      what is kept of a forward whose backward is to come (`myriad.parallel.recompute`)
     deferred   weight-gradient products whose weight part is to come (zero-bubble)
 """
 
@@ -23,6 +23,7 @@ from myriad.model.definition import Context
 from myriad.model.interleave import run_layers
 from myriad.parallel.chunk import Chunk
 from myriad.parallel.pieces import Pieces, Stage
+from myriad.parallel.recompute import Segment, differentiate, next_is_backward, run_in_segments
 from myriad.program.actions import Action, Kind, Payload, Transfer
 from myriad.telemetry.spans import Recorder
 
@@ -73,6 +74,8 @@ class Plan:
     actions: Sequence[Action]
     tied_starts: int
     tied_ends: int
+    turns: Collection[tuple[int, int]] = ()
+    """(stage, micro-batch) of forwards whose backward the rank does next."""
 
     @staticmethod
     def of(actions: Sequence[Action], tied_stages: Collection[int]) -> "Plan":
@@ -82,13 +85,15 @@ class Plan:
             found = (i for i, a in enumerate(actions) if a.kind in kinds and a.stage in tied_stages)
             return max(found, default=-1)
 
-        return Plan(actions, last(Kind.REDUCE, Kind.START_REDUCE), last(Kind.REDUCE, Kind.AWAIT_REDUCE))
+        starts, ends = last(Kind.REDUCE, Kind.START_REDUCE), last(Kind.REDUCE, Kind.AWAIT_REDUCE)
+        return Plan(actions, starts, ends, next_is_backward(actions))
 
 
 @dataclass
 class _Iteration:
     """What one run of a program holds."""
 
+    plan: Plan
     load: Callable[[], Batch]
     finisher: Finisher | None
     loss_scale: float
@@ -97,7 +102,7 @@ class _Iteration:
     inbox: dict[_Key, torch.Tensor] = field(default_factory=dict)
     posted: dict[_Key, Posted] = field(default_factory=dict)
     sent: list[Posted] = field(default_factory=list)
-    saved: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    saved: dict[tuple[int, int], list[Segment]] = field(default_factory=dict)
     deferred: dict[tuple[int, int], list[DeferredProduct]] = field(default_factory=dict)
 
     @property
@@ -167,7 +172,7 @@ class Runtime:
     ) -> torch.Tensor:
         """Does every action. ``load`` is called at LOAD; without a ``finisher`` nothing is differentiated.
         Gives this rank's sum of losses: float32, 0 where the last stage is elsewhere."""
-        now = _Iteration(load, finisher, loss_scale, torch.zeros((), device=self._device))
+        now = _Iteration(plan, load, finisher, loss_scale, torch.zeros((), device=self._device))
         for stage in self._pieces.stages.values():
             for layer in stage.layers.values():
                 layer.train(now.training)
@@ -260,31 +265,41 @@ class Runtime:
         else:
             entering = now.inbox.pop((Payload.ACTIVATION, stage - 1, micro_batch)).detach()
             entering.requires_grad_(now.training)
-        context = self._context(micro_batch, now)
-        with torch.set_grad_enabled(now.training):
-            x = run_layers(self._stage(action).layers.values(), entering, context)
+        x = self._through_layers(action, entering, now)
         if stage == len(self._stage_rank) - 1:
             now.loss_sum += x.detach()
         else:
             now.inbox[Payload.ACTIVATION, stage, micro_batch] = x.detach()
+
+    def _through_layers(self, action: Action, entering: torch.Tensor, now: _Iteration) -> torch.Tensor:
+        """The stage's output; what its backward needs is saved."""
+        layers, key = list(self._stage(action).layers.values()), (action.stage, action.micro_batch)
+        context = self._context(action.micro_batch, now)
+        if now.training and self._groups.grid.layout.recompute == "full":
+            segments, x = run_in_segments(layers, entering, context, keep_last=key in now.plan.turns)
+        else:
+            with torch.set_grad_enabled(now.training):
+                x = run_layers(layers, entering, context)
+            segments = [Segment(layers, entering, x)]
         if now.training:
-            now.saved[stage, micro_batch] = (entering, x)
+            now.saved[key] = segments
+        return x
 
     def _backward(self, action: Action, now: _Iteration) -> None:
         stage, micro_batch = action.stage, action.micro_batch
         for chunk in self._stage(action).chunks:
             chunk.start_gradients()
-        entered, left = now.saved.pop((stage, micro_batch))
+        segments = now.saved.pop((stage, micro_batch))
         if stage == len(self._stage_rank) - 1:
-            gradient = torch.full_like(left, now.loss_scale)
+            gradient = torch.full_like(now.loss_sum, now.loss_scale)
         else:
             gradient = now.inbox.pop((Payload.GRADIENT, stage + 1, micro_batch))
-        torch.autograd.backward(left, gradient)
+        entering = differentiate(segments, gradient, self._context(micro_batch, now))
         if self._boundary.later is not None:
             apply_deferred(self._boundary.later)
         if stage > 0:
-            assert entered.grad is not None
-            now.inbox[Payload.GRADIENT, stage, micro_batch] = entered.grad
+            assert entering is not None
+            now.inbox[Payload.GRADIENT, stage, micro_batch] = entering
 
     def _backward_input(self, action: Action, now: _Iteration) -> None:
         products: list[DeferredProduct] = []

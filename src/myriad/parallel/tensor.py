@@ -39,9 +39,10 @@ class GroupBoundary(Boundary):
         *,
         chunks: int = 1,
         message_bytes: int = 1,
+        remakes: bool = False,
     ) -> None:
         self.group, self.rank, self.size, self.recorder = group, rank, size, recorder
-        self.chunks, self.message_bytes = chunks, message_bytes
+        self.chunks, self.message_bytes, self.remakes = chunks, message_bytes, remakes
         self.later: list[DeferredProduct] | None = [] if chunks > 1 and size > 1 else None
 
     def start_enter(self, x: torch.Tensor) -> Arriving:

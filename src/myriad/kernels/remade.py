@@ -1,0 +1,36 @@
+"""Tensors that the backward makes again instead of keeping them: cheap to compute, large to keep.
+
+    kept       source --function--> x --product--> y      source and x, for the two backwards
+    remade     source --function--> x --product--> y      source; the product's backward makes x again
+
+The function's own backward needs the source in any case, so nothing is kept in place of x. Function and
+source are those of the forward, hence the bits of x.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["Remade"]
+
+
+class Remade:
+    """``function(source)``, made when the first of ``num_takers`` products asks for it in the backward and
+    given up with the last."""
+
+    def __init__(
+        self, function: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor, num_takers: int = 1
+    ) -> None:
+        self._function, self._source = function, source.detach()
+        self._num_takers, self._num_taken = num_takers, 0
+        self._made: torch.Tensor | None = None
+
+    def take(self) -> torch.Tensor:
+        """The tensor; once for each taker."""
+        made = self._made
+        if made is None:
+            with torch.no_grad():
+                made = self._function(self._source)
+        self._num_taken = (self._num_taken + 1) % self._num_takers
+        self._made = made if self._num_taken else None
+        return made

@@ -1,0 +1,123 @@
+"""What a rank keeps of a stage's forward pass, and the backward pass from that.
+
+A forward pass is a list of segments. Without recomputation the stage is one segment, with its graph. With
+``layout.recompute = "full"`` each layer is one, of which only the input is kept (Chen et al., arXiv
+1604.06174; Korthikanti et al., arXiv 2205.05198, section 5); its graph is made again when it is needed:
+
+    forward     x0 -> layer 0 -> x1 -> layer 1 -> x2         x0 and x1 kept, no graph
+    backward    layer 1 again on x1, its gradients; then layer 0 again on x0, its gradients
+
+The last layer of a stage whose backward is what the rank computes next keeps its graph: nothing else is held
+at that moment, and the loss is not computed twice.
+
+A layer run again gives the same bits: Myriad's own dropout depends on sample and place alone, and torch's
+generators, of which a user's layers may draw, are set back meanwhile.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from myriad.model.definition import Context
+from myriad.model.interleave import run_layers
+from myriad.program.actions import Action, Kind
+
+__all__ = ["Segment", "differentiate", "next_is_backward", "run_in_segments"]
+
+_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive layers, as far as their forward pass is kept."""
+
+    layers: Sequence[nn.Module]
+    entered: torch.Tensor
+    left: torch.Tensor | None = None
+    """The output with its graph; ``None``: to be made again."""
+    random_state: Sequence[torch.Tensor] | None = None
+    """Of torch's generators before the layers; ``None``: they draw nothing from them."""
+
+    def output(self, context: Context) -> torch.Tensor:
+        """The output with its graph."""
+        if self.left is not None:
+            return self.left
+        with torch.enable_grad(), _random_numbers_of(self.random_state, self.entered.device):
+            return run_layers(self.layers, self.entered, context)
+
+
+def next_is_backward(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
+    """(stage, micro-batch) of the forwards after which the rank does the same one's backward, weight parts of
+    others aside."""
+    computes = [action for action in actions if action.kind in (Kind.FORWARD, *_BACKWARDS)]
+    return frozenset(
+        (first.stage, first.micro_batch)
+        for first, then in pairwise(computes)
+        if first.kind is Kind.FORWARD
+        and then.kind in _BACKWARDS
+        and (first.stage, first.micro_batch) == (then.stage, then.micro_batch)
+    )
+
+
+def run_in_segments(
+    layers: Sequence[nn.Module], x: torch.Tensor, context: Context, *, keep_last: bool
+) -> tuple[list[Segment], torch.Tensor]:
+    """One segment for each layer, and the output; ``keep_last``: the last one's graph is kept."""
+    segments: list[Segment] = []
+    for index, layer in enumerate(layers):
+        if index > 0:
+            x = x.detach().requires_grad_(x.is_floating_point())
+        if keep_last and index == len(layers) - 1:
+            entered, x = x, run_layers([layer], x, context)
+            segments.append(Segment([layer], entered, x))
+        else:
+            before = _random_state(x.device)
+            entered = x
+            with torch.no_grad():
+                x = run_layers([layer], entered, context)
+            drew = any(not torch.equal(a, b) for a, b in zip(before, _random_state(x.device), strict=True))
+            segments.append(Segment([layer], entered, None, before if drew else None))
+    return segments, x
+
+
+def differentiate(segments: list[Segment], gradient: torch.Tensor, context: Context) -> torch.Tensor | None:
+    """The backward pass, last segment first, each given up when it is done: ``gradient`` of the output to
+    that of the input; ``None`` where a layer asks for none."""
+    last = segments.pop()
+    torch.autograd.backward(last.output(context), gradient)
+    entering = last.entered.grad
+    del last
+    while segments and entering is not None:
+        entering = _differentiate_one(segments.pop(), entering, context)
+    return entering
+
+
+def _differentiate_one(segment: Segment, gradient: torch.Tensor, context: Context) -> torch.Tensor | None:
+    output = segment.output(context)
+    if output.requires_grad:
+        torch.autograd.backward(output, gradient)
+    return segment.entered.grad
+
+
+def _random_state(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.random.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+@contextmanager
+def _random_numbers_of(states: Sequence[torch.Tensor] | None, device: torch.device) -> Iterator[None]:
+    """torch's generators as they were, and afterwards as they are now."""
+    if states is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.random.set_rng_state(states[0])
+        for state in states[1:]:
+            torch.cuda.set_rng_state(state, device)
+        yield
