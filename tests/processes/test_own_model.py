@@ -167,6 +167,7 @@ def test_a_loss_that_is_not_a_number_stops_every_rank_with_step_tensor_and_rank(
         (Layout(micro_batch=5), 64, "global_batch"),
         (Layout(virtual_stages=7), 64, "layout.pp x layout.virtual_stages"),
         (Layout(partition="evenly"), 64, "layout.partition"),
+        (Layout(recompute="selective"), 64, "layout.recompute"),
         (Layout(dp=2), 64, "WORLD_SIZE"),
     ],
     ids=str,

@@ -86,11 +86,8 @@ def run_in_segments(
 
 def differentiate(segments: list[Segment], gradient: torch.Tensor, context: Context) -> torch.Tensor | None:
     """The backward pass, last segment first, each given up when it is done: ``gradient`` of the output to
-    that of the input; ``None`` where a layer asks for none."""
-    last = segments.pop()
-    torch.autograd.backward(last.output(context), gradient)
-    entering = last.entered.grad
-    del last
+    that of the input; ``None`` where a layer asks for none (the first ones, without parameters)."""
+    entering: torch.Tensor | None = gradient
     while segments and entering is not None:
         entering = _differentiate_one(segments.pop(), entering, context)
     return entering
@@ -98,7 +95,7 @@ def differentiate(segments: list[Segment], gradient: torch.Tensor, context: Cont
 
 def _differentiate_one(segment: Segment, gradient: torch.Tensor, context: Context) -> torch.Tensor | None:
     output = segment.output(context)
-    if output.requires_grad:
+    if output.requires_grad or output.ndim == 0:  # of a loss without a gradient autograd says so
         torch.autograd.backward(output, gradient)
     return segment.entered.grad
 

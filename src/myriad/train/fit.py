@@ -14,7 +14,9 @@ from myriad.comm.config import CommConfig
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout, check_layout
 from myriad.errors import BadInputError
+from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
+from myriad.model.layers import Block
 from myriad.optim.config import OptimizerConfig, Precision
 from myriad.optim.precision import resolve_precision
 from myriad.optim.schedule import learning_rate
@@ -50,6 +52,7 @@ def fit(
     do not fit.
     """
     check_layout(layout)
+    _check_recompute(definition, layout)
     unit = layout.dp * layout.micro_batch
     if global_batch % unit:
         raise BadInputError("global_batch", global_batch, f"must be a multiple of dp x micro_batch = {unit}")
@@ -85,6 +88,17 @@ def fit(
         engine.close()
     finally:
         close_world()
+
+
+def _check_recompute(definition: Definition, layout: Layout) -> None:
+    """Only blocks of Myriad's own know which of their tensors are cheap to make again."""
+    if layout.recompute != "selective":
+        return
+    with torch.device("meta"):
+        layers = [definition.build(index, Boundary()) for index in range(len(definition.names))]
+    if not any(isinstance(layer, Block) for layer in layers):
+        allowed = "none or full: selective is for models with Myriad's own blocks"
+        raise BadInputError("layout.recompute", layout.recompute, allowed)
 
 
 def _load(

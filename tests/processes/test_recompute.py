@@ -1,0 +1,244 @@
+"""If these break: what the backward computes again is not what the forward computed, or keeps as much memory
+as before."""
+
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity_case import TINY, Case, batch_of_rank, make_engine, run_case
+from ranks import run_ranks
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from myriad.comm.groups import close_world, open_world
+from myriad.comm.layout import Layout
+from myriad.model.activations import kept_bytes_per_micro_batch, kept_bytes_per_token
+from myriad.model.config import ModelConfig
+from myriad.optim.config import OptimizerConfig
+from myriad.parallel.custom import Layer, LayerList
+from myriad.parallel.runtime import Batch
+from myriad.parallel.tensor import GroupBoundary
+from myriad.telemetry.spans import Recorder
+from myriad.train.fit import fit
+
+MODELS: dict[str, dict[str, Any]] = {
+    "serial": {},
+    "parallel-window": {
+        "block": "parallel",
+        "window": 6,
+        "window_pattern": (True, False),
+        "kv_heads": 2,
+        "activation": "swiglu",
+        "tied": False,
+    },
+    "gpt2": {"norm": "layer", "bias": True, "position": "learned", "dropout": 0.1, "layers": 5},
+    "relu2": {"activation": "relu2", "dropout": 0.2},
+}
+TURNS = {"tensor": True, "tensor_chunks": 2}
+
+Bits = tuple[list[tuple[float, float]], dict[str, np.ndarray]]
+
+
+def load_benchmark() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "activations.py"
+    spec = importlib.util.spec_from_file_location("activations_benchmark", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["activations_benchmark"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+BENCHMARK: Any = load_benchmark()
+
+
+def train(case: Case) -> Bits:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(case.world, run_case, case, Path(folder))[0]
+
+
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("serial", {"micro_batch": 4}, {}),
+    ("gpt2", {"zero": 3, "virtual_stages": 3}, {}),
+    ("relu2", {"dp": 2, "zero": 2, "reduce": "each"}, {}),
+    ("gpt2", {"pp": 2, "schedule": "gpipe"}, {}),
+    ("gpt2", {"tp": 2, "micro_batch": 4}, TURNS),
+    ("serial", {"tp": 2, "micro_batch": 1}, TURNS),
+    ("parallel-window", {"tp": 2, "micro_batch": 4}, {"tensor": False}),
+    ("parallel-window", {"tp": 2, "micro_batch": 1}, TURNS),
+    ("serial", {"pp": 3, "virtual_stages": 2, "schedule": "zero-bubble-v"}, {}),
+    ("gpt2", {"pp": 2, "tp": 2, "schedule": "zero-bubble", "micro_batch": 2}, TURNS),
+    ("relu2", {"pp": 2, "dp": 2, "virtual_stages": 2, "micro_batch": 2, "zero": 3}, {}),
+    ("serial", {"dp": 4, "zero": 1}, {"chunks": 3}),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "overlap"), CASES, ids=str)
+def test_what_is_computed_again_has_the_same_bits(
+    model: str, layout: dict[str, Any], overlap: dict[str, Any]
+) -> None:
+    def with_mode(mode: str) -> Bits:
+        return train(Case(layout=layout | {"recompute": mode}, model=MODELS[model], overlap=overlap, steps=3))
+
+    losses, parameters = with_mode("none")
+    for mode in ("selective", "full"):
+        again, same = with_mode(mode)
+        assert losses == again, mode
+        for name, values in parameters.items():
+            np.testing.assert_array_equal(values, same[name], err_msg=f"{mode}: {name}")
+
+
+def test_in_bfloat16_too() -> None:
+    layout, model = {"tp": 2, "pp": 2, "micro_batch": 2}, MODELS["gpt2"]
+    modes = [
+        train(Case(layout=layout | {"recompute": mode}, model=model, dtype=torch.bfloat16, steps=3))[0]
+        for mode in ("none", "selective", "full")
+    ]
+    assert modes[0] == modes[1] == modes[2]
+
+
+class Live(TorchDispatchMode):
+    """Knows the storages that operators made, and which of them are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if torch.is_tensor(x) and x.untyped_storage()._cdata not in given:
+                storage = x.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def num_bytes(self) -> int:
+        return sum(size for reference, size in self.made.values() if not reference.expired())
+
+
+class AfterForward(Recorder):
+    """The most that was live at the end of a forward."""
+
+    def __init__(self, live: Live) -> None:
+        super().__init__()
+        self.live, self.most = live, 0
+
+    @contextmanager
+    def span(self, name: str, stage: int = -1, micro_batch: int = -1) -> Iterator[None]:
+        yield
+        if name == "forward":
+            self.most = max(self.most, self.live.num_bytes())
+
+
+def kept_after_forwards(case: Case) -> int:
+    """Bytes that one step made and still had after a forward, at most."""
+    live = Live()
+    recorder = AfterForward(live)
+    engine = make_engine(case, recorder)
+    batch = batch_of_rank(case, engine, 0)
+    engine.train_step(lambda: batch, 1e-3, batch.targets.numel())
+    recorder.most = 0
+    with live:
+        engine.train_step(lambda: batch, 1e-3, batch.targets.numel())
+    close_world()
+    return recorder.most
+
+
+@pytest.mark.parametrize(("schedule", "in_flight"), [("gpipe", 2), ("1f1b", 1)])
+def test_a_rank_keeps_what_the_formula_says(schedule: str, in_flight: int) -> None:
+    keys: dict[str, Any] = {"hidden": 128, "sequence": 64, "layers": 6}
+    model = ModelConfig(**(TINY | keys))
+    kinds = ("embedding", *["block"] * 6, "head")
+    found: dict[str, int] = {}
+    for mode in ("none", "selective", "full"):
+        layout = {"micro_batch": 4, "schedule": schedule, "recompute": mode}
+        found[mode] = run_ranks(1, kept_after_forwards, Case(layout=layout, model=keys))[0]
+        expected = 0.0
+        for index, kind in enumerate(kinds):
+            # the backward of the last forward comes next: its head is kept
+            its_mode = "none" if kind == "head" and schedule == "1f1b" else mode
+            arguments: Any = {"bytes_per_value": 4, "recompute": its_mode, "softmax_block": 64}
+            per_token = kept_bytes_per_token(model, kind, index - 1, **arguments)  # type: ignore[arg-type]
+            fixed = kept_bytes_per_micro_batch(model, kind, index - 1, **arguments)  # type: ignore[arg-type]
+            expected += in_flight * (4 * 64 * per_token + fixed)
+        assert found[mode] == pytest.approx(expected, rel=0.01), mode
+    assert found["selective"] < 0.75 * found["none"]
+    assert found["full"] < 0.2 * found["none"]
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"activation": "swiglu", "dropout": 0.1},
+    {"block": "parallel", "kv_heads": 2, "activation": "relu2", "dropout": 0.1},
+    {"norm": "layer", "bias": True, "position": "learned"},
+    {"position": "none", "kv_heads": 2},
+    {"window": 64},
+    {"window": 100, "kv_heads": 2},
+    {"sequence": 512, "window": 200, "heads": 2},
+    {"sequence": 256, "kv_heads": 2},
+    {"sequence": 256, "window": 100, "dropout": 0.1},
+]
+"""Library's attention and blocks, in causal, windowed and masked form."""
+
+
+def measured_and_formula(tp: int) -> list[tuple[str, float, float]]:
+    """One rank's side: what was measured, bytes kept, bytes by the formula."""
+    groups = open_world(Layout(tp=tp), torch.device("cpu"))
+    boundary = GroupBoundary(groups.along("tp"), groups.grid.index("tp"), tp, Recorder())
+    base = {"layers": 1, "hidden": 64, "heads": 4, "sequence": 640, "vocabulary": 300}
+    found = []
+    for keys, index, dtype, mode in product(SHAPES, range(3), BENCHMARK.DTYPES, BENCHMARK.MODES):
+        model = ModelConfig(**(base | keys))
+        kept = BENCHMARK.measure(model, index, boundary, dtype, mode)
+        name = f"{keys} layer {index} {dtype} {mode}"
+        found.append((name, kept, BENCHMARK.formula(model, index, tp, dtype, mode)))
+    close_world()
+    return found
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_layer_keeps_to_the_byte_what_the_formula_says(tp: int) -> None:
+    for name, kept, expected in run_ranks(tp, measured_and_formula, tp)[0]:
+        assert kept == expected, name
+
+
+class Noisy(nn.Module):
+    """Draws from torch's own generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.dropout = nn.Linear(16, 16), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.mix(x)).tanh()
+
+
+def random_batch(step: int, rows: range) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(64, 16, generator=generator)[rows.start : rows.stop]
+    return Batch(inputs, inputs.roll(1, 1), torch.arange(rows.start, rows.stop))
+
+
+def own_losses(layout: Layout) -> list[tuple[float, float]]:
+    layers = [Layer("bare", nn.Tanh), *(Layer(f"noisy.{i}", Noisy) for i in range(4))]
+    model = LayerList(layers, lambda output, targets: (output - targets).square().sum())
+    torch.manual_seed(5)
+    found = fit(model, random_batch, layout, OptimizerConfig(warmup_steps=0), steps=4, global_batch=64)
+    return [(result.loss, result.grad_norm) for _, result in found]
+
+
+@pytest.mark.parametrize("keys", [{}, {"pp": 2, "schedule": "zero-bubble"}, {"dp": 2, "zero": 3}], ids=str)
+def test_own_layers_that_draw_random_numbers_draw_the_same_again(keys: dict[str, Any]) -> None:
+    none, full = (Layout(micro_batch=8, recompute=mode, **keys) for mode in ("none", "full"))
+    assert run_ranks(none.world, own_losses, none)[0] == run_ranks(full.world, own_losses, full)[0]
