@@ -5,12 +5,13 @@ against the formula of `myriad.model.activations`, for each `layout.recompute`.
 
 Counted are the storages that autograd saves in one layer's forward, each once, its input included, without
 the parameters and the batch. Sequences are long enough for the library's attention in float32 too, as on a
-GPU.
+GPU. Then the processor time of a block's forward and backward: what tensor-parallel ranks wait is not in it.
 """
 
 import multiprocessing
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,11 +34,12 @@ from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
 from myriad.model.gpt import GPT
 from myriad.model.interleave import run_layers
-from myriad.parallel.recompute import run_in_segments
+from myriad.parallel.recompute import Segment, differentiate, run_in_segments
 from myriad.parallel.tensor import GroupBoundary
 from myriad.telemetry.spans import Recorder
 
-BATCH = 2
+BATCH, REPEATS = 2, 10
+NUM_TIMED = 3
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 MODEL = ModelConfig(layers=2, hidden=256, heads=4, sequence=1024, vocabulary=1024)
 ACTIVATIONS = ("gelu", "swiglu", "relu2")
@@ -72,21 +74,49 @@ def measure(
     model: ModelConfig, index: int, boundary: Boundary, dtype: torch.dtype, recompute: Recompute
 ) -> int:
     """Bytes that layer ``index`` keeps of one micro-batch on this rank."""
-    boundary.remakes = recompute == "selective"
-    layer = make_layer(model, index, boundary, dtype)
-    tokens = torch.zeros(BATCH, model.sequence, dtype=torch.int64)
-    stream = torch.randn(BATCH, model.sequence // boundary.size, model.hidden).to(dtype)
-    x = stream.requires_grad_() if index else tokens
-    context, saved = Context(targets=tokens, samples=tokens[:, 0].contiguous()), Saved()
+    case, saved = _Case(model, index, boundary, dtype, recompute), Saved()
     with saved_tensors_hooks(saved.add, lambda kept: kept):
-        if recompute == "full":
-            segments, y = run_in_segments([layer], x, context, keep_last=False)
-            for segment in segments:
-                saved.add(segment.entered)
-        else:
-            y = run_layers([layer], x, context)
-    del y
-    return saved.num_bytes([*layer.parameters(), tokens])
+        segments, _ = case.forward()
+    if recompute == "full":
+        saved.add(segments[0].entered)
+    return saved.num_bytes([*case.layer.parameters(), case.tokens])
+
+
+def seconds(model: ModelConfig, index: int, boundary: Boundary, dtype: torch.dtype) -> list[float]:
+    """Of the processor, for a forward and a backward of one layer, in each mode: the least of several in
+    turns."""
+    found: list[list[float]] = []
+    for _ in range(REPEATS):
+        round_of_modes = []
+        for mode in MODES:
+            case = _Case(model, index, boundary, dtype, mode)
+            begun = time.thread_time()
+            segments, y = case.forward()
+            differentiate(segments, torch.ones_like(y), case.context)
+            round_of_modes.append(time.thread_time() - begun)
+        found.append(round_of_modes)
+    return [min(of_mode) for of_mode in zip(*found, strict=True)]
+
+
+class _Case:
+    """One layer and one micro-batch."""
+
+    def __init__(
+        self, model: ModelConfig, index: int, boundary: Boundary, dtype: torch.dtype, recompute: Recompute
+    ) -> None:
+        boundary.remakes = recompute == "selective"
+        self.layer, self.recompute = make_layer(model, index, boundary, dtype), recompute
+        self.tokens = torch.zeros(BATCH, model.sequence, dtype=torch.int64)
+        stream = torch.randn(BATCH, model.sequence // boundary.size, model.hidden).to(dtype)
+        self.x = stream.requires_grad_() if index else self.tokens
+        self.context = Context(targets=self.tokens, samples=self.tokens[:, 0].contiguous())
+
+    def forward(self) -> tuple[list[Segment], torch.Tensor]:
+        """As the runtime does it: what is kept, and the output."""
+        if self.recompute == "full":
+            return run_in_segments([self.layer], self.x, self.context, keep_last=False)
+        y = run_layers([self.layer], self.x, self.context)
+        return [Segment([self.layer], self.x, y)], y
 
 
 def formula(model: ModelConfig, index: int, tp: int, dtype: torch.dtype, recompute: Recompute) -> float:
@@ -111,28 +141,29 @@ def cases() -> list[tuple[str, ModelConfig, int]]:
     return [*found, ("serial, gelu, short", short, 1), ("embedding", MODEL, 0), ("head", MODEL, 3)]
 
 
-def measure_rank(tp: int) -> list[int]:
-    """One rank's side: every case, type and mode, in this order."""
+def measure_rank(tp: int) -> tuple[list[int], list[list[float]]]:
+    """One rank's side: bytes of every case, type and mode, in this order; seconds of the first cases."""
     groups = open_world(Layout(tp=tp), torch.device("cpu"))
     boundary = GroupBoundary(groups.along("tp"), groups.grid.index("tp"), tp, Recorder())
-    found = [
+    sizes = [
         measure(model, index, boundary, dtype, mode)
         for _, model, index in cases()
         for dtype in DTYPES
         for mode in MODES
     ]
+    times = [seconds(model, index, boundary, torch.float32) for _, model, index in cases()[:NUM_TIMED]]
     close_world()
-    return found
+    return sizes, times
 
 
-def _rank(rank: int, world: int, port: int) -> list[int]:
+def _rank(rank: int, world: int, port: int) -> tuple[list[int], list[list[float]]]:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     return measure_rank(world)
 
 
-def measure_ranks(tp: int) -> list[int]:
+def measure_ranks(tp: int) -> tuple[list[int], list[list[float]]]:
     """Rank 0's, on forked processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -141,25 +172,38 @@ def measure_ranks(tp: int) -> list[int]:
         return pool.starmap(_rank, [(rank, tp, port) for rank in range(tp)], chunksize=1)[0]
 
 
+def print_sizes(tp: int, sizes: Sequence[int]) -> None:
+    """A line for each case and type."""
+    found = iter(sizes)
+    for name, model, index in cases():
+        for dtype in DTYPES:
+            kept = [next(found) for _ in MODES]
+            agrees = kept == [formula(model, index, tp, dtype, mode) for mode in MODES]
+            cells = [name, str(tp), str(dtype).removeprefix("torch.")]
+            cells += [f"{size / (BATCH * model.sequence):,.0f}" for size in kept]
+            cells += [f"{kept[1] / kept[0]:.2f}" if kept[0] else "", "yes" if agrees else "NO"]
+            print("| " + " | ".join(cells) + " |")
+
+
+def print_times(tp: int, times: Sequence[Sequence[float]]) -> None:
+    """A line for each block."""
+    for (name, _, _), (none, selective, full) in zip(cases(), times, strict=False):
+        cells = [name, str(tp), f"{1e3 * none:.1f}", f"{selective / none:.2f}", f"{full / none:.2f}"]
+        print("| " + " | ".join(cells) + " |")
+
+
 def main() -> None:
-    """Prints the table."""
+    """Prints both tables."""
     print(f"H = {MODEL.hidden}, S = {MODEL.sequence} (short: 256), {BATCH} sequences in a micro-batch.")
     print("Bytes for each token on one rank; and whether all are the formula's.\n")
     print("| layer | tp | type | none | selective | full | selective / none | formula |\n" + "|---" * 8 + "|")
-    for tp in (1, 2):
-        found = iter(measure_ranks(tp))
-        for name, model, index in cases():
-            for dtype in DTYPES:
-                sizes = [next(found) for _ in MODES]
-                expected = [formula(model, index, tp, dtype, mode) for mode in MODES]
-                tokens = BATCH * model.sequence
-                cells = [name, str(tp), str(dtype).removeprefix("torch.")]
-                cells += [f"{size / tokens:,.1f}" for size in sizes]
-                cells += [
-                    f"{sizes[1] / sizes[0]:.2f}" if sizes[0] else "",
-                    "yes" if sizes == expected else "NO",
-                ]
-                print("| " + " | ".join(cells) + " |", flush=True)
+    found = {tp: measure_ranks(tp) for tp in (1, 2)}
+    for tp, (sizes, _) in found.items():
+        print_sizes(tp, sizes)
+    print("\nProcessor time of a block's forward and backward in float32, and as multiples of it.\n")
+    print("| layer | tp | none, ms | selective / none | full / none |\n" + "|---" * 5 + "|")
+    for tp, (_, times) in found.items():
+        print_times(tp, times)
 
 
 if __name__ == "__main__":

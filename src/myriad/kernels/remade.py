@@ -15,22 +15,25 @@ __all__ = ["Remade"]
 
 
 class Remade:
-    """``function(source)``, made when the first of ``num_takers`` products asks for it in the backward and
-    given up with the last."""
+    """``function(source)``, made when the first of ``num_takers`` products asks for it in the backward, and
+    given up with the last, as autograd does with what it saved."""
 
     def __init__(
         self, function: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor, num_takers: int = 1
     ) -> None:
-        self._function, self._source = function, source.detach()
-        self._num_takers, self._num_taken = num_takers, 0
+        self._function, self._num_takers = function, num_takers
+        self._source: torch.Tensor | None = source.detach()
         self._made: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
         """The tensor; once for each taker."""
-        made = self._made
-        if made is None:
+        if self._made is None:
+            assert self._source is not None, "taken more often than announced"
             with torch.no_grad():
-                made = self._function(self._source)
-        self._num_taken = (self._num_taken + 1) % self._num_takers
-        self._made = made if self._num_taken else None
+                self._made = self._function(self._source)
+            self._source = None
+        made = self._made
+        self._num_takers -= 1
+        if self._num_takers == 0:
+            self._made = None
         return made

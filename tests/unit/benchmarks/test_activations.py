@@ -1,0 +1,87 @@
+"""If these break: a plan counts on other activations than a device keeps, or the table in docs/memory.md
+lies."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from activations import DTYPES, MODES, formula, measure
+from myriad.errors import BadInputError
+from myriad.model.activations import kept_bytes_per_micro_batch, kept_bytes_per_token
+from myriad.model.boundary import Boundary
+from myriad.model.config import ModelConfig
+
+SMALL: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "sequence": 640, "vocabulary": 300}
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"activation": "swiglu", "ffn_hidden": 176, "dropout": 0.1},
+    {"activation": "gelu_tanh", "head_dim": 8},
+    {"block": "parallel", "kv_heads": 2, "activation": "relu2", "dropout": 0.1},
+    {"norm": "layer", "bias": True, "position": "learned"},
+    {"position": "none", "kv_heads": 2},
+    {"window": 64, "window_pattern": (True, False)},
+    {"window": 100, "kv_heads": 2},
+    {"sequence": 256, "kv_heads": 2, "position": "none"},
+    {"sequence": 48},
+    {"sequence": 1024, "window": 100, "block": "parallel"},
+]
+
+
+@pytest.mark.parametrize("keys", SHAPES, ids=str)
+def test_every_layer_keeps_to_the_byte_what_the_formula_says(keys: dict[str, Any]) -> None:
+    model = ModelConfig(**(SMALL | keys))
+    for index in range(4):
+        for dtype in DTYPES:
+            for mode in MODES:
+                found = measure(model, index, Boundary(), dtype, mode)
+                assert found == formula(model, index, 1, dtype, mode), f"layer {index}, {dtype}, {mode}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_mode_that_saves_nothing_is_not_offered(dtype: torch.dtype) -> None:
+    """16 widths of the stream in a plain block, of which 6 need not be kept, and 1 must."""
+    model = ModelConfig(**SMALL)
+    stream = 2 * 640 * 64 * dtype.itemsize
+    none, selective, full = (measure(model, 1, Boundary(), dtype, mode) for mode in MODES)
+    assert none == pytest.approx(16 * stream, rel=0.05)
+    assert none - selective == 6 * stream
+    assert full == stream
+
+
+def test_the_formula_of_a_large_model() -> None:
+    """GPT of 175 billion parameters, tensor-parallel 8, bfloat16: 2 h of 2 bytes for the gathered inputs, and
+    14 h / 8; with a float32 for each head's softmax and each norm."""
+    model = ModelConfig(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
+    per_token = kept_bytes_per_token(model, "block", 5, tp=8, bytes_per_value=2)
+    assert per_token == 2 * (2 * 12288 + 14 * 12288 / 8) + 4 * 96 / 8 + 2 * 4 / 8
+    selective = kept_bytes_per_token(model, "block", 5, tp=8, bytes_per_value=2, recompute="selective")
+    assert per_token - selective == 2 * (2 * 12288 + 4 * 12288 / 8)
+    assert kept_bytes_per_token(model, "block", tp=8, recompute="full") == 2 * 12288 / 8
+    assert kept_bytes_per_micro_batch(model, "head", tp=8) == 4 * 12288 * 51200 // 8
+    assert kept_bytes_per_micro_batch(model, "head", tp=8, recompute="full") == 0
+
+
+def test_more_ranks_or_more_recomputation_never_keep_more() -> None:
+    for keys in SHAPES:
+        model = ModelConfig(**(SMALL | keys))
+        kept = [
+            [kept_bytes_per_token(model, "block", tp=tp, recompute=mode) for mode in MODES]
+            for tp in (1, 2, 4)
+        ]
+        for row in kept:
+            assert row == sorted(row, reverse=True)
+        for column in zip(*kept, strict=True):
+            assert list(column) == sorted(column, reverse=True)
+
+
+def test_a_vocabulary_that_ranks_cannot_share_is_refused() -> None:
+    with pytest.raises(BadInputError, match="vocabulary_multiple"):
+        kept_bytes_per_micro_batch(ModelConfig(vocabulary_multiple=4), "head", tp=8)
+
+
+def test_the_formula_needs_no_torch() -> None:
+    code = "import sys, myriad.model.activations; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
