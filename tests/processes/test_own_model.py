@@ -93,6 +93,7 @@ def test_the_example_under_torchrun_gives_the_losses_of_one_process() -> None:
         {"pp": 2, "schedule": "zero-bubble", "micro_batch": 8},
         {"pp": 2, "virtual_stages": 2, "micro_batch": 16, "partition": "type:Mixer"},
         {"pp": 3, "partition": "parameters", "micro_batch": 8},
+        {"tp": 2, "pp": 2, "micro_batch": 8, "recompute": "full"},
     ],
     ids=str,
 )

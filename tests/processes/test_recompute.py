@@ -242,3 +242,16 @@ def own_losses(layout: Layout) -> list[tuple[float, float]]:
 def test_own_layers_that_draw_random_numbers_draw_the_same_again(keys: dict[str, Any]) -> None:
     none, full = (Layout(micro_batch=8, recompute=mode, **keys) for mode in ("none", "full"))
     assert run_ranks(none.world, own_losses, none)[0] == run_ranks(full.world, own_losses, full)[0]
+
+
+def kept_with(num_micro_batches: int) -> list[int]:
+    layout = {"pp": 2, "micro_batch": 1, "recompute": "full"}
+    keys: dict[str, Any] = {"hidden": 128, "sequence": 64}
+    case = Case(layout=layout, model=keys, global_batch=num_micro_batches)
+    return run_ranks(2, kept_after_forwards, case)
+
+
+def test_a_first_stage_keeps_no_more_when_there_are_more_micro_batches() -> None:
+    """What it sent is given up when it is known to have arrived."""
+    few, many = kept_with(4)[0], kept_with(24)[0]
+    assert many == pytest.approx(few, rel=0.02)

@@ -4,7 +4,7 @@ Nothing here decides an order: schedules and passes did, and the checker proved 
 one of four places, each keyed as the program names things:
 
     inbox      activations and gradients that arrived (or were made by the neighbouring stage on this rank)
-    posted     receives under way
+    posted     receives under way (``sent``: sends that nothing says have arrived)
     saved      what is kept of a forward whose backward is to come (`myriad.parallel.recompute`)
     deferred   weight-gradient products whose weight part is to come (zero-bubble)
 """
@@ -101,7 +101,7 @@ class _Iteration:
     batch: Batch | None = None
     inbox: dict[_Key, torch.Tensor] = field(default_factory=dict)
     posted: dict[_Key, Posted] = field(default_factory=dict)
-    sent: list[Posted] = field(default_factory=list)
+    sent: dict[_Key, Posted] = field(default_factory=dict)
     saved: dict[tuple[int, int], list[Segment]] = field(default_factory=dict)
     deferred: dict[tuple[int, int], list[DeferredProduct]] = field(default_factory=dict)
 
@@ -184,7 +184,7 @@ class Runtime:
                     tied.start_reduce()
                 if tied is not None and index == plan.tied_ends:
                     tied.await_reduce()
-        for posted in now.sent:
+        for posted in now.sent.values():
             posted.wait()
         return now.loss_sum
 
@@ -331,7 +331,7 @@ class Runtime:
     def _post(self, action: Action, now: _Iteration) -> None:
         for transfer in action.transfers:
             if transfer.sends:
-                now.sent.append(self._send(transfer, now))
+                now.sent[_key(transfer)] = self._send(transfer, now)
             else:
                 self._receive(transfer, now)
 
@@ -343,16 +343,23 @@ class Runtime:
         return transfer.micro_batch * len(self._stage_rank) + transfer.stage
 
     def _send(self, transfer: Transfer, now: _Iteration) -> Posted:
-        tensor = now.inbox.pop((transfer.payload, transfer.stage, transfer.micro_batch))
+        tensor = now.inbox.pop(_key(transfer))
         return self._channels[transfer.payload].send(tensor, transfer.peer, self._tag(transfer))
 
     def _receive(self, transfer: Transfer, now: _Iteration) -> None:
         made_after = transfer.stage if transfer.payload is Payload.ACTIVATION else transfer.stage - 1
         shape, dtype = self._shapes[made_after]
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        key = (transfer.payload, transfer.stage, transfer.micro_batch)
-        now.posted[key] = self._channels[transfer.payload].receive(tensor, transfer.peer, self._tag(transfer))
+        received = self._channels[transfer.payload].receive(tensor, transfer.peer, self._tag(transfer))
+        now.posted[_key(transfer)] = received
 
     def _arrive(self, transfer: Transfer, now: _Iteration) -> None:
-        key = (transfer.payload, transfer.stage, transfer.micro_batch)
-        now.inbox[key] = now.posted.pop(key).wait()
+        """A gradient says that the activation it belongs to was received: that is given up."""
+        now.inbox[_key(transfer)] = now.posted.pop(_key(transfer)).wait()
+        answered = (Payload.ACTIVATION, transfer.stage - 1, transfer.micro_batch)
+        if transfer.payload is Payload.GRADIENT and answered in now.sent:
+            now.sent.pop(answered).wait()
+
+
+def _key(transfer: Transfer) -> _Key:
+    return transfer.payload, transfer.stage, transfer.micro_batch
