@@ -37,10 +37,17 @@ class Config(BaseModel):
         if not isinstance(values, dict):
             return values
         off = {key for key, value in values.items() if value == OFF and may_be_off(cls, key)}
-        return values | dict.fromkeys(off) if off else values
+        none = {key for key, value in values.items() if value == OFF and _may_be_none(cls, key)}
+        return values | dict.fromkeys(off) | dict.fromkeys(none, "none") if off or none else values
 
 
 def may_be_off(config: type[BaseModel], key: str) -> bool:
     """Whether the key exists and takes ``off``."""
     field = config.model_fields.get(key)
     return field is not None and type(None) in get_args(field.annotation)
+
+
+def _may_be_none(config: type[BaseModel], key: str) -> bool:
+    """Whether "none" is one of the key's choices: on the command line that is another word for off."""
+    field = config.model_fields.get(key)
+    return field is not None and "none" in get_args(field.annotation)
