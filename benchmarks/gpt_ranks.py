@@ -78,9 +78,12 @@ def _toml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def train(hosts: Hosts, job: Job, steps: int, setup: Setup = _SETUP) -> list[RankRun]:
-    """``steps`` counted iterations of a job, one rank in each host."""
-    return hosts.run_ranks(_train_rank, job, steps, setup, world=job.layout.world)
+def train(
+    hosts: Hosts, job: Job, steps: int, setup: Setup = _SETUP, *, ranks_per_host: int = 1
+) -> list[RankRun]:
+    """``steps`` counted iterations of a job; ranks fill one host after the other."""
+    world = job.layout.world
+    return hosts.run_ranks(_train_rank, job, steps, setup, world=world, ranks_per_host=ranks_per_host)
 
 
 def peak_flops(hosts: Hosts) -> float:
