@@ -74,6 +74,10 @@ class Link(Config):
     steps)."""
     achievable_ratio: float | None = Field(None, gt=0, le=1)
     """Share of the rate that large messages reach; off: 0.77 in a node, 0.90 between nodes."""
+    busy_ratio: float = Field(0.15, ge=0, le=2)
+    """Of the time that communication is hidden, what it takes from the compute it hides behind: NCCL's
+    kernels hold 8 to 24 of some 110 multiprocessors, and memory bandwidth. Of a CPU core: what it spends on
+    the transfer."""
 
 
 class Links(Config):
@@ -126,6 +130,9 @@ class Cluster(Config):
     """Nodes with other links than the rest."""
     slow_nodes: SlowNodes = SlowNodes()
     """What is known of nodes that are slower: the whole job waits for them."""
+    shared_cores: int | None = Field(None, ge=1)
+    """Cores that all accelerators take turns on, rank r on core r modulo their number, where one machine
+    rehearses a cluster; off: each computes by itself."""
     dollars_per_hour: float | None = Field(None, ge=0)
     """For one accelerator; off: unknown."""
 

@@ -32,6 +32,8 @@ class Group:
     """For each rank, reached by large messages."""
     latency_seconds: Number
     launch_seconds: Number
+    busy_ratio: Number
+    """Of the time of a transfer, what it takes from compute."""
 
 
 def group_along(cluster: Cluster, size: Number, stride: Number) -> Group:
@@ -53,6 +55,7 @@ def group_along(cluster: Cluster, size: Number, stride: Number) -> Group:
         ),
         latency_seconds=np.where(crosses, network.latency_seconds, node.latency_seconds),
         launch_seconds=np.where(crosses, network.launch_seconds, node.launch_seconds),
+        busy_ratio=np.where(crosses, network.busy_ratio, node.busy_ratio),
     )
 
 

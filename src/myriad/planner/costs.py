@@ -7,14 +7,14 @@ clip, update             reading and writing gradients, master values and moment
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import groupby
 from operator import add
 
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster import Cluster
-from myriad.planner.collectives import Group, group_along, half_sum_seconds, message_seconds, sum_seconds
+from myriad.planner.collectives import group_along, half_sum_seconds, message_seconds, sum_seconds
 from myriad.planner.layers import LayerTimes, Slice, block_times, embedding_times, head_times
 from myriad.planner.operators import stream_seconds
 from myriad.planner.parts import Parts
@@ -202,9 +202,7 @@ class Costs:
     def tied(self) -> float:
         """Gradients of what the first and the last stage share, summed between the two."""
         model, layout = self.work.model, self.work.layout
-        group = Group(
-            2.0, self.pipeline.bytes_per_second, self.pipeline.latency_seconds, self.pipeline.launch_seconds
-        )
+        group = replace(self.pipeline, size=2.0)
         rows = model.padded_vocabulary() * model.hidden / layout.tp
         return float(sum_seconds(group, rows * self.work.practice.gradient_bytes))
 

@@ -24,11 +24,8 @@ from myriad.planner.operators import Number, flash_seconds, matmul_seconds, peak
 from myriad.planner.parts import Parts
 from myriad.planner.work import Practice
 
-__all__ = ["CONTENTION", "LayerTimes", "Slice", "block_times", "embedding_times", "head_times"]
+__all__ = ["LayerTimes", "Slice", "block_times", "embedding_times", "head_times"]
 
-CONTENTION = 0.15
-"""Of the time that communication is hidden, what it takes from the compute it hides behind: NCCL's kernels
-hold 8 to 24 of some 110 multiprocessors, and memory bandwidth."""
 SKEW_SECONDS = 4e-5
 """That ranks of a tensor-parallel group wait for the last of them at each collective that nothing hides: fit
 to the parallel block's gain in MegaScale's table 3, which halves their number."""
@@ -182,14 +179,15 @@ def _tensor(model: ModelConfig, where: Slice, tokens: Number, entries: int) -> t
     if not where.practice.sequence_parallel:
         return entries * (sum_seconds(group, num_bytes) + skew), 0.0
     one = half_sum_seconds(group, num_bytes) + skew
-    return 2 * entries * one, entries * one * CONTENTION
+    return 2 * entries * one, entries * one * group.busy_ratio
 
 
 def _exposed(where: Slice, comm: Number, behind: Number) -> Number:
     """Of communication cut in chunks behind compute: the first chunk, what is longer than the compute, and
     what it takes from the compute."""
     hidden = np.minimum(comm * (1 - 1 / where.chunks), behind)
-    return np.where(where.overlap, comm - hidden + CONTENTION * hidden, comm)
+    busy = group_along(where.cluster, where.tp, 1.0).busy_ratio
+    return np.where(where.overlap, comm - hidden + busy * hidden, comm)
 
 
 def embedding_times(model: ModelConfig, where: Slice) -> LayerTimes:

@@ -9,7 +9,7 @@ clocks:
     channel     what one rank sends to another, in order; a message begins when both sides have posted it
 
 Replicas that cannot differ are one: without stragglers one pipeline stands for 12,288 ranks. What hides
-behind compute slows it (`CONTENTION`). Two iterations are run and the second is reported, so that parameters
+behind compute slows it (`busy_ratio` of a link). Two iterations are run and the second is reported, so that parameters
 that travel behind the optimizer are there, or not, as they are in a long run.
 """
 
@@ -19,11 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from myriad.planner.costs import Costs
-from myriad.planner.layers import CONTENTION
 from myriad.program.actions import COMPUTE, Action, Kind, Payload, Program, Transfer
 from myriad.program.build import build_program
 
-__all__ = ["Prediction", "SimulatedSpan", "program_of", "simulate"]
+__all__ = ["Prediction", "Run", "SimulatedSpan", "program_of", "simulate"]
 
 _COLLECTIVES = {
     Kind.GATHER: ("gather", True),
@@ -76,7 +75,7 @@ def simulate(
     replicas = sorted({replica for replica, _ in slower or {}})
     if len(replicas) < work.layout.dp:
         replicas.append(-1)  # stands for all that are as planned
-    run = _Run(program, costs, replicas, dict(slower or {}), jitter, seed)
+    run = Run(program, costs, replicas, dict(slower or {}), jitter, seed)
     first = run.iterate()
     run.keep = spans
     second = run.iterate()
@@ -116,7 +115,7 @@ class _Channel:
     free: float = 0.0
 
 
-class _Run:
+class Run:
     """Clocks and lists of all ranks; a lane is a rank of a replica."""
 
     def __init__(
@@ -153,6 +152,13 @@ class _Run:
 
     def iterate(self) -> list[float]:
         """Runs the program once more; the lanes' clocks at its end."""
+        self._begin()
+        while self.movable:
+            self._advance(self.movable.popleft())
+        assert self._all_done(), "the checker proved that nobody waits for ever"
+        return list(self.clock)
+
+    def _begin(self) -> None:
         self.next = [0] * len(self.lanes)
         self.posted = [False] * len(self.lanes)
         self.channels.clear()
@@ -161,40 +167,40 @@ class _Run:
         self.updated.clear()
         self.num_iterations += 1
         self.movable = deque(range(len(self.lanes)))
-        while self.movable:
-            self._advance(self.movable.popleft())
-        assert all(
+
+    def _all_done(self) -> bool:
+        return all(
             self.next[lane] == len(self.program.ranks[rank]) for lane, (_, rank) in enumerate(self.lanes)
-        ), "the checker proved that nobody waits for ever"
-        return list(self.clock)
+        )
 
     def _advance(self, lane: int) -> None:
         rank = self.lanes[lane][1]
         actions = self.program.ranks[rank]
         while self.next[lane] < len(actions):
             action = actions[self.next[lane]]
-            start = self.clock[lane]
             ready = self._ready(lane, rank, action)
             if ready is None:
                 return
-            begin = max(start, ready)
+            begin = max(self.clock[lane], ready)
             cost = self._cost(lane, rank, action)
             if action.kind in COMPUTE:
                 cost += self._slowed(lane, begin, cost)
-            self.clock[lane] = begin + cost
-            self.posted[lane] = False
-            self.next[lane] += 1
-            if action.kind is Kind.UPDATE:
-                self.updated.add((lane, action.stage))
-            if self.keep:
-                replica = self.lanes[lane][0]
-                self.spans.append(
-                    SimulatedSpan(replica, rank, action, start, begin + cost - start, begin - start)
-                )
+            self._finish(lane, action, begin, begin + cost)
+
+    def _finish(self, lane: int, action: Action, begin: float, end: float) -> None:
+        """The lane has done an action, which it waited for until ``begin``."""
+        start, (replica, rank) = self.clock[lane], self.lanes[lane]
+        self.clock[lane] = end
+        self.posted[lane] = False
+        self.next[lane] += 1
+        if action.kind is Kind.UPDATE:
+            self.updated.add((lane, action.stage))
+        if self.keep:
+            self.spans.append(SimulatedSpan(replica, rank, action, start, end - start, begin - start))
 
     def _slowed(self, lane: int, begin: float, cost: float) -> float:
         """By gathers and reductions that are under way meanwhile."""
-        return CONTENTION * max(
+        return float(self.costs.data.busy_ratio) * max(
             0.0, min(self.stream[lane], begin + cost) - max(begin, self.hidden_from[lane])
         )
 
@@ -292,13 +298,18 @@ class _Run:
             return
         costs = self.costs.stages[stage]
         begin = max(max(here.values()), *(self.stream[one] for one in group))
-        end = begin + (costs.gather if name == "gather" else costs.reduce)
+        seconds = costs.gather if name == "gather" else costs.reduce
+        end = begin + self._travel(begin, seconds, float(self.costs.data.busy_ratio), group)
         for one in group:
             if self.stream[one] < self.clock[one]:
                 self.hidden_from[one] = begin
             self.stream[one] = end
         self.done[place] = end
         self.movable.extend(one for one in group if one != lane)
+
+    def _travel(self, begin: float, seconds: float, busy_ratio: float, lanes: Sequence[int]) -> float:
+        """Seconds of a transfer among lanes."""
+        return seconds
 
     # transfers
 
@@ -317,7 +328,8 @@ class _Run:
             return
         _, posted = others.popleft()
         begin = max(self.clock[lane], posted, channel.free)
-        channel.free = begin + self.costs.message(False)
+        busy = float(self.costs.pipeline.busy_ratio)
+        channel.free = begin + self._travel(begin, self.costs.message(False), busy, (lane, other))
         replica = lane // self.num_ranks
         self.arrived[replica, self._code(transfer)] = channel.free
         self.movable.append(other)
