@@ -16,7 +16,7 @@ from pydantic import Field
 from myriad.config import Config, Size
 from myriad.errors import BadInputError
 
-__all__ = ["Accelerator", "Cluster", "Level", "Link", "Links", "SlowNodes"]
+__all__ = ["Accelerator", "Cluster", "Float32", "Level", "Link", "Links", "SlowNodes"]
 
 Level = Literal["node", "network", "spine"]
 
@@ -25,6 +25,17 @@ _NODE_RATIO, _NETWORK_RATIO = 0.79, 0.90
 `tables/vtrain_nccl_allreduce_*.csv`, within 2 % of launch + steps + bytes): 0.79 (1 - 0.37 / n). Rings over
 NICs reach 0.90 to 0.96 of their line rate at large sizes (SimAI's table); RoCE's and InfiniBand's own headers
 are taken off that."""
+
+
+class Float32(Config):
+    """What is different when an accelerator computes in float32; what is off is as in bfloat16."""
+
+    saturation: float | None = Field(None, ge=0)
+    launch_seconds: float | None = Field(None, ge=0)
+    stream_bytes_per_second: float | None = Field(None, gt=0)
+    flash_ratio: float | None = Field(None, gt=0, le=1)
+    flash_half_length: float | None = Field(None, ge=0)
+    flash_backward: float | None = Field(None, gt=0)
 
 
 class Accelerator(Config):
@@ -60,6 +71,22 @@ class Accelerator(Config):
     flash_ratio: float = Field(0.60, gt=0, le=1)
     """Share of the peak that FlashAttention-2 reaches with long sequences, forward and backward, counting
     attended pairs: A100 0.60 (arXiv 2307.08691, figure 4), H100 0.38 (arXiv 2407.08608, figures 5 and 6)."""
+    flash_half_length: float = Field(384.0, ge=0)
+    """Sequence length at which it reaches half of that (FlashAttention-2's figure 4: with causal masks 2,048
+    tokens reach 0.84 of what 16,384 do)."""
+    flash_backward: float = Field(2.5, gt=0)
+    """Seconds of its backward for one of the forward: five products for two (arXiv 2307.08691, section
+    3.1.2)."""
+    stream_bytes_per_second: float | None = Field(None, gt=0)
+    """What the operators between products (norms, activations, residuals) reach, by the bytes that fused ones
+    move; off: memory_bytes_per_second x memory_ratio, as large sweeps over memory do."""
+    float32: Float32 = Float32()
+    """What is different in float32."""
+
+    def of(self, value_bytes: int) -> "Accelerator":
+        """As it is when it computes with values of so many bytes."""
+        other = self.float32.model_dump(exclude_none=True) if value_bytes == 4 else {}
+        return self.model_copy(update=other) if other else self
 
 
 class Link(Config):

@@ -16,7 +16,7 @@ from myriad.model.config import ModelConfig
 from myriad.planner.cluster import Cluster
 from myriad.planner.collectives import group_along, half_sum_seconds, message_seconds, sum_seconds
 from myriad.planner.layers import LayerTimes, Slice, block_times, embedding_times, head_times
-from myriad.planner.operators import stream_seconds
+from myriad.planner.operators import sweep_seconds
 from myriad.planner.parts import Parts
 from myriad.planner.work import Work
 from myriad.program.build import count_chunks
@@ -160,7 +160,7 @@ class Costs:
         gather = half_sum_seconds(group, parameters * work.value_bytes) if zero else 0.0
         reduced = half_sum_seconds(group, gradients) if zero else sum_seconds(group, gradients)
         own = parameters / (dp if zero else 1)
-        update = stream_seconds(self.cluster.accelerator, own * optimizer_bytes(work), 2.0)
+        update = sweep_seconds(self.cluster.accelerator, own * optimizer_bytes(work), 2.0)
         return float(gather), float(reduced), float(update)
 
     @cached_property
@@ -196,7 +196,7 @@ class Costs:
         work = self.work
         own = parameters / (work.layout.dp if work.layout.zero else 1)
         everybody = group_along(self.cluster, float(work.layout.world), 1.0)
-        return float(stream_seconds(self.cluster.accelerator, 4 * own, 2.0) + sum_seconds(everybody, 8.0))
+        return float(sweep_seconds(self.cluster.accelerator, 4 * own, 2.0) + sum_seconds(everybody, 8.0))
 
     @cached_property
     def tied(self) -> float:

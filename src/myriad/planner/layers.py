@@ -32,8 +32,6 @@ to the parallel block's gain in MegaScale's table 3, which halves their number."
 _FLASH_SPEED = {"flash": 0.55, "flash2": 1.0, "flash3": 1.4}
 """Against FlashAttention-2: the first is 1.7 to 2 times slower (arXiv 2307.08691, figure 4), the third on
 H100 1.5 to 1.75 times quicker in the backward (arXiv 2407.08608, figure 6)."""
-_FLASH_BACKWARD = 2.5
-"""Products of a flash backward, for two in the forward (the same, section 3.1.2): 5, a little slower each."""
 _PLAIN_FORWARD, _PLAIN_BACKWARD = 13.0, 17.0
 """Bytes moved for each score without a flash kernel: written by the product (2), softmax fused with scale and
 mask (4), dropout (5, its mask has one), read by the next product (2); in the backward the same ways back."""
@@ -64,7 +62,7 @@ class Slice:
 
     @property
     def accelerator(self) -> Accelerator:
-        return self.cluster.accelerator
+        return self.cluster.accelerator.of(self.value_bytes)
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,7 @@ def _attention(model: ModelConfig, where: Slice, pairs: float) -> tuple[Parts, P
             pairs_of_heads = where.micro_batch * heads
             speed = speed * pairs_of_heads / (pairs_of_heads + _FIRST_FLASH_HALF)
         one = flash_seconds(accelerator, flops, model.sequence, width, value) / speed
-        return Parts(attention=one), Parts(attention=one * _FLASH_BACKWARD), Parts()
+        return Parts(attention=one), Parts(attention=one * accelerator.flash_backward), Parts()
     elements = where.micro_batch * heads * float(model.sequence) ** 2
     product = 4.0 * elements * width / (peak_flops(accelerator, value) * _PLAIN_RATIO)
     forward = product + stream_seconds(accelerator, _PLAIN_FORWARD * elements, 4)

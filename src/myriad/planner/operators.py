@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from myriad.planner.cluster import Accelerator
 
-__all__ = ["Number", "flash_seconds", "matmul_seconds", "peak_flops", "stream_seconds"]
+__all__ = ["Number", "flash_seconds", "matmul_seconds", "peak_flops", "stream_seconds", "sweep_seconds"]
 
 Number: TypeAlias = float | npt.NDArray[np.float64]
 
@@ -29,9 +29,6 @@ _JOIN = 2.0
 _WAVE_LOSS = 0.35
 """Of a wave: libraries choose among tile shapes and cut the inner length, which fills part of the last
 one."""
-_FLASH_HALF = 384.0
-"""Sequence length at which a flash kernel reaches half of its rate (FlashAttention-2's figure 4: with causal
-masks 2,048 tokens reach 0.84 of what 16,384 do)."""
 
 
 def peak_flops(accelerator: Accelerator, value_bytes: int) -> float:
@@ -84,7 +81,14 @@ def _join(one: Number, other: Number) -> Number:
 
 
 def stream_seconds(accelerator: Accelerator, num_bytes: Number, num_operators: Number = 1.0) -> Number:
-    """Of operators that only read and write."""
+    """Of a layer's operators that only read and write."""
+    if accelerator.stream_bytes_per_second is None:
+        return sweep_seconds(accelerator, num_bytes, num_operators)
+    return num_bytes / accelerator.stream_bytes_per_second + num_operators * accelerator.launch_seconds
+
+
+def sweep_seconds(accelerator: Accelerator, num_bytes: Number, num_operators: Number = 1.0) -> Number:
+    """Of going over large memory, as an optimizer does."""
     rate = accelerator.memory_bytes_per_second * accelerator.memory_ratio
     return num_bytes / rate + num_operators * accelerator.launch_seconds
 
@@ -94,5 +98,5 @@ def flash_seconds(
 ) -> Number:
     """Of one pass over the attended pairs; ``flops`` of these alone."""
     width = min(1.0, head_width / 128) ** 0.35
-    ratio = accelerator.flash_ratio * width * sequence / (sequence + _FLASH_HALF)
+    ratio = accelerator.flash_ratio * width * sequence / (sequence + accelerator.flash_half_length)
     return flops / (peak_flops(accelerator, value_bytes) * ratio) + accelerator.launch_seconds

@@ -1,0 +1,248 @@
+"""From timings of a machine to the constants of the cost model. No devices here: others take the timings.
+
+Relative errors count, so that a small operator weighs as much as a large one:
+
+    products     rate, saturation               2 m n k / rate, slower for short k, and a call
+    attention    rate, half length, backward    by attended pairs, slower for short sequences
+    layers       launch, stream rate            what whole layers take above their products and attention
+    transfers    seconds of an empty one, rate  a line through sizes
+
+Layers are fitted last and through `layers` itself: seconds there are linear in the launch and in the inverse
+of the stream rate, so both come out as whatever makes real layers take what they take.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from myriad.model.config import ModelConfig
+from myriad.planner.cluster import Accelerator, Cluster, Float32, Link, Links
+from myriad.planner.costs import computed_pairs
+from myriad.planner.layers import Slice, block_times
+from myriad.planner.operators import matmul_seconds
+from myriad.planner.work import Practice
+
+__all__ = [
+    "AttentionTime",
+    "LayerTime",
+    "Line",
+    "ProductTime",
+    "TypeFit",
+    "TypeTimes",
+    "fit_accelerator",
+    "fit_line",
+    "fit_type",
+]
+
+_Floats = npt.NDArray[np.float64]
+_ENDLESS = 1e30
+_SATURATIONS = np.concatenate([[0.0], np.geomspace(0.5, 2048, 97)])
+
+
+@dataclass(frozen=True)
+class ProductTime:
+    """``[m, k] x [k, n]``."""
+
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AttentionTime:
+    """Over causal sequences."""
+
+    sequence: int
+    head_width: int
+    flops: float
+    """Of the attended pairs, forward."""
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Of one block and micro-batch."""
+
+    model: ModelConfig
+    micro_batch: int
+    seconds: float
+    """Forward and backward."""
+
+
+@dataclass(frozen=True)
+class TypeTimes:
+    """What was timed in one type."""
+
+    value_bytes: int
+    products: Sequence[ProductTime]
+    attentions: Sequence[AttentionTime]
+    layers: Sequence[LayerTime]
+
+
+@dataclass(frozen=True)
+class TypeFit:
+    """What of an accelerator depends on the type."""
+
+    flops_per_second: float
+    saturation: float
+    launch_seconds: float
+    stream_bytes_per_second: float
+    flash_ratio: float
+    flash_half_length: float
+    flash_backward: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of a transfer: an empty one, and what each byte adds."""
+
+    empty_seconds: float
+    bytes_per_second: float
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
+    """``empty + bytes / rate``."""
+    empty, each = _non_negative(np.stack([np.ones(len(sizes)), np.asarray(sizes)], 1), np.asarray(seconds))
+    return Line(float(empty), float(1 / max(each, 1 / _ENDLESS)))
+
+
+def fit_type(times: TypeTimes, sweep_bytes_per_second: float) -> TypeFit:
+    """All that depends on the type."""
+    rate, saturation = _fit_products(times.products)
+    flash, half, backward = _fit_attention(times.attentions)
+    known = Accelerator(
+        name="fit",
+        peak_flops_per_second=rate,
+        float32_flops_per_second=rate,
+        achievable_ratio=1.0,
+        memory_bytes=1,
+        memory_bytes_per_second=sweep_bytes_per_second,
+        memory_ratio=1.0,
+        num_units=1,
+        tile=1,
+        saturation=saturation,
+        flash_ratio=min(1.0, flash / rate),
+        flash_half_length=half,
+        flash_backward=backward,
+        launch_seconds=0.0,
+        stream_bytes_per_second=_ENDLESS,
+    )
+    launch, stream = _fit_layers(times.layers, times.value_bytes, known)
+    return TypeFit(rate, saturation, launch, stream, known.flash_ratio, half, backward)
+
+
+def fit_accelerator(
+    name: str, memory_bytes: int, sweep_bytes_per_second: float, float32: TypeFit, bfloat16: TypeFit
+) -> Accelerator:
+    """One core, in both types."""
+    other = Float32(
+        saturation=float32.saturation,
+        launch_seconds=float32.launch_seconds,
+        stream_bytes_per_second=float32.stream_bytes_per_second,
+        flash_ratio=float32.flash_ratio,
+        flash_half_length=float32.flash_half_length,
+        flash_backward=float32.flash_backward,
+    )
+    return Accelerator(
+        name=name,
+        peak_flops_per_second=bfloat16.flops_per_second,
+        float32_flops_per_second=float32.flops_per_second,
+        achievable_ratio=1.0,
+        memory_bytes=memory_bytes,
+        memory_bytes_per_second=sweep_bytes_per_second,
+        memory_ratio=1.0,
+        num_units=1,
+        tile=1,
+        saturation=bfloat16.saturation,
+        launch_seconds=bfloat16.launch_seconds,
+        stream_bytes_per_second=bfloat16.stream_bytes_per_second,
+        flash_ratio=bfloat16.flash_ratio,
+        flash_half_length=bfloat16.flash_half_length,
+        flash_backward=bfloat16.flash_backward,
+        float32=other,
+    )
+
+
+def _non_negative(columns: _Floats, seconds: _Floats) -> _Floats:
+    """Least squares of relative errors; a coefficient that would be negative is 0."""
+    weighted = columns / seconds[:, None]
+    ones = np.ones(len(seconds))
+    found: _Floats = np.linalg.lstsq(weighted, ones, rcond=None)[0]
+    if (found >= 0).all() or len(found) == 1:
+        return np.maximum(found, 0.0)
+    best, least = np.zeros(len(found)), np.inf
+    for kept in range(len(found)):
+        alone = np.zeros(len(found))
+        alone[kept] = max(0.0, np.linalg.lstsq(weighted[:, [kept]], ones, rcond=None)[0][0])
+        error = float(((weighted @ alone - 1) ** 2).sum())
+        if error < least:
+            best, least = alone, error
+    return best
+
+
+def _fit_products(products: Sequence[ProductTime]) -> tuple[float, float]:
+    """Rate of endless inner lengths, and the length of half that rate. A call of the library, which is part
+    of what a layer's operators take, is fitted beside them."""
+    m, n, k, seconds = (np.array([getattr(p, name) for p in products], float) for name in "m n k seconds".split())
+    ones = np.ones(len(products))
+    errors, rates = [], []
+    for saturation in _SATURATIONS:
+        unit = 2 * m * n * (k + saturation)
+        found = _non_negative(np.stack([unit, ones], 1), seconds)
+        errors.append(float(((np.stack([unit, ones], 1) @ found / seconds - 1) ** 2).sum()))
+        rates.append(1 / max(found[0], 1 / _ENDLESS))
+    best = int(np.argmin(errors))
+    # `matmul_seconds` reaches the achievable rate at an inner length of 8,192
+    saturation = float(_SATURATIONS[best])
+    return float(rates[best]) * 8192 / (8192 + saturation), saturation
+
+
+def _fit_attention(attentions: Sequence[AttentionTime]) -> tuple[float, float, float]:
+    """Rate of endless sequences, length of half that rate, seconds of the backward for one of the forward."""
+    slower = np.array([min(1.0, one.head_width / 128) ** 0.35 for one in attentions])
+    flops = np.array([one.flops for one in attentions]) / slower
+    lengths = np.array([float(one.sequence) for one in attentions])
+    forward = np.array([one.forward_seconds for one in attentions])
+    each, short = _non_negative(np.stack([flops, flops / lengths], 1), forward)
+    each = max(each, short / 4096, 1 / _ENDLESS)
+    backward = float(np.median([one.backward_seconds / one.forward_seconds for one in attentions]))
+    return float(1 / each), float(short / each), backward
+
+
+def _fit_layers(layers: Sequence[LayerTime], value_bytes: int, known: Accelerator) -> tuple[float, float]:
+    """Launch and stream rate, from what is left when the rest is ``known`` and both are nothing."""
+    rows, left, seconds = [], [], []
+    for one in layers:
+        base = _block_seconds(one, value_bytes, known)
+        launches = _block_seconds(one, value_bytes, known.model_copy(update={"launch_seconds": 1.0})) - base
+        streams = _block_seconds(one, value_bytes, known.model_copy(update={"stream_bytes_per_second": 1.0}))
+        rows.append((launches, streams - base))
+        left.append(max(one.seconds - base, 0.01 * one.seconds))
+        seconds.append(one.seconds)
+    # weighted by the whole layer: a part that is small matters little
+    scale = np.asarray(left) / np.asarray(seconds)
+    launch, each = _non_negative(np.asarray(rows), np.asarray(left)) if len(rows) == 1 else _weighted(
+        np.asarray(rows), np.asarray(left), scale
+    )
+    return float(launch), float(1 / max(each, 1 / _ENDLESS))
+
+
+def _weighted(columns: _Floats, values: _Floats, scale: _Floats) -> _Floats:
+    rows = columns * (scale / values)[:, None]
+    found: _Floats = np.linalg.lstsq(rows, scale, rcond=None)[0]
+    return found if (found >= 0).all() else _non_negative(columns, values)
+
+
+def _block_seconds(one: LayerTime, value_bytes: int, accelerator: Accelerator) -> float:
+    nowhere = Link(bytes_per_second=1.0, latency_seconds=1.0)
+    cluster = Cluster(
+        name="fit", nodes=1, accelerators_per_node=1, accelerator=accelerator, links=Links(node=nowhere)
+    )
+    where = Slice(cluster, Practice(), 1.0, float(one.micro_batch), value_bytes, 1.0, 1.0)
+    times = block_times(one.model, where, computed_pairs(one.model, 0))
+    parts = times.forward, times.backward_input, times.backward_weight
+    return float(sum(part.total for part in parts))

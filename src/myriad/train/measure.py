@@ -1,0 +1,219 @@
+"""What this machine is, as a cluster that plans can be made for: measured in some seconds.
+
+    cluster = measure_cluster(tell)         as many processes as cores, one thread each, all at once
+    write_cluster(cluster, path)            TOML, with when and how in its first lines
+
+A rank is a core. Compute is timed by the processor time of its thread, so that others' work on the machine
+matters little; transfers by the clock, as the smallest of several. `myriad.planner.machine` makes the
+constants of it. Ranks beyond the cores take turns on them (`Cluster.shared_cores`), so the cluster has more
+accelerators than there are cores.
+"""
+
+import multiprocessing
+import os
+import platform
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from myriad import __version__
+from myriad.comm.groups import close_world, open_world
+from myriad.comm.layout import Layout
+from myriad.errors import RunFailedError
+from myriad.planner.cluster import Accelerator, Cluster, Link, Links
+from myriad.planner.machine import TypeTimes, fit_accelerator, fit_line, fit_type
+from myriad.toml_text import dump_toml
+from myriad.train.measure_compute import sweep_bytes_per_second, time_type
+from myriad.train.measure_links import LinkTimes, time_links
+
+__all__ = ["CLUSTER_NAME", "find_cluster_file", "measure_cluster", "write_cluster"]
+
+CLUSTER_NAME = "this-machine"
+RANKS_PER_CORE = 8
+"""That plans for this machine may use."""
+_MOST_PROCESSES = 32
+_TIMEOUT_SECONDS = 120.0
+
+Tell = Callable[[str, float], None]
+"""Gets what is being measured, and the share that is done."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What one process measured."""
+
+    float32: TypeTimes
+    bfloat16: TypeTimes
+    sweep_bytes_per_second: float
+    links: LinkTimes
+
+
+def find_cluster_file() -> Path:
+    """Where the measured cluster is kept: ``$XDG_CACHE_HOME/myriad/this-machine.toml``, or in ~/.cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "myriad" / f"{CLUSTER_NAME}.toml"
+
+
+def measure_cluster(tell: Tell = lambda what, done: None) -> Cluster:
+    """Measures for some seconds. Raises `RunFailedError` when a process fails."""
+    cores = len(os.sched_getaffinity(0))
+    world = min(_MOST_PROCESSES, max(2, cores - cores % 2))
+    return _fit(_ask_processes(world, tell), cores)
+
+
+def write_cluster(cluster: Cluster, path: Path) -> None:
+    """As a cluster file, in one go. Raises `OSError`."""
+    when = time.strftime("%Y-%m-%d %H:%M")
+    head = (
+        f"# Measured on {when} by myriad {__version__} (torch {torch.__version__}) on {_processor()}:\n"
+        f"# {cluster.shared_cores} cores, one process of one thread on each, all at once. A rank is a core; ranks\n"
+        "# beyond the cores take turns. Measure again: myriad plan --measure\n"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(head + dump_toml(cluster), encoding="utf-8")
+    partial.replace(path)
+
+
+def _fit(answers: Sequence[_Answer], cores: int) -> Cluster:
+    sweep = sum(answer.sweep_bytes_per_second for answer in answers) / len(answers)
+    float32, bfloat16 = (
+        fit_type(_together([getattr(answer, name) for answer in answers]), sweep)
+        for name in ("float32", "bfloat16")
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cores
+    accelerator: Accelerator = fit_accelerator(f"core of {_processor()}", memory, sweep, float32, bfloat16)
+    return Cluster(
+        name=CLUSTER_NAME,
+        nodes=1,
+        accelerators_per_node=RANKS_PER_CORE * cores,
+        accelerator=accelerator,
+        links=Links(node=_link([answer.links for answer in answers])),
+        shared_cores=cores,
+    ).check()
+
+
+def _together(times: Sequence[TypeTimes]) -> TypeTimes:
+    return TypeTimes(
+        times[0].value_bytes,
+        [one for rank in times for one in rank.products],
+        [one for rank in times for one in rank.attentions],
+        [one for rank in times for one in rank.layers],
+    )
+
+
+def _link(ranks: Sequence[LinkTimes]) -> Link:
+    """Of two ranks: a message is latency and bytes; a gather or a reduce-scatter also begins, and moves half
+    of its bytes."""
+    message = fit_line(*zip(*(row for rank in ranks for row in rank.messages), strict=True))
+    halves = fit_line(*zip(*(row for rank in ranks for row in rank.half_sums), strict=True))
+    latency = max(message.empty_seconds, 1e-6)
+    rate = (message.bytes_per_second * halves.bytes_per_second / 2) ** 0.5
+    return Link(
+        bytes_per_second=rate,
+        latency_seconds=latency,
+        launch_seconds=max(0.0, halves.empty_seconds - latency),
+        achievable_ratio=1.0,
+        busy_ratio=min(1.0, sum(rank.busy_ratio for rank in ranks) / len(ranks)),
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _ask_processes(world: int, tell: Tell) -> list[_Answer]:
+    """Starts them afresh, as a rank is started; gives what each measured."""
+    context = multiprocessing.get_context("spawn")
+    messages: Any = context.Queue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        context.Process(target=_be_rank, args=(rank, world, port, messages), daemon=True)
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        return _collect(world, messages, tell)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(world: int, messages: Any, tell: Tell) -> list[_Answer]:
+    found: dict[int, _Answer] = {}
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    while len(found) < world:
+        try:
+            rank, kind, value = messages.get(timeout=max(0.1, deadline - time.monotonic()))
+        except Exception:
+            raise RunFailedError(f"measuring this machine: no answer in {_TIMEOUT_SECONDS:g} s") from None
+        if kind == "progress":
+            tell(*value)
+        elif kind == "failed":
+            raise RunFailedError(f"measuring this machine: process {rank} failed: {value}")
+        else:
+            found[rank] = value
+    return [found[rank] for rank in range(world)]
+
+
+def _be_rank(rank: int, world: int, port: int, messages: Any) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    try:
+        answer = _measure_rank(world, _Teller(rank, messages))
+        messages.put((rank, "done", answer))
+    except BaseException:
+        messages.put((rank, "failed", traceback.format_exc(limit=-1).strip()))
+
+
+class _Teller:
+    """Tells the owner how far rank 0 is."""
+
+    def __init__(self, rank: int, messages: Any) -> None:
+        self._rank, self._messages = rank, messages
+
+    def __call__(self, what: str, done: float) -> None:
+        if self._rank == 0:
+            self._messages.put((0, "progress", (what, done)))
+
+
+def _measure_rank(world: int, tell: Tell) -> _Answer:
+    groups = open_world(Layout(dp=world // 2, tp=2), torch.device("cpu"))
+    together = groups.along("dp", "tp")
+    tell("transfers between ranks", 0.05)
+    links = time_links(groups)
+    tell("memory", 0.3)
+    sweep = sweep_bytes_per_second(together)
+    tell("products, attention and layers in float32", 0.4)
+    float32 = time_type(torch.float32, together)
+    tell("products, attention and layers in bfloat16", 0.7)
+    bfloat16 = time_type(torch.bfloat16, together)
+    tell("done", 1.0)
+    close_world()
+    return _Answer(float32, bfloat16, sweep, links)

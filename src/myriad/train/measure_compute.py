@@ -1,0 +1,123 @@
+"""Times operators and layers on one core while other ranks do the same on theirs.
+
+What counts is the processor time of this thread, the smallest of several: the same as the clock's on a core
+of one's own, and hardly moved by what else the machine does.
+
+Legend: m, n, k of a product ``[m, k] x [k, n]``.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from myriad.comm.groups import Group
+from myriad.kernels.attention import attention
+from myriad.kernels.attention_blocks import Heads
+from myriad.kernels.gradient import GradientSink, accumulate_product, set_sink
+from myriad.model.boundary import Boundary
+from myriad.model.config import ModelConfig
+from myriad.model.definition import Context
+from myriad.model.gpt import GPT
+from myriad.planner.machine import AttentionTime, LayerTime, ProductTime, TypeTimes
+
+__all__ = ["sweep_bytes_per_second", "time_type"]
+
+_ROWS = (64, 256, 1024)
+_MATRICES = ((64, 64), (128, 256), (256, 256), (768, 256), (256, 1024), (1024, 1024))
+"""``[out, in]``: of small models, and what tensor parallelism leaves of larger ones."""
+_LAYERS = ((64, 64, 1), (64, 64, 8), (128, 128, 1), (256, 256, 1), (256, 256, 4), (512, 256, 1), (512, 512, 2))
+"""Hidden, sequence, micro-batch."""
+_HEAD_WIDTH = 64
+_SLOW_FLOPS = 2e10
+"""Per second: a core without instructions for a type is timed at the smallest sizes only."""
+_SWEEP_ELEMENTS = 2**23
+
+
+def _best(function: Callable[[], object], least_seconds: float = 4e-3, rounds: int = 3) -> float:
+    """Seconds of one call: the smallest over rounds of several."""
+    function()
+    start = time.thread_time()
+    function()
+    calls = max(1, int(least_seconds / max(time.thread_time() - start, 1e-7)))
+    found = []
+    for _ in range(rounds):
+        start = time.thread_time()
+        for _ in range(calls):
+            function()
+        found.append((time.thread_time() - start) / calls)
+    return min(found)
+
+
+def sweep_bytes_per_second(together: Group | None) -> float:
+    """Of reading and writing memory that no cache holds."""
+    a, b = torch.ones(_SWEEP_ELEMENTS), torch.ones(_SWEEP_ELEMENTS)
+    dist.barrier(together)
+    return 3 * 4 * _SWEEP_ELEMENTS / _best(lambda: torch.add(a, b, out=a), 2e-2)
+
+
+def time_type(dtype: torch.dtype, together: Group | None) -> TypeTimes:
+    """Products, attention and layers in one type."""
+    value_bytes = torch.empty(0, dtype=dtype).element_size()
+    products = list(_products(dtype, together))
+    fastest = max(2 * p.m * p.n * p.k / p.seconds for p in products)
+    layers = _LAYERS if fastest > _SLOW_FLOPS else _LAYERS[:3]
+    attentions = [_attention(dtype, *shape, together) for shape in sorted({(h, s, b) for h, s, b in layers})]
+    return TypeTimes(value_bytes, products, attentions, [_layer(dtype, *shape, together) for shape in layers])
+
+
+def _products(dtype: torch.dtype, together: Group | None) -> Iterator[ProductTime]:
+    """Forward and both backwards, as `myriad.kernels.linear` does them."""
+    for n, k in _MATRICES:
+        for m in _ROWS:
+            x, weight, gradient = (
+                torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (m, n))
+            )
+            total = torch.zeros(n, k)
+            dist.barrier(together)
+            forward = _best(lambda x=x, weight=weight: F.linear(x, weight))  # type: ignore[misc]
+            yield ProductTime(m, n, k, forward)
+            if 2 * m * n * k / forward < _SLOW_FLOPS and m > _ROWS[0]:
+                return
+            yield ProductTime(m, k, n, _best(lambda g=gradient, w=weight: g @ w))  # type: ignore[misc]
+            into = _best(lambda t=total, g=gradient, x=x: accumulate_product(t, g, x))  # type: ignore[misc]
+            yield ProductTime(n, k, m, into)
+
+
+def _model(hidden: int, sequence: int) -> ModelConfig:
+    return ModelConfig(layers=1, hidden=hidden, heads=max(1, hidden // _HEAD_WIDTH), sequence=sequence)
+
+
+def _attention(
+    dtype: torch.dtype, hidden: int, sequence: int, micro_batch: int, together: Group | None
+) -> AttentionTime:
+    heads = Heads(hidden // _HEAD_WIDTH, hidden // _HEAD_WIDTH, _HEAD_WIDTH)
+    fused = torch.randn(micro_batch, sequence, 3 * hidden).to(dtype).requires_grad_()
+    out = attention(fused, heads)
+    gradient = torch.randn(out.shape).to(dtype)
+    dist.barrier(together)
+    forward = _best(lambda: attention(fused.detach(), heads))
+    backward = _best(lambda: out.backward(gradient, retain_graph=True))
+    flops = 4.0 * micro_batch * hidden * sequence * (sequence + 1) / 2
+    return AttentionTime(sequence, _HEAD_WIDTH, flops, forward, backward)
+
+
+def _layer(
+    dtype: torch.dtype, hidden: int, sequence: int, micro_batch: int, together: Group | None
+) -> LayerTime:
+    """One block, its gradients going where a runtime sends them."""
+    model = _model(hidden, sequence)
+    definition = GPT(model, seed=1)
+    layer = definition.build(1, Boundary())
+    for name, values in definition.initial(1).items():
+        parameter = layer.get_parameter(name)
+        parameter.data = values.to(dtype)
+        set_sink(parameter, GradientSink(torch.zeros(parameter.shape)))
+    x = torch.randn(micro_batch, sequence, hidden).to(dtype).requires_grad_()
+    tokens = torch.zeros(micro_batch, sequence, dtype=torch.int64)
+    context, gradient = Context(targets=tokens, samples=tokens[:, 0]), torch.randn(x.shape).to(dtype)
+    dist.barrier(together)
+    seconds = _best(lambda: layer(x, context).backward(gradient))
+    return LayerTime(model, micro_batch, seconds)

@@ -1,0 +1,75 @@
+"""Times transfers between pairs of ranks, all pairs at once, by the functions that training uses.
+
+The clock's seconds, the smallest of several: a rank that waits for its peer has no processor time to count.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from myriad.comm.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from myriad.comm.groups import Group, Groups
+
+__all__ = ["LinkTimes", "time_links"]
+
+_ELEMENTS = (2**8, 2**12, 2**14, 2**16, 2**18, 2**20)
+_REPEATS = 7
+_TAG = 2**21
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """Of one rank: bytes and seconds."""
+
+    messages: Sequence[tuple[float, float]]
+    """Sent and received at the same time."""
+    half_sums: Sequence[tuple[float, float]]
+    """Gathers and reduce-scatters, by the bytes of the whole; all-reduces, as two of them."""
+    busy_ratio: float
+    """Processor time of the rank, all its threads, for each second of a large transfer."""
+
+
+def time_links(groups: Groups) -> LinkTimes:
+    """Over the tensor-parallel pair of each rank."""
+    pair = groups.along("tp")
+    assert pair is not None, "two ranks at least"
+    messages, halves, busy = [], [], []
+    for count in _ELEMENTS:
+        whole, part, other = torch.zeros(count), torch.zeros(count // 2), torch.zeros(count)
+        for function, weight in (
+            (lambda w=whole, p=part: start_all_gather(w, p, pair).wait(), 1.0),
+            (lambda w=whole, p=part: start_reduce_scatter(p, w, pair).wait(), 1.0),
+            (lambda w=whole: start_all_reduce(w, pair).wait(), 0.5),
+        ):
+            seconds, processor = _best(function, pair)
+            halves.append((4.0 * count, weight * seconds))
+            if count == _ELEMENTS[-1]:
+                busy.append(processor / seconds)
+        messages.append((4.0 * count, _best(lambda w=whole, o=other: _swap(w, o, pair), pair)[0]))
+    return LinkTimes(messages, halves, sum(busy) / len(busy))
+
+
+def _swap(outgoing: torch.Tensor, incoming: torch.Tensor, pair: Group) -> None:
+    peer = 1 - pair.rank()
+    works = [
+        dist.irecv(incoming, group=pair, group_src=peer, tag=_TAG),
+        dist.isend(outgoing, group=pair, group_dst=peer, tag=_TAG),
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def _best(function: Callable[[], object], pair: Group) -> tuple[float, float]:
+    """Clock and processor seconds of the quickest repeat; the first one opens connections."""
+    function()
+    found = []
+    for _ in range(_REPEATS):
+        dist.barrier(pair)
+        start, processor = time.perf_counter(), time.process_time()
+        function()
+        found.append((time.perf_counter() - start, time.process_time() - processor))
+    return min(found)
