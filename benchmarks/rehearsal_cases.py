@@ -6,15 +6,17 @@ one host. A rate: each in a host of its own, with a link so fast. Rank r runs on
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from gpt_ranks import make_job, train
 from hosts import Hosts
 from myriad.job import Job
+from quiet import QUIET_RATIO, others_at_work, wait_for_quiet
 
-__all__ = ["CASES", "LOOPBACK", "MODEL", "Case", "Measured", "measure", "read", "write"]
+__all__ = ["CASES", "LOOPBACK", "MODEL", "Case", "Measured", "Rehearsal", "read", "write"]
 
 LOOPBACK = "loopback"
 MODEL: Mapping[str, object] = {
@@ -94,32 +96,59 @@ CASES = tuple(
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of an iteration of one case over one kind of link: the median of each visit."""
+    """One case over one kind of link."""
 
     case: str
     links: str
     visits: list[float]
+    """Seconds of an iteration, the median of each visit."""
+    others: list[float]
+    """Share of the cores' time that went to other work during the visit."""
 
     @property
     def seconds(self) -> float:
-        return statistics.median(self.visits)
+        """The median of the quiet visits; without any, the quietest."""
+        quiet = [v for v, other in zip(self.visits, self.others, strict=True) if other < QUIET_RATIO]
+        return statistics.median(quiet or [self.visits[self.others.index(min(self.others))]])
+
+    @property
+    def num_quiet(self) -> int:
+        return sum(other < QUIET_RATIO for other in self.others)
 
 
-def measure(cases: Sequence[Case], links: Sequence[str], rounds: int, steps: int) -> Iterator[Measured]:
-    """Each case and link; visits to all of them are interleaved, so that what else the machine does meets
-    all of them. Gives a case when it has been visited once more."""
-    visits: dict[tuple[str, str], list[float]] = {}
-    with Hosts(1) as one, Hosts(8) as many:
-        for _ in range(rounds):
-            for link in links:
-                hosts = one if link == LOOPBACK else many
-                hosts.set_rate(None if link == LOOPBACK else link)
-                for case in cases:
-                    job = case.job
-                    ranks_per_host = job.layout.world if link == LOOPBACK else 1
-                    first = train(hosts, job, steps, ranks_per_host=ranks_per_host)[0]
-                    visits.setdefault((case.name, link), []).append(statistics.median(first.step_seconds))
-                    yield Measured(case.name, link, list(visits[case.name, link]))
+class Rehearsal:
+    """Hosts, and what was measured on them so far."""
+
+    def __init__(self, found: Sequence[Measured], steps: int, patience_seconds: float) -> None:
+        """``patience_seconds``: for how long a visit waits for other work on the machine to end."""
+        self.found = {(one.case, one.links): one for one in found}
+        self.steps, self.patience_seconds = steps, patience_seconds
+
+    def visit_all(self, cases: Sequence[Case], links: Sequence[str], rounds: int) -> Iterator[Measured]:
+        """Each case over each link until it has ``rounds`` quiet visits, at most twice as many in all; in
+        turns, so that what else the machine does meets all alike. Gives what has been visited once more."""
+        with Hosts(1) as one, Hosts(8) as many:
+            for turn in range(2 * rounds):
+                for case, link in product(cases, links):
+                    known = self.found.get((case.name, link))
+                    if known is not None and (known.num_quiet >= rounds or len(known.visits) > turn):
+                        continue
+                    hosts = one if link == LOOPBACK else many
+                    hosts.set_rate(None if link == LOOPBACK else link)
+                    yield self._visit(hosts, case, link)
+
+    def _visit(self, hosts: Hosts, case: Case, link: str) -> Measured:
+        job = case.job
+        ranks_per_host = job.layout.world if link == LOOPBACK else 1
+        wait_for_quiet(self.patience_seconds)
+        with others_at_work() as others:
+            first = train(hosts, job, self.steps, ranks_per_host=ranks_per_host)[0]
+        known = self.found.get((case.name, link), Measured(case.name, link, [], []))
+        now = Measured(
+            case.name, link, [*known.visits, statistics.median(first.step_seconds)], [*known.others, others()]
+        )
+        self.found[case.name, link] = now
+        return now
 
 
 def read(path: Path) -> list[Measured]:
@@ -127,6 +156,6 @@ def read(path: Path) -> list[Measured]:
     return [Measured(**row) for row in json.loads(path.read_text())] if path.exists() else []
 
 
-def write(path: Path, found: Sequence[Measured]) -> None:
+def write(path: Path, found: Iterable[Measured]) -> None:
     """To go on from, or to predict again without measuring again."""
-    path.write_text(json.dumps([vars(one) for one in found], indent=1) + "\n")
+    path.write_text(json.dumps([vars(one) for one in found]) + "\n")

@@ -21,7 +21,6 @@ from myriad.model.config import ModelConfig
 from myriad.planner.cluster import Accelerator, Cluster, Float32, Link, Links
 from myriad.planner.costs import computed_pairs
 from myriad.planner.layers import Slice, block_times
-from myriad.planner.operators import matmul_seconds
 from myriad.planner.work import Practice
 
 __all__ = [
@@ -31,6 +30,7 @@ __all__ = [
     "ProductTime",
     "TypeFit",
     "TypeTimes",
+    "block_seconds",
     "fit_accelerator",
     "fit_line",
     "fit_type",
@@ -187,7 +187,9 @@ def _non_negative(columns: _Floats, seconds: _Floats) -> _Floats:
 def _fit_products(products: Sequence[ProductTime]) -> tuple[float, float]:
     """Rate of endless inner lengths, and the length of half that rate. A call of the library, which is part
     of what a layer's operators take, is fitted beside them."""
-    m, n, k, seconds = (np.array([getattr(p, name) for p in products], float) for name in "m n k seconds".split())
+    m, n, k, seconds = (
+        np.array([getattr(p, name) for p in products], float) for name in ["m", "n", "k", "seconds"]
+    )
     ones = np.ones(len(products))
     errors, rates = [], []
     for saturation in _SATURATIONS:
@@ -217,16 +219,18 @@ def _fit_layers(layers: Sequence[LayerTime], value_bytes: int, known: Accelerato
     """Launch and stream rate, from what is left when the rest is ``known`` and both are nothing."""
     rows, left, seconds = [], [], []
     for one in layers:
-        base = _block_seconds(one, value_bytes, known)
-        launches = _block_seconds(one, value_bytes, known.model_copy(update={"launch_seconds": 1.0})) - base
-        streams = _block_seconds(one, value_bytes, known.model_copy(update={"stream_bytes_per_second": 1.0}))
+        base = block_seconds(one, value_bytes, known)
+        launches = block_seconds(one, value_bytes, known.model_copy(update={"launch_seconds": 1.0})) - base
+        streams = block_seconds(one, value_bytes, known.model_copy(update={"stream_bytes_per_second": 1.0}))
         rows.append((launches, streams - base))
         left.append(max(one.seconds - base, 0.01 * one.seconds))
         seconds.append(one.seconds)
     # weighted by the whole layer: a part that is small matters little
     scale = np.asarray(left) / np.asarray(seconds)
-    launch, each = _non_negative(np.asarray(rows), np.asarray(left)) if len(rows) == 1 else _weighted(
-        np.asarray(rows), np.asarray(left), scale
+    launch, each = (
+        _non_negative(np.asarray(rows), np.asarray(left))
+        if len(rows) == 1
+        else _weighted(np.asarray(rows), np.asarray(left), scale)
     )
     return float(launch), float(1 / max(each, 1 / _ENDLESS))
 
@@ -237,7 +241,8 @@ def _weighted(columns: _Floats, values: _Floats, scale: _Floats) -> _Floats:
     return found if (found >= 0).all() else _non_negative(columns, values)
 
 
-def _block_seconds(one: LayerTime, value_bytes: int, accelerator: Accelerator) -> float:
+def block_seconds(one: LayerTime, value_bytes: int, accelerator: Accelerator) -> float:
+    """Forward and backward, as the model has it."""
     nowhere = Link(bytes_per_second=1.0, latency_seconds=1.0)
     cluster = Cluster(
         name="fit", nodes=1, accelerators_per_node=1, accelerator=accelerator, links=Links(node=nowhere)

@@ -11,31 +11,27 @@ accelerators than there are cores.
 
 import multiprocessing
 import os
-import platform
 import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from myriad import __version__
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.errors import RunFailedError
 from myriad.planner.cluster import Accelerator, Cluster, Link, Links
 from myriad.planner.machine import TypeTimes, fit_accelerator, fit_line, fit_type
-from myriad.toml_text import dump_toml
+from myriad.train.cluster_file import CLUSTER_NAME, find_cluster_file, processor_name, write_cluster
 from myriad.train.measure_compute import sweep_bytes_per_second, time_type
 from myriad.train.measure_links import LinkTimes, time_links
 
-__all__ = ["CLUSTER_NAME", "find_cluster_file", "measure_cluster", "write_cluster"]
+__all__ = ["find_cluster_file", "measure_cluster", "write_cluster"]
 
-CLUSTER_NAME = "this-machine"
-RANKS_PER_CORE = 8
+_RANKS_PER_CORE = 8
 """That plans for this machine may use."""
 _MOST_PROCESSES = 32
 _TIMEOUT_SECONDS = 120.0
@@ -54,31 +50,11 @@ class _Answer:
     links: LinkTimes
 
 
-def find_cluster_file() -> Path:
-    """Where the measured cluster is kept: ``$XDG_CACHE_HOME/myriad/this-machine.toml``, or in ~/.cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "myriad" / f"{CLUSTER_NAME}.toml"
-
-
 def measure_cluster(tell: Tell = lambda what, done: None) -> Cluster:
     """Measures for some seconds. Raises `RunFailedError` when a process fails."""
     cores = len(os.sched_getaffinity(0))
     world = min(_MOST_PROCESSES, max(2, cores - cores % 2))
     return _fit(_ask_processes(world, tell), cores)
-
-
-def write_cluster(cluster: Cluster, path: Path) -> None:
-    """As a cluster file, in one go. Raises `OSError`."""
-    when = time.strftime("%Y-%m-%d %H:%M")
-    head = (
-        f"# Measured on {when} by myriad {__version__} (torch {torch.__version__}) on {_processor()}:\n"
-        f"# {cluster.shared_cores} cores, one process of one thread on each, all at once. A rank is a core; ranks\n"
-        "# beyond the cores take turns. Measure again: myriad plan --measure\n"
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(head + dump_toml(cluster), encoding="utf-8")
-    partial.replace(path)
 
 
 def _fit(answers: Sequence[_Answer], cores: int) -> Cluster:
@@ -88,11 +64,13 @@ def _fit(answers: Sequence[_Answer], cores: int) -> Cluster:
         for name in ("float32", "bfloat16")
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cores
-    accelerator: Accelerator = fit_accelerator(f"core of {_processor()}", memory, sweep, float32, bfloat16)
+    accelerator: Accelerator = fit_accelerator(
+        f"core of {processor_name()}", memory, sweep, float32, bfloat16
+    )
     return Cluster(
         name=CLUSTER_NAME,
         nodes=1,
-        accelerators_per_node=RANKS_PER_CORE * cores,
+        accelerators_per_node=_RANKS_PER_CORE * cores,
         accelerator=accelerator,
         links=Links(node=_link([answer.links for answer in answers])),
         shared_cores=cores,
@@ -122,15 +100,6 @@ def _link(ranks: Sequence[LinkTimes]) -> Link:
         achievable_ratio=1.0,
         busy_ratio=min(1.0, sum(rank.busy_ratio for rank in ranks) / len(ranks)),
     )
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _ask_processes(world: int, tell: Tell) -> list[_Answer]:

@@ -28,7 +28,15 @@ __all__ = ["sweep_bytes_per_second", "time_type"]
 _ROWS = (64, 256, 1024)
 _MATRICES = ((64, 64), (128, 256), (256, 256), (768, 256), (256, 1024), (1024, 1024))
 """``[out, in]``: of small models, and what tensor parallelism leaves of larger ones."""
-_LAYERS = ((64, 64, 1), (64, 64, 8), (128, 128, 1), (256, 256, 1), (256, 256, 4), (512, 256, 1), (512, 512, 2))
+_LAYERS = (
+    (64, 64, 1),
+    (64, 64, 8),
+    (128, 128, 1),
+    (256, 256, 1),
+    (256, 256, 4),
+    (512, 256, 1),
+    (512, 512, 2),
+)
 """Hidden, sequence, micro-batch."""
 _HEAD_WIDTH = 64
 _SLOW_FLOPS = 2e10
@@ -72,9 +80,7 @@ def _products(dtype: torch.dtype, together: Group | None) -> Iterator[ProductTim
     """Forward and both backwards, as `myriad.kernels.linear` does them."""
     for n, k in _MATRICES:
         for m in _ROWS:
-            x, weight, gradient = (
-                torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (m, n))
-            )
+            x, weight, gradient = (torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (m, n)))
             total = torch.zeros(n, k)
             dist.barrier(together)
             forward = _best(lambda x=x, weight=weight: F.linear(x, weight))  # type: ignore[misc]

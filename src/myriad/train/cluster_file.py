@@ -1,0 +1,44 @@
+"""Where the measured cluster is kept, and how it is written. No torch here: a plan reads it."""
+
+import os
+import platform
+import time
+from pathlib import Path
+
+from myriad import __version__
+from myriad.planner.cluster import Cluster
+from myriad.toml_text import dump_toml
+
+__all__ = ["CLUSTER_NAME", "find_cluster_file", "processor_name", "write_cluster"]
+
+CLUSTER_NAME = "this-machine"
+
+
+def find_cluster_file() -> Path:
+    """``$XDG_CACHE_HOME/myriad/this-machine.toml``, or in ~/.cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "myriad" / f"{CLUSTER_NAME}.toml"
+
+
+def write_cluster(cluster: Cluster, path: Path) -> None:
+    """As a cluster file that says when and how it was measured; whole or not at all. Raises `OSError`."""
+    when = time.strftime("%Y-%m-%d %H:%M")
+    head = (
+        f"# Measured on {when} by myriad {__version__}: {cluster.accelerator.name},\n"
+        f"# {cluster.shared_cores} cores, a process of one thread on each, all at once. A rank is a core; ranks beyond\n"
+        "# the cores take turns on them. To measure again: myriad plan --measure\n"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(head + dump_toml(cluster), encoding="utf-8")
+    partial.replace(path)
+
+
+def processor_name() -> str:
+    """As its maker calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

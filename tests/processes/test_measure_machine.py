@@ -1,0 +1,34 @@
+"""What breaks for the user: no plan for the machine at hand, or one from a file that cannot be read again."""
+
+import pytest
+
+from myriad.cli.measure import measure_to_file, this_machine
+from myriad.comm.layout import Layout
+from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
+from myriad.planner.costs import Costs
+from myriad.planner.sharing import predict
+from myriad.planner.work import Work
+
+
+@pytest.mark.timeout(240)
+def test_this_machine_is_measured_kept_and_planned_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cluster = this_machine(quiet=True)
+    core, link = cluster.accelerator, cluster.links.node
+    for core_in in (core, core.of(4)):
+        for name in ("launch_seconds", "stream_bytes_per_second", "flash_ratio", "flash_backward"):
+            assert getattr(core_in, name) > 0, name
+    assert min(core.peak_flops_per_second, core.float32_flops_per_second, core.memory_bytes_per_second) > 0
+    assert min(link.bytes_per_second, link.latency_seconds, link.busy_ratio) > 0
+    text = (tmp_path / "myriad" / "this-machine.toml").read_text()
+    assert text.startswith("# Measured on 20")
+    assert this_machine(quiet=True) == cluster, "found, not measured again"
+    model = ModelConfig(layers=2, hidden=64, heads=4, sequence=64, vocabulary=512)
+    work = Work(model, Layout(dp=2, tp=2), 8, value_bytes=4)
+    assert predict(Costs(work, cluster)).seconds > 0
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path):
+    with pytest.raises(BadInputError, match=r"\.toml"):
+        measure_to_file(tmp_path)

@@ -1,0 +1,110 @@
+"""What breaks for the user: plans for this machine made with constants that its timings do not show."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from myriad.model.config import ModelConfig
+from myriad.planner.cluster import Accelerator
+from myriad.planner.machine import (
+    AttentionTime,
+    LayerTime,
+    ProductTime,
+    TypeTimes,
+    block_seconds,
+    fit_line,
+    fit_type,
+)
+from myriad.planner.operators import flash_seconds, matmul_seconds
+
+SWEEP = 12e9
+LAYERS = ((64, 64, 1), (64, 64, 8), (256, 256, 1), (256, 256, 4), (512, 512, 2))
+
+
+def make_core(rate, saturation, launch, stream, flash, half, backward):
+    return Accelerator(
+        name="core",
+        peak_flops_per_second=rate,
+        float32_flops_per_second=rate,
+        achievable_ratio=1.0,
+        memory_bytes=2**30,
+        memory_bytes_per_second=SWEEP,
+        memory_ratio=1.0,
+        num_units=1,
+        tile=1,
+        saturation=saturation,
+        launch_seconds=launch,
+        stream_bytes_per_second=stream,
+        flash_ratio=flash,
+        flash_half_length=half,
+        flash_backward=backward,
+    )
+
+
+def timings(core, call_seconds=0.0):
+    """Of a machine that does exactly what the model says."""
+    bare = core.model_copy(update={"launch_seconds": 0.0, "memory_bytes_per_second": 1e30})
+    shapes = [(m, n, k) for m in (64, 256, 1024) for n in (64, 256) for k in (32, 64, 256, 1024)]
+    products = [
+        ProductTime(m, n, k, float(matmul_seconds(bare, m, n, k, value_bytes=4)) + call_seconds)
+        for m, n, k in shapes
+    ]
+    attentions = []
+    for sequence in (64, 128, 256, 512):
+        flops = 2.0 * 256 * sequence * (sequence + 1)
+        seconds = float(flash_seconds(bare, flops, sequence, 64, 4))
+        attentions.append(AttentionTime(sequence, 64, flops, seconds, core.flash_backward * seconds))
+    layers = []
+    for hidden, sequence, micro_batch in LAYERS:
+        model = ModelConfig(layers=1, hidden=hidden, heads=hidden // 64, sequence=sequence)
+        one = LayerTime(model, micro_batch, 1.0)
+        layers.append(LayerTime(model, micro_batch, block_seconds(one, 4, core)))
+    return TypeTimes(4, products, attentions, layers)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rate=st.floats(2e10, 2e12),
+    saturation=st.floats(1.0, 200.0),
+    launch=st.floats(5e-6, 1e-4),
+    stream=st.floats(1e9, 5e10),
+    flash=st.floats(0.05, 0.9),
+    half=st.floats(10.0, 1000.0),
+    backward=st.floats(1.0, 9.0),
+    call=st.floats(0.0, 1e-5),
+)
+def test_constants_come_back_from_the_timings_that_they_give(
+    rate, saturation, launch, stream, flash, half, backward, call
+):
+    found = fit_type(timings(make_core(rate, saturation, launch, stream, flash, half, backward), call), SWEEP)
+    assert found.flops_per_second == pytest.approx(rate, rel=0.05)
+    assert found.saturation == pytest.approx(saturation, rel=0.2, abs=1)
+    assert found.flash_ratio * found.flops_per_second == pytest.approx(flash * rate, rel=0.05)
+    assert found.flash_half_length == pytest.approx(half, rel=0.05)
+    assert found.flash_backward == pytest.approx(backward, rel=0.01)
+    # launch and streams share what the products' small error leaves: together they must say the layers' time
+    again = make_core(
+        found.flops_per_second,
+        found.saturation,
+        found.launch_seconds,
+        found.stream_bytes_per_second,
+        found.flash_ratio,
+        found.flash_half_length,
+        found.flash_backward,
+    )
+    for layer in timings(make_core(rate, saturation, launch, stream, flash, half, backward)).layers:
+        assert block_seconds(layer, 4, again) == pytest.approx(layer.seconds, rel=0.05)
+
+
+@given(empty=st.floats(1e-6, 1e-3), rate=st.floats(1e7, 1e11))
+def test_a_line_through_sizes(empty, rate):
+    sizes = [2.0**power for power in range(8, 26, 3)]
+    found = fit_line(sizes, [empty + size / rate for size in sizes])
+    assert found.empty_seconds == pytest.approx(empty, rel=1e-3)
+    assert found.bytes_per_second == pytest.approx(rate, rel=1e-2) or empty > 1e3 * sizes[-1] / rate
+
+
+def test_timings_that_fall_with_size_never_give_negative_constants():
+    found = fit_line([1e3, 1e4, 1e5], [3e-3, 2e-3, 1e-3])
+    assert found.empty_seconds > 0
+    assert found.bytes_per_second > 0
