@@ -53,8 +53,8 @@ def optimizer_bytes(work: Work) -> float:
 class StageCosts:
     """Of one stage of the program (a chunk of a stage of the layout)."""
 
-    parts: Parts
-    """Of one micro-batch, forward and backward."""
+    times: LayerTimes
+    """Of one micro-batch."""
     again: Parts
     """What its backward computes once more."""
     parameters: float
@@ -66,6 +66,11 @@ class StageCosts:
     gather: float
     reduce: float
     update: float
+
+    @property
+    def parts(self) -> Parts:
+        """Of one micro-batch, forward and backward."""
+        return self.times.forward + self.times.backward_input + self.times.backward_weight
 
     @property
     def backward(self) -> float:
@@ -130,7 +135,7 @@ class Costs:
         inputs = float(times.backward_input.total + again.total)
         gather, reduced, update = self._data_parallel(parameters)
         return StageCosts(
-            parts=times.forward + times.backward_input + times.backward_weight,
+            times=times,
             again=again,
             parameters=parameters,
             forward=float(times.forward.total),

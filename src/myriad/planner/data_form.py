@@ -8,17 +8,17 @@
                behind: the other chunks of a stage, and with more stages those of a round of micro-batches
     optimizer  gathers of ZeRO 1 and 2 begin behind the update of the iteration before
 
-What is hidden slows the compute it hides behind (`CONTENTION`).
+What is hidden slows the compute it hides behind (`busy_ratio` of its link).
 """
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
-from myriad.planner.collectives import Group, group_along, half_sum_seconds, sum_seconds
+from myriad.planner.collectives import group_along, half_sum_seconds, sum_seconds
 from myriad.planner.costs import Costs, optimizer_bytes
-from myriad.planner.layers import CONTENTION
-from myriad.planner.operators import stream_seconds
+from myriad.planner.operators import sweep_seconds
 from myriad.planner.space import Candidate, Plot
 from myriad.planner.stage_times import Array, PlotTimes
 from myriad.program.build import count_chunks
@@ -46,6 +46,7 @@ class _Form:
         plot, problem = times.plot, times.plot.problem
         self.times, self.plot, self.zero, self.each = times, plot, zero, reduce == "each"
         self.data = data and plot.dp > 1
+        self.group = group_along(problem.cluster, float(plot.dp), float(plot.tp * plot.pp))
         self.v = np.array([float(stages) for _, stages in plot.schedules])
         self.m = (problem.global_batch / plot.dp / np.array(plot.micro_batches, dtype=float))[:, None]
         self.chunks = self._num_chunks()
@@ -64,8 +65,7 @@ class _Form:
         return np.array(counts, dtype=float)[self.times.cut_of]
 
     def _collectives(self, parameters: Array) -> tuple[Array, Array]:
-        plot, problem = self.plot, self.plot.problem
-        group = group_along(problem.cluster, float(plot.dp), float(plot.tp * plot.pp))
+        problem, group = self.plot.problem, self.group
         gradients = parameters * problem.practice.gradient_bytes
         if not self.zero:
             return np.zeros_like(parameters), np.asarray(sum_seconds(group, gradients))
@@ -86,7 +86,7 @@ class _Form:
         if optimizer and self.zero in (1, 2):
             shown = np.maximum(0.0, shown - update * (1 - 1 / self.n))
         shown = np.minimum(shown, gathers) + np.minimum(self._shown_reduces(), reduces)
-        slowed: Array = shown + CONTENTION * (gathers + reduces - shown) + update
+        slowed: Array = shown + self.group.busy_ratio * (gathers + reduces - shown) + update
         return slowed
 
     def _runs(self) -> Array:
@@ -130,8 +130,8 @@ class _Form:
         layout, choice = self.plot.at((0,) * 7)
         work = Candidate(layout, choice, 0.0, 0.0, 1.0).work(problem)
         accelerator = problem.cluster.accelerator
-        step = stream_seconds(accelerator, own * optimizer_bytes(work), 2.0)
-        norm = stream_seconds(accelerator, 4 * own, 2.0)
+        step = sweep_seconds(accelerator, own * optimizer_bytes(work), 2.0)
+        norm = sweep_seconds(accelerator, 4 * own, 2.0)
         everybody = group_along(problem.cluster, float(problem.cluster.world), 1.0)
         return np.asarray(step + norm + sum_seconds(everybody, 8.0) + Costs(work, problem.cluster).load)
 
@@ -141,6 +141,5 @@ def _tied_seconds(plot: Plot) -> float:
     if not model.tied or plot.pp == 1:
         return 0.0
     along = group_along(problem.cluster, float(plot.pp), float(plot.tp))
-    ends = Group(2.0, along.bytes_per_second, along.latency_seconds, along.launch_seconds)
     rows = model.padded_vocabulary() * model.hidden / plot.tp
-    return float(sum_seconds(ends, rows * problem.practice.gradient_bytes))
+    return float(sum_seconds(replace(along, size=2.0), rows * problem.practice.gradient_bytes))

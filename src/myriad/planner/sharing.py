@@ -33,7 +33,7 @@ def predict(costs: Costs, *, spans: bool = True) -> Prediction:
     cores = costs.cluster.shared_cores
     if cores is None:
         return simulate(costs, spans=spans)
-    program = program_of(costs)
+    program = program_of(costs, costs.work.num_micro_batches)
     run = _SharingRun(program, costs, cores)
     first = run.iterate()
     run.keep = spans

@@ -9,8 +9,8 @@ clocks:
     channel     what one rank sends to another, in order; a message begins when both sides have posted it
 
 Replicas that cannot differ are one: without stragglers one pipeline stands for 12,288 ranks. What hides
-behind compute slows it (`busy_ratio` of a link). Two iterations are run and the second is reported, so that parameters
-that travel behind the optimizer are there, or not, as they are in a long run.
+behind compute slows it (`busy_ratio` of a link). Two iterations are run and the second is reported, so that
+parameters that travel behind the optimizer are there, or not, as they are in a long run.
 """
 
 import random
