@@ -16,8 +16,8 @@ from pathlib import Path
 
 __all__ = ["QUIET_RATIO", "others_at_work", "wait_for_quiet"]
 
-QUIET_RATIO = 0.06
-"""Share of the cores' time that others may take: interrupts and the kernel's own threads take half of it."""
+QUIET_RATIO = 0.1
+"""Share of the cores' time that others may take: interrupts and the kernel's own threads take a third of it."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 

@@ -83,8 +83,8 @@ def summary(lines: Sequence[Line]) -> str:
     correlation = spearman([line.measured.seconds for line in lines], [line.predicted for line in lines])
     errors = [abs(line.error) for line in lines]
     return (
-        f"{len(lines)} layouts, rank correlation {correlation:.3f}, median error {statistics.median(errors):.1%}, "
-        f"mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}"
+        f"{len(lines)} layouts, rank correlation {correlation:.3f}, "
+        f"median error {statistics.median(errors):.1%}, mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}"
     )
 
 

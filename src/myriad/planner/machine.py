@@ -171,10 +171,11 @@ def _non_negative(columns: _Floats, seconds: _Floats) -> _Floats:
     """Least squares of relative errors; a coefficient that would be negative is 0."""
     weighted = columns / seconds[:, None]
     ones = np.ones(len(seconds))
-    found: _Floats = np.linalg.lstsq(weighted, ones, rcond=None)[0]
+    found: _Floats = np.asarray(np.linalg.lstsq(weighted, ones, rcond=None)[0], float)
     if (found >= 0).all() or len(found) == 1:
         return np.maximum(found, 0.0)
-    best, least = np.zeros(len(found)), np.inf
+    best: _Floats = np.zeros(len(found))
+    least = np.inf
     for kept in range(len(found)):
         alone = np.zeros(len(found))
         alone[kept] = max(0.0, np.linalg.lstsq(weighted[:, [kept]], ones, rcond=None)[0][0])
@@ -225,19 +226,15 @@ def _fit_layers(layers: Sequence[LayerTime], value_bytes: int, known: Accelerato
         rows.append((launches, streams - base))
         left.append(max(one.seconds - base, 0.01 * one.seconds))
         seconds.append(one.seconds)
-    # weighted by the whole layer: a part that is small matters little
-    scale = np.asarray(left) / np.asarray(seconds)
-    launch, each = (
-        _non_negative(np.asarray(rows), np.asarray(left))
-        if len(rows) == 1
-        else _weighted(np.asarray(rows), np.asarray(left), scale)
-    )
+    launch, each = _weighted(np.asarray(rows), np.asarray(left), np.asarray(seconds))
     return float(launch), float(1 / max(each, 1 / _ENDLESS))
 
 
-def _weighted(columns: _Floats, values: _Floats, scale: _Floats) -> _Floats:
-    rows = columns * (scale / values)[:, None]
-    found: _Floats = np.linalg.lstsq(rows, scale, rcond=None)[0]
+def _weighted(columns: _Floats, values: _Floats, whole: _Floats) -> _Floats:
+    """Least squares of errors against the whole layer: a part that is small in it matters little."""
+    found: _Floats = np.asarray(
+        np.linalg.lstsq(columns / whole[:, None], values / whole, rcond=None)[0], float
+    )
     return found if (found >= 0).all() else _non_negative(columns, values)
 
 

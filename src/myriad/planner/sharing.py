@@ -75,7 +75,7 @@ class _SharingRun(Run):
         self.jobs: dict[int, _Job] = {}
         self.transfers: list[_Transfer] = []
         self.events: list[tuple[float, int]] = []
-        """When something may change, and the lane that goes on then (or nobody: a transfer begins or ends)."""
+        """When something may change, and the lane that goes on then; nobody: a transfer begins or ends."""
         self.asleep: set[int] = set()
 
     def iterate(self) -> list[float]:

@@ -6,6 +6,7 @@ The clock's seconds, the smallest of several: a rank that waits for its peer has
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -39,17 +40,30 @@ def time_links(groups: Groups) -> LinkTimes:
     messages, halves, busy = [], [], []
     for count in _ELEMENTS:
         whole, part, other = torch.zeros(count), torch.zeros(count // 2), torch.zeros(count)
-        for function, weight in (
-            (lambda w=whole, p=part: start_all_gather(w, p, pair).wait(), 1.0),
-            (lambda w=whole, p=part: start_reduce_scatter(p, w, pair).wait(), 1.0),
-            (lambda w=whole: start_all_reduce(w, pair).wait(), 0.5),
-        ):
+        collectives: tuple[tuple[Callable[[], object], float], ...] = (
+            (partial(_gather, whole, part, pair), 1.0),
+            (partial(_scatter, whole, part, pair), 1.0),
+            (partial(_sum, whole, pair), 0.5),
+        )
+        for function, weight in collectives:
             seconds, processor = _best(function, pair)
             halves.append((4.0 * count, weight * seconds))
             if count == _ELEMENTS[-1]:
                 busy.append(processor / seconds)
-        messages.append((4.0 * count, _best(lambda w=whole, o=other: _swap(w, o, pair), pair)[0]))
+        messages.append((4.0 * count, _best(partial(_swap, whole, other, pair), pair)[0]))
     return LinkTimes(messages, halves, sum(busy) / len(busy))
+
+
+def _gather(whole: torch.Tensor, part: torch.Tensor, pair: Group) -> None:
+    start_all_gather(whole, part, pair).wait()
+
+
+def _scatter(whole: torch.Tensor, part: torch.Tensor, pair: Group) -> None:
+    start_reduce_scatter(part, whole, pair).wait()
+
+
+def _sum(whole: torch.Tensor, pair: Group) -> None:
+    start_all_reduce(whole, pair).wait()
 
 
 def _swap(outgoing: torch.Tensor, incoming: torch.Tensor, pair: Group) -> None:
