@@ -34,9 +34,14 @@ def _attention(
 
 
 def _linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, later: Any = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    later: Any = None,
+    remade: Any = None,
 ) -> Any:
     assert not later, "products are left for later between tensor-parallel ranks only"
+    assert remade is None, "F.linear keeps what it takes"
     return F.linear(x, weight, bias)
 
 
