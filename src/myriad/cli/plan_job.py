@@ -1,0 +1,100 @@
+"""Between a job and the planner: what is to be planned, and the job file that a plan is."""
+
+import os
+from pathlib import Path
+
+from myriad.comm.layout import Layout
+from myriad.errors import BadInputError
+from myriad.job import Job, dump_toml, load_job
+from myriad.planner.cluster import Cluster
+from myriad.planner.placement import Placement
+from myriad.planner.questions import describe
+from myriad.planner.rescore import Plan
+from myriad.planner.space import Candidate, Choice, Problem, Shards
+from myriad.planner.work import Recompute
+from myriad.units import format_bytes
+
+__all__ = ["as_written", "job_of", "problem_of", "write_plan"]
+
+_HEAD = "# A plan by `myriad plan`"
+
+
+def problem_of(job: Job, cluster: Cluster) -> Problem:
+    """What the job asks, without its layout."""
+    on_cpu = cluster.accelerator.name.startswith("CPU")
+    precision = job.train.precision
+    single = precision == "float32" or (precision == "auto" and on_cpu)
+    given = Problem(
+        model=job.model,
+        global_batch=job.train.global_batch,
+        cluster=cluster,
+        overlap=job.overlap,
+        optimizer=job.optimizer.name,
+        value_bytes=4 if single else 2,
+        partition=job.layout.partition,
+    )
+    shards = tuple(shard for shard in given.shards if _allows(job, shard))
+    return Problem(**{**vars(given), "shards": shards, "recomputes": _recomputes(given)})
+
+
+def _allows(job: Job, shard: Shards) -> bool:
+    """Lossy communication allows only some."""
+    if job.comm.compress_parameters is not None:
+        return shard[0] in (1, 2)
+    return job.comm.sync_every == 1 or shard[0] == 0
+
+
+def _recomputes(given: Problem) -> tuple[Recompute, ...]:
+    return given.recomputes if "recompute" in Layout.model_fields else ("none",)
+
+
+def as_written(job: Job) -> Candidate | None:
+    """The job's own layout; none where it has none."""
+    if job.layout == Layout():
+        return None
+    recompute = job.layout.model_dump().get("recompute", "none")
+    return Candidate(job.layout, Choice(recompute, job.overlap), 0.0, 0.0, 0.0)
+
+
+def job_of(job: Job, candidate: Candidate) -> Job:
+    """The job with the layout, checked. Raises `BadInputError`."""
+    values = candidate.layout.model_dump()
+    if "recompute" in values:
+        values["recompute"] = candidate.choice.recompute
+    layout = Layout.model_validate(values)
+    return job.model_copy(update={"layout": layout, "overlap": candidate.choice.overlap}).check()
+
+
+def write_plan(path: Path, job: Job, plan: Plan, problem: Problem, placement: Placement | None) -> None:
+    """A complete job file that `myriad train` takes. An older plan of the same job is replaced, anything else
+    is not."""
+    _refuse_other(path, job)
+    cluster, candidate = problem.cluster, plan.candidate
+    memory = format_bytes(candidate.memory_bytes)
+    lines = [
+        f"{_HEAD} of the job {job.name!r} for the cluster {cluster.name!r} ({cluster.world} accelerators).",
+        f"# {describe(candidate)}: predicted {plan.seconds:.4g} s an iteration, MFU {plan.mfu:.1%},",
+        f"# {memory} of an accelerator's memory, which fits with a probability of {candidate.fits:.0%}.",
+    ]
+    if placement is not None and not placement.is_plain:
+        lines.append("# Start the ranks on the nodes in this order (a host list for the launcher):")
+        lines.append(f"# nodes = {list(placement.order)}")
+    text = "\n".join(lines) + "\n\n" + dump_toml(job_of(job, candidate))
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text)
+        beside.replace(path)
+    except OSError as error:
+        raise BadInputError("--out", str(path), f"cannot be written: {error.strerror}") from None
+
+
+def _refuse_other(path: Path, job: Job) -> None:
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if not text.startswith(_HEAD):
+        raise BadInputError("--out", str(path), "a new file, or an older plan: this one is neither")
+    other = load_job(str(path))
+    if (other.name, other.model) != (job.name, job.model):
+        allowed = f"it is the plan of another job ({other.name}, not {job.name}): give another name"
+        raise BadInputError("--out", str(path), allowed)
