@@ -39,6 +39,7 @@ def plot_seconds(times: PlotTimes) -> Array:
     messages = transfer_seconds(times)[:, :, None, None, None, :, None]
     data = data_seconds(times)[:, :, :, None, None, None, :]
     found: Array = compute + messages + data
+    assert found.shape == times.plot.axes
     return found
 
 

@@ -6,11 +6,11 @@ from importlib import resources
 
 from myriad.model.config import ModelConfig
 
-__all__ = ["Published", "published_rows"]
+__all__ = ["CurvePoint", "curve_points"]
 
 
 @dataclass(frozen=True)
-class Published:
+class CurvePoint:
     """A row of table 2 of arXiv 2402.15627: 175B, on A100."""
 
     system: str
@@ -21,13 +21,13 @@ class Published:
     mfu: float
 
 
-def published_rows(model: ModelConfig) -> list[Published]:
+def curve_points(model: ModelConfig) -> list[CurvePoint]:
     """Of this model; none for all but MegaScale's of 175B."""
     if (model.layers, model.hidden, model.heads, model.sequence) != (96, 12288, 128, 2048):
         return []
     text = (resources.files("myriad") / "planner" / "tables" / "megascale_table2.csv").read_text()
     return [
-        Published(
+        CurvePoint(
             row["system"],
             int(row["gpus"]),
             int(row["batch_sequences"]),

@@ -4,18 +4,21 @@ A plan is the best of a search's first hundred by the simulator's word. On a cur
 asked, it is the best of the first ten.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from myriad.errors import BadInputError
+from myriad.planner.cluster import Cluster
 from myriad.planner.rescore import Plan, Simulations, rescore
 from myriad.planner.search import Found, Objective, search
 from myriad.planner.space import Candidate, Problem, tensor_degrees
 from myriad.units import format_bytes
 
-__all__ = ["Answer", "answer", "best_of", "curve", "describe", "sizes_between"]
+__all__ = ["Answer", "Progress", "answer", "best_of", "describe", "fewest_accelerators", "sizes_between"]
 
 _FEW = 10
+_MOST_ACCELERATORS = 49152
+"""That are thought of."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +92,16 @@ def _refuse_nothing(problem: Problem, found: Found) -> None:
 def describe(candidate: Candidate) -> str:
     """A layout in few words."""
     layout, choice = candidate.layout, candidate.choice
-    words = [f"dp {layout.dp}", f"tp {layout.tp}", f"pp {layout.pp}"]
-    if layout.virtual_stages > 1:
-        words.append(f"{layout.virtual_stages} virtual stages")
+    pipeline = f"pp {layout.pp}" + (f" x {layout.virtual_stages}" if layout.virtual_stages > 1 else "")
+    words = [f"dp {layout.dp} tp {layout.tp} {pipeline}"]
     if layout.pp > 1:
-        words.append(layout.schedule_name)
+        words[0] += f" {layout.schedule_name}"
     words.append(f"micro-batch {layout.micro_batch}")
     if layout.zero:
         words.append(f"ZeRO {layout.zero}" + (" each" if layout.reduce == "each" else ""))
     if choice.recompute != "none":
         words.append(f"recompute {choice.recompute}")
-    return " ".join(words)
+    return ", ".join(words)
 
 
 def sizes_between(fewest: int, most: int, per_node: int, also: Iterable[int] = ()) -> list[int]:
@@ -111,7 +113,31 @@ def sizes_between(fewest: int, most: int, per_node: int, also: Iterable[int] = (
     return sorted({fewest, most, *whole})
 
 
-def curve(problems: Iterable[Problem], simulations: Simulations) -> Iterator[tuple[Problem, Plan | None]]:
-    """The best plan on each."""
-    for problem in problems:
-        yield problem, best_of(problem, simulations)
+def fewest_accelerators(
+    problem_of: Callable[[int], Problem],
+    cluster: Cluster,
+    seconds: float,
+    simulations: Simulations,
+    progress: Progress,
+) -> tuple[Problem, Plan]:
+    """The smallest number, of a part of a node or of whole nodes, by powers of two and three times them, with
+    an iteration of at most so many seconds. Raises `BadInputError` where none is."""
+    per_node = cluster.accelerators_per_node
+    least = problem_of(per_node)
+    flops = least.model.flops_per_token() * least.model.sequence * least.global_batch
+    fewest = flops / (seconds * cluster.accelerator.peak_flops_per_second)
+    most = per_node if cluster.links.network is None else _MOST_ACCELERATORS
+    sizes = [size for size in sizes_between(1, most, per_node) if size >= fewest]
+    quickest: tuple[float, int] | None = None
+    for number, size in enumerate(sizes):
+        progress(f"{size} accelerators", number, len(sizes))
+        problem = problem_of(size)
+        plan = best_of(problem, simulations)
+        if plan is not None and plan.seconds <= seconds:
+            return problem, plan
+        if plan is not None and (quickest is None or plan.seconds < quickest[0]):
+            quickest = plan.seconds, size
+    told = f"up to {most} accelerators are too slow or too small"
+    if quickest is not None:
+        told += f": {quickest[1]} take {quickest[0]:.4g} s an iteration, {seconds:.4g} s are needed"
+    raise BadInputError("--days", round(seconds, 6), told)

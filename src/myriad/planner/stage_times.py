@@ -111,7 +111,7 @@ class PlotTimes:
         self.cut_of = np.array([distinct.index(key) for key in keys])
         """Of each schedule."""
         self.cuts = [self._cut(*key) for key in distinct]
-        self.turns = table.at(plot.tp, plot.micro_batches)
+        self.turns = table.at(plot.tp, plot.micro_batches)[..., : len(plot.tensors)]
 
     def _cut(self, virtual_stages: int, vee: bool) -> Cut:
         table, pp = self.table, self.plot.pp

@@ -1,0 +1,273 @@
+"""``myriad plan``: the best layouts of a job on a cluster, why, and what would help; before it is rented."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from myriad.cli.overrides import OverrideCommand
+from myriad.errors import BadInputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from myriad.job import Job
+    from myriad.planner.cluster import Cluster
+    from myriad.planner.questions import Progress
+
+__all__ = ["plan", "register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command("plan", cls=OverrideCommand, options_metavar="[OPTIONS] [--KEY VALUE]...")(plan)
+
+
+def plan(
+    context: typer.Context,
+    job: Annotated[str, typer.Argument(metavar="JOB", help="A job file, or a recipe's name.")],
+    cluster: Annotated[
+        str, typer.Option(metavar="CLUSTER", help="A cluster file, or a recipe's name.")
+    ] = "laptop",
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|A..B",
+            help="On so many accelerators: the cluster with more or fewer of its nodes. A range: a curve.",
+        ),
+    ] = None,
+    objective: Annotated[
+        Literal["time", "cost", "memory"],
+        typer.Option(help="What to keep small: time; cost, with a range of --gpus; memory."),
+    ] = "time",
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="Change the cluster: links.ib=200Gbps, nodes=64; again for more."
+        ),
+    ] = None,
+    days: Annotated[
+        float | None, typer.Option(metavar="DAYS", help="The fewest accelerators that are done in time.")
+    ] = None,
+    straggler: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="node=N:1.1x", help="A node known to be slower: it is placed where it hurts least."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="Write the best plan: `myriad train` takes it.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw time against memory of what none beats.")
+    ] = None,
+    top: Annotated[int, typer.Option(metavar="K", min=1, help="Lines of the table.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Find the best layouts for a job on a cluster, and say why they are the best.
+
+    All legal layouts are judged by a closed form, the first hundred by simulating the program that would run.
+
+    Fits: probability of not running out of memory. MFU: model FLOPs of the peak.
+
+    Exit code: 0 done, 2 bad input (also: nothing fits).
+    """
+    from rich.console import Console
+
+    console = None if as_json else Console()
+    if out is not None and out.suffix != ".toml":
+        raise BadInputError("--out", str(out), "a file name that ends in .toml")
+    if picture is not None and picture.suffix != ".svg":
+        raise BadInputError("--picture", str(picture), "a file name that ends in .svg")
+    asked = _Asked.read(context, job, cluster, gpus, what_if, straggler)
+    if days is not None:
+        told = _fewest(asked, days, console)
+    elif len(asked.sizes) > 1:
+        told = _curve(asked, objective, console)
+    else:
+        told = _best(asked, objective, top, (out, picture), console)
+    if as_json:
+        typer.echo(json.dumps(told, ensure_ascii=False))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What was asked, read and checked."""
+
+    job: "Job"
+    cluster: "Cluster"
+    plain: "Cluster | None"
+    """Without --what-if, where there is one."""
+    sizes: tuple[int, ...]
+    """Numbers of accelerators."""
+    slower: dict[int, float]
+
+    @classmethod
+    def read(
+        cls,
+        context: typer.Context,
+        job: str,
+        cluster: str,
+        gpus: str | None,
+        what_if: Sequence[str] | None,
+        straggler: Sequence[str] | None,
+    ) -> "_Asked":
+        from myriad.job import load_job
+        from myriad.recipes.cluster import load_cluster, scale_cluster
+
+        loaded = load_job(job, OverrideCommand.of(context))
+        changes = [change for text in what_if or () for change in text.split()]
+        wanted, plain = load_cluster(cluster, changes), load_cluster(cluster) if changes else None
+        sizes = _sizes(gpus, wanted.world)
+        if len(sizes) == 1:
+            wanted = scale_cluster(wanted, sizes[0])
+            plain = plain and scale_cluster(plain, sizes[0])
+        slower = dict(_straggler(text, wanted.nodes) for text in straggler or ())
+        return cls(loaded, wanted, plain, sizes, slower)
+
+
+def _sizes(gpus: str | None, world: int) -> tuple[int, ...]:
+    """One number, or both ends of a range."""
+    if gpus is None:
+        return (world,)
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", gpus)
+    if match is None or int(match.group(1)) < 1:
+        raise BadInputError("--gpus", gpus, "a number, or a range such as 256..12288")
+    if match.group(2) is None:
+        return (int(match.group(1)),)
+    first, last = int(match.group(1)), int(match.group(2))
+    if first >= last:
+        raise BadInputError("--gpus", gpus, "a range rises, such as 256..12288")
+    return first, last
+
+
+def _straggler(text: str, nodes: int) -> tuple[int, float]:
+    match = re.fullmatch(r"node=(\d+):(\d+(?:\.\d+)?)x", text)
+    if match is None or float(match.group(2)) < 1:
+        raise BadInputError("--straggler", text, "written as node=17:1.1x, at least 1x")
+    if int(match.group(1)) >= nodes:
+        raise BadInputError("--straggler", text, f"the cluster has the nodes 0 to {nodes - 1}")
+    return int(match.group(1)), float(match.group(2))
+
+
+def _best(
+    asked: _Asked,
+    objective: Literal["time", "cost", "memory"],
+    top: int,
+    files: tuple[Path | None, Path | None],
+    console: "Console | None",
+) -> dict[str, Any]:
+    from myriad.cli.plan_answer import tell
+    from myriad.cli.plan_job import as_written, job_of, problem_of, write_plan
+    from myriad.planner.questions import answer
+    from myriad.planner.rescore import Simulations
+
+    simulations, problem = Simulations(), problem_of(asked.job, asked.cluster)
+    with _bar(quiet=console is None) as progress:
+        found = answer(problem, objective=objective, simulations=simulations, progress=progress)
+        before = None
+        if asked.plain is not None:
+            before = answer(problem.with_cluster(asked.plain), simulations=simulations, progress=progress)
+        progress("explaining", 0, 1)
+        told = tell(
+            asked.job,
+            found,
+            before=before,
+            written=as_written(asked.job),
+            simulations=simulations,
+            slower=asked.slower,
+            top=top,
+        )
+    out, picture = files
+    best = found.plans[0]
+    job_of(asked.job, best.candidate)
+    if out is not None:
+        write_plan(out, asked.job, best, problem, told.placement)
+    if picture is not None:
+        _write(picture, told.picture())
+    if console is not None:
+        told.show(console, [str(path) for path in files if path is not None])
+    return told.as_json()
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise BadInputError("--picture", str(path), f"cannot be written: {error.strerror}") from None
+
+
+def _curve(asked: _Asked, objective: str, console: "Console | None") -> dict[str, Any]:
+    from myriad.cli.plan_job import problem_of
+    from myriad.cli.plan_show import figures, show_curve
+    from myriad.planner.curve_points import curve_points
+    from myriad.planner.questions import best_of, sizes_between
+    from myriad.planner.rescore import Simulations
+    from myriad.recipes.cluster import scale_cluster
+
+    points = curve_points(asked.job.model)
+    also = [point.accelerators for point in points]
+    sizes = sizes_between(asked.sizes[0], asked.sizes[-1], asked.cluster.accelerators_per_node, also)
+    simulations, rows = Simulations(), []
+    with _bar(quiet=console is None) as progress:
+        for number, size in enumerate(sizes):
+            progress(f"{size} accelerators", number, len(sizes))
+            problem = problem_of(asked.job, scale_cluster(asked.cluster, size))
+            rows.append((problem, best_of(problem, simulations)))
+    steps = asked.job.train.steps
+    if all(found is None for _, found in rows):
+        raise BadInputError("--gpus", f"{sizes[0]}..{sizes[-1]}", "no layout fits on any of these numbers")
+    if console is not None:
+        show_curve(console, rows, points, steps)
+    told = [
+        {"accelerators": p.cluster.world, **(figures(p, f, steps).as_json() if f else {})} for p, f in rows
+    ]
+    cheapest = min((row for row in told if row.get("dollars")), key=lambda row: row["dollars"], default=None)
+    if console is not None and objective == "cost" and cheapest is not None:
+        console.print(f"cheapest: {cheapest['accelerators']} accelerators")
+    published = [vars(point) for point in points if point.accelerators in sizes]
+    return {"curve": told, "published": published, "cheapest": cheapest}
+
+
+def _fewest(asked: _Asked, days: float, console: "Console | None") -> dict[str, Any]:
+    from myriad.cli.plan_job import problem_of
+    from myriad.cli.plan_show import figures, show_ranking
+    from myriad.planner.questions import fewest_accelerators
+    from myriad.planner.rescore import Simulations
+    from myriad.recipes.cluster import scale_cluster
+
+    if days <= 0:
+        raise BadInputError("--days", days, "more than 0")
+    steps, simulations = asked.job.train.steps, Simulations()
+    with _bar(quiet=console is None) as progress:
+        problem, found = fewest_accelerators(
+            lambda size: problem_of(asked.job, scale_cluster(asked.cluster, size)),
+            asked.cluster,
+            days * 86400 / steps,
+            simulations,
+            progress,
+        )
+    if console is not None:
+        title = f"{problem.cluster.world} accelerators do {steps} steps in {days:g} days"
+        show_ranking(console, problem, [("1", found)], steps, title=title)
+    return {"days": days, **figures(problem, found, steps).as_json()}
+
+
+@contextmanager
+def _bar(*, quiet: bool) -> Iterator["Progress"]:
+    """On standard error, gone when done."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn())
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as shown:
+        task = shown.add_task("searching", total=None)
+        move: Callable[[str, int, int], None] = lambda stage, done, total: shown.update(  # noqa: E731
+            task, description=stage, completed=done, total=total
+        )
+        yield move

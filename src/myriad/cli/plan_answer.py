@@ -1,0 +1,219 @@
+"""Everything that ``myriad plan`` says of one number of accelerators, as a value: shown, printed as JSON,
+drawn."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from myriad.cli.pareto import Point, pareto_svg, pareto_text
+from myriad.cli.plan_job import job_of
+from myriad.cli.plan_show import figures, show_helps, show_ranking, show_waterfalls
+from myriad.errors import BadInputError
+from myriad.job import Job
+from myriad.planner.costs import Costs
+from myriad.planner.explain import Help, helps, waterfall
+from myriad.planner.judge import judge
+from myriad.planner.neighbours import neighbours
+from myriad.planner.placement import Placement, place, traffic_of
+from myriad.planner.questions import Answer, best_of, describe
+from myriad.planner.rescore import Plan, Simulations, rescore
+from myriad.planner.space import Candidate, Problem
+from myriad.recipes.cluster import scale_cluster
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Told", "tell"]
+
+
+@dataclass(frozen=True)
+class Told:
+    """The answer and its reasons."""
+
+    job: Job
+    answer: Answer
+    before: Plan | None
+    """The best without --what-if."""
+    written: Plan | None
+    """The job's own layout."""
+    parts: Mapping[str, float]
+    near: Sequence[tuple[str, Mapping[str, float]]]
+    helps: Sequence[Help]
+    placement: Placement | None
+    top: int
+
+    @property
+    def problem(self) -> Problem:
+        """What was planned."""
+        return self.answer.problem
+
+    @property
+    def best(self) -> Plan:
+        """The plan."""
+        return self.answer.plans[0]
+
+    def ranking(self) -> list[tuple[str, Plan]]:
+        """The first few, the layout as written at its place among all, and the best without --what-if."""
+        rows = [(str(rank), plan) for rank, plan in enumerate(self.answer.plans[: self.top], 1)]
+        if self.written is not None:
+            rows.append(("as written", self.written))
+            rows.sort(key=lambda row: row[1].seconds)
+        if self.before is not None:
+            rows.append(("before", self.before))
+        return rows
+
+    def show(self, console: "Console", files: Sequence[str]) -> None:
+        """Prints it."""
+        found, cluster = self.answer.found, self.problem.cluster
+        console.print(
+            f"{self.job.name} on {cluster.name}: {cluster.world} x {cluster.accelerator.name}, peak "
+            f"{cluster.accelerator.peak_flops_per_second / 1e12:g} TFLOP/s. {found.num_layouts:,} layouts, "
+            f"{found.num_fitting:,} fit, {len(self.answer.plans)} simulated.",
+            highlight=False,
+        )
+        steps = self.job.train.steps
+        show_ranking(console, self.problem, self.ranking(), steps, title=f"best for {steps} steps")
+        show_waterfalls(console, self.parts, self.near)
+        show_helps(console, self.best.seconds, [(one.what, one.seconds) for one in self.helps])
+        self._show_placement(console)
+        console.print("time against memory: · layouts that none beats in both, ● the plan", style="bold")
+        for line in pareto_text(self._front(), self._point(self.best.candidate)):
+            console.print(line, highlight=False)
+        for file in files:
+            console.print(file, highlight=False, soft_wrap=True)
+
+    def _show_placement(self, console: "Console") -> None:
+        placed = self.placement
+        if placed is None:
+            return
+        if placed.is_plain:
+            console.print("nodes: in their own order; no other is predicted to be quicker", highlight=False)
+            return
+        gain = 1 - placed.seconds / placed.plain_seconds
+        console.print(f"nodes, in the order in which to start ranks on them ({gain:.1%} quicker):")
+        console.print(" ".join(map(str, placed.order)), highlight=False)
+
+    def picture(self) -> str:
+        """Time against memory, as SVG."""
+        cluster = self.problem.cluster
+        title = f"{self.job.name} on {cluster.world} x {cluster.accelerator.name}"
+        capacity = float(cluster.accelerator.memory_bytes)
+        return pareto_svg(title, self._front(), self._point(self.best.candidate), capacity)
+
+    def _front(self) -> list[Point]:
+        return [self._point(candidate) for candidate in self.answer.found.front]
+
+    def _point(self, candidate: Candidate) -> Point:
+        return candidate.memory_bytes, candidate.seconds, describe(candidate)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        found, steps = self.answer.found, self.job.train.steps
+        return {
+            "job": self.job.name,
+            "cluster": self.problem.cluster.name,
+            "layouts": found.num_layouts,
+            "fitting": found.num_fitting,
+            "plans": [
+                {"rank": rank, **figures(self.problem, plan, steps).as_json(), **_keys(plan)}
+                for rank, plan in self.ranking()
+            ],
+            "waterfall": dict(self.parts),
+            "neighbours": [{"with": what, "waterfall": dict(parts)} for what, parts in self.near],
+            "would_help": [{"what": one.what, "seconds": one.seconds} for one in self.helps],
+            "node_order": None if self.placement is None else list(self.placement.order),
+            "front": [
+                {"memory_bytes": memory, "seconds": seconds, "layout": words}
+                for memory, seconds, words in self._front()
+            ],
+        }
+
+
+def _keys(plan: Plan) -> dict[str, Any]:
+    layout, choice = plan.candidate.layout, plan.candidate.choice
+    switches = ("tensor", "pipeline", "data", "optimizer")
+    return {
+        "keys": layout.model_dump(mode="json"),
+        "recompute": choice.recompute,
+        "overlap": {name: getattr(choice.overlap, name) for name in switches},
+    }
+
+
+def tell(
+    job: Job,
+    answer: Answer,
+    *,
+    before: Answer | None,
+    written: Candidate | None,
+    simulations: Simulations,
+    slower: dict[int, float],
+    top: int,
+) -> Told:
+    """Everything there is to say."""
+    answer = _checked(job, answer)
+    problem, best = answer.problem, answer.plans[0]
+    parts = waterfall(problem, best.candidate, simulations)
+    near = []
+    for what, candidate in neighbours(problem, best.candidate):
+        if _is_legal(job, candidate):
+            near.append((what, waterfall(problem, candidate, simulations)))
+    return Told(
+        job=job,
+        answer=answer,
+        before=None if before is None else before.plans[0],
+        written=_judged(problem, written, simulations),
+        parts=parts,
+        near=near,
+        helps=[*helps(problem, best, parts, simulations), *_more_memory(problem, best, simulations)],
+        placement=_placed(problem, best, slower),
+        top=top,
+    )
+
+
+def _checked(job: Job, answer: Answer) -> Answer:
+    """Without what the rest of the job rules out."""
+    plans = tuple(plan for plan in answer.plans if _is_legal(job, plan.candidate))
+    if not plans:
+        job_of(job, answer.plans[0].candidate)  # says why
+    return replace(answer, plans=plans)
+
+
+def _is_legal(job: Job, candidate: Candidate) -> bool:
+    try:
+        job_of(job, candidate)
+    except BadInputError:
+        return False
+    return True
+
+
+def _judged(problem: Problem, written: Candidate | None, simulations: Simulations) -> Plan | None:
+    """On as many accelerators of the cluster as the layout has ranks."""
+    if written is None:
+        return None
+    try:
+        own = problem.with_cluster(scale_cluster(problem.cluster, written.layout.world))
+    except BadInputError:
+        return None
+    return rescore(own, [judge(own, written)], simulations)[0]
+
+
+def _more_memory(problem: Problem, best: Plan, simulations: Simulations) -> list[Help]:
+    """Another layout may then be the best."""
+    cluster = problem.cluster
+    chip = cluster.accelerator.model_copy(update={"memory_bytes": 2 * cluster.accelerator.memory_bytes})
+    found = best_of(problem.with_cluster(cluster.model_copy(update={"accelerator": chip})), simulations)
+    if found is None or found.seconds >= best.seconds * (1 - 1e-4):
+        return []
+    return [Help(f"memory doubled ({describe(found.candidate)})", found.seconds)]
+
+
+def _placed(problem: Problem, best: Plan, slower: dict[int, float]) -> Placement | None:
+    """Where there is more than one node."""
+    cluster, layout = problem.cluster, best.candidate.layout
+    per_node = cluster.accelerators_per_node
+    if cluster.nodes == 1 or layout.world != cluster.world:
+        return None
+    pipeline = layout.tp * layout.pp
+    if pipeline % per_node and per_node % pipeline:
+        return None
+    return place(cluster, traffic_of(Costs(best.candidate.work(problem), cluster)), slower)

@@ -1,0 +1,179 @@
+"""What ``myriad plan`` prints: tables by rich, and the same as plain values for ``--json``."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from myriad.planner.curve_points import CurvePoint
+from myriad.planner.questions import describe
+from myriad.planner.rescore import Plan
+from myriad.planner.space import Problem
+from myriad.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Figures", "figures", "show_curve", "show_helps", "show_ranking", "show_waterfalls"]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a plan and a job's number of steps."""
+
+    layout: str
+    accelerators: int
+    seconds: float
+    mfu: float
+    memory_bytes: float
+    fits_probability: float
+    tokens_per_second: float
+    days: float
+    dollars: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def figures(problem: Problem, plan: Plan, steps: int) -> Figures:
+    """What a plan comes to."""
+    candidate, world = plan.candidate, plan.candidate.layout.world
+    hours, price = plan.seconds * steps / 3600, problem.cluster.dollars_per_hour
+    tokens = problem.global_batch * problem.model.sequence
+    return Figures(
+        layout=describe(candidate),
+        accelerators=world,
+        seconds=plan.seconds,
+        mfu=plan.mfu,
+        memory_bytes=candidate.memory_bytes,
+        fits_probability=candidate.fits,
+        tokens_per_second=tokens / plan.seconds,
+        days=hours / 24,
+        dollars=None if price is None else price * world * hours,
+    )
+
+
+def show_ranking(
+    console: "Console", problem: Problem, rows: Sequence[tuple[str, Plan]], steps: int, *, title: str
+) -> None:
+    """A line for each plan; what stands before it is its rank."""
+    from rich.table import Table
+
+    table = Table(box=None, title=title, title_justify="left", title_style="bold", padding=(0, 1))
+    table.add_column("", justify="right")
+    table.add_column("layout")
+    priced = problem.cluster.dollars_per_hour is not None
+    for name in ("s/iter", "MFU", "memory", "fits", "tokens/s", "days", *(["cost"] if priced else [])):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank, plan in rows:
+        found = figures(problem, plan, steps)
+        cost = () if found.dollars is None else (f"${format_count(found.dollars)}",)
+        table.add_row(
+            rank,
+            found.layout + _switched_off(plan),
+            f"{found.seconds:.4g}",
+            f"{found.mfu:.1%}",
+            format_bytes(found.memory_bytes),
+            f"{found.fits_probability:.0%}",
+            format_count(found.tokens_per_second),
+            _days(found.days),
+            *cost,
+            style="bold" if rank == "1" else None,
+        )
+    console.print(table)
+
+
+def _switched_off(plan: Plan) -> str:
+    layout, overlap = plan.candidate.layout, plan.candidate.choice.overlap
+    matters = {
+        "tensor": layout.tp > 1,
+        "pipeline": layout.pp > 1,
+        "data": layout.dp > 1,
+        "optimizer": layout.dp > 1 and layout.zero > 0,
+    }
+    off = [name for name, does in matters.items() if does and not getattr(overlap, name)]
+    return f" (overlap off: {', '.join(off)})" if off else ""
+
+
+def _days(days: float) -> str:
+    return f"{days:.3g}" if days >= 0.1 else f"{days:.1g}"
+
+
+def show_waterfalls(
+    console: "Console", parts: Mapping[str, float], others: Sequence[tuple[str, Mapping[str, float]]]
+) -> None:
+    """The plan's parts, then what each neighbour loses and where most."""
+    from rich.table import Table
+
+    total = sum(parts.values())
+    table = Table(box=None, title="where the time goes", title_justify="left", title_style="bold")
+    table.add_column("")
+    table.add_column("seconds", justify="right")
+    table.add_column("", justify="right")
+    table.add_column("")
+    for name, seconds in parts.items():
+        bar = "█" * round(40 * max(0.0, seconds) / total)
+        table.add_row(name, f"{seconds:.4g}", f"{seconds / total:.1%}", f"[blue]{bar}[/blue]")
+    table.add_row("iteration", f"{total:.4g}", "100%", "", style="bold")
+    console.print(table)
+    if not others:
+        return
+    near = Table(box=None, title="its neighbours", title_justify="left", title_style="bold")
+    for name, side in (("with", "left"), ("s/iteration", "right"), ("slower by", "right"), ("most", "left")):
+        near.add_column(name, justify="left" if side == "left" else "right")
+    for what, theirs in sorted(others, key=lambda other: sum(other[1].values())):
+        seconds = sum(theirs.values())
+        near.add_row(what, f"{seconds:.4g}", f"{seconds / total - 1:+.1%}", _most(parts, theirs))
+    console.print(near)
+
+
+def _most(parts: Mapping[str, float], theirs: Mapping[str, float]) -> str:
+    """The two parts that differ most."""
+    gaps = sorted(((theirs[name] - parts[name], name) for name in parts), key=lambda gap: -abs(gap[0]))
+    told = [f"{name} {gap:+.3g} s" for gap, name in gaps[:2] if abs(gap) > 1e-4 * sum(parts.values())]
+    return ", ".join(told) or "nothing"
+
+
+def show_helps(console: "Console", seconds: float, helps: Sequence[tuple[str, float]]) -> None:
+    """The most helpful first."""
+    from rich.table import Table
+
+    table = Table(box=None, title="what would help most", title_justify="left", title_style="bold")
+    table.add_column("")
+    table.add_column("s/iteration", justify="right")
+    table.add_column("", justify="right")
+    for what, better in helps[:8]:
+        table.add_row(what, f"{better:.4g}", f"{better / seconds - 1:+.1%}")
+    console.print(table)
+
+
+def show_curve(
+    console: "Console",
+    rows: Sequence[tuple[Problem, Plan | None]],
+    points: Sequence[CurvePoint],
+    steps: int,
+) -> None:
+    """A line for each number of accelerators, with what was published of it."""
+    from rich.table import Table
+
+    table = Table(box=None, title="by number of accelerators", title_justify="left", title_style="bold")
+    names = ["accelerators", "layout", "s/iteration", "MFU", "tokens/s", "days", "cost"]
+    for name in names if not points else [*names, "published: MFU, tokens/s (batch)"]:
+        table.add_column(name, justify="left" if name in ("layout", names[-1]) else "right")
+    for problem, plan in rows:
+        world = problem.cluster.world
+        told = "; ".join(_published(point) for point in points if point.accelerators == world)
+        if plan is None:
+            table.add_row(str(world), "nothing fits", "", "", "", "", "", told)
+            continue
+        found = figures(problem, plan, steps)
+        cost = "" if found.dollars is None else f"${format_count(found.dollars)}"
+        values = (f"{found.seconds:.4g}", f"{found.mfu:.1%}", format_count(found.tokens_per_second))
+        cells = (str(world), found.layout, *values, _days(found.days), cost)
+        table.add_row(*cells, *([told] if points else []))
+    console.print(table)
+
+
+def _published(point: CurvePoint) -> str:
+    rate = format_count(point.tokens_per_second)
+    return f"{point.system} {point.mfu:.1%}, {rate} ({point.global_batch})"
