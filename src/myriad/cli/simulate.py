@@ -1,4 +1,5 @@
-"""``myriad simulate --program``: one iteration's program as a picture, in the terminal or as SVG."""
+"""``myriad simulate``: one iteration's program as a picture (``--program``), or on a cluster, predicted
+(``--cluster``: `myriad.cli.forecast`)."""
 
 import json
 import os
@@ -28,39 +29,67 @@ _FEW_COLOURS = {"forward": "blue", "backward": "green", "backward_input": "cyan"
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    app.command("simulate", cls=OverrideCommand, options_metavar="--program [OPTIONS] [--KEY VALUE]...")(
-        simulate
-    )
+    metavar = "(--cluster CLUSTER | --program) [OPTIONS] [--KEY VALUE]..."
+    app.command("simulate", cls=OverrideCommand, options_metavar=metavar)(simulate)
 
 
 def simulate(
     context: typer.Context,
     job: Annotated[str, typer.Argument(metavar="JOB", help="A job file, or a recipe's name.")],
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTER", help="Predict on this cluster: a file, or a recipe's name."),
+    ] = None,
     program: Annotated[
         bool,
-        typer.Option(
-            "--program", help="Required: draw the job's pipeline program (a forward takes 1, a backward 2)."
-        ),
+        typer.Option("--program", help="Draw the pipeline program alone (a forward takes 1, a backward 2)."),
     ] = False,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE.svg", help="Write the picture here, instead of to the terminal."),
     ] = None,
+    spans: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write predicted spans as a run's folder has them: DIR/spans."),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Every replica, also where all are alike.")] = False,
+    straggler: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="node=N:Fx | rank=N:Fx",
+            help="A node or rank (from 0) that computes F times as long; may be given several times.",
+        ),
+    ] = None,
+    jitter: Annotated[
+        float, typer.Option(help="Standard deviation of each compute's time, as a share of it; 0: none.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 1,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print figures and every box as one JSON object.")
+        bool, typer.Option("--json", help="Print figures, and with --program every box, as one JSON object.")
     ] = False,
 ) -> None:
-    """Show the program that a job's pipeline ranks run in one iteration, checked, with its bubble.
+    """Show one iteration of a job before it runs: predicted on a cluster, or the program alone.
 
-    Bubble, or idle: time in which a rank computes nothing, in forwards of a rank.
+    With --cluster: time, MFU, memory, and what each pipeline rank waits for.
 
-    In flight: most micro-batches whose activations a rank holds at once.
+    With --program: the program that the pipeline ranks run, checked, with its bubble (time in which a rank
+    computes nothing, in forwards of a rank) and the most micro-batches in flight.
     """
-    if not program:
-        raise BadInputError("--program", False, "required: it shows the job's program")
     if out is not None and out.suffix != ".svg":
         raise BadInputError("--out", str(out), "a file name that ends in .svg")
-    _show(job, OverrideCommand.of(context), out, as_json)
+    overrides = OverrideCommand.of(context)
+    if cluster is not None and not program:
+        from myriad.cli.forecast import Wanted, forecast
+
+        stragglers = straggler or []
+        forecast(Wanted(job, overrides, cluster, out, spans, full, stragglers, jitter, seed, as_json))
+        return
+    if not program or cluster is not None:
+        raise BadInputError("--program", program, "either --cluster CLUSTER, to predict, or --program")
+    for option, given in {"spans": spans, "full": full, "straggler": straggler, "jitter": jitter}.items():
+        if given:
+            raise BadInputError(f"--{option}", str(given), "needs --cluster CLUSTER instead of --program")
+    _show(job, overrides, out, as_json)
 
 
 def _show(job_name: str, overrides: list[str], out: Path | None, as_json: bool) -> None:

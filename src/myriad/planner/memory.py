@@ -1,50 +1,145 @@
-"""Bytes that the fullest stage holds: what a layout needs of an accelerator's memory.
+"""Memory of a rank at its highest moment, and how likely it fits: for any number of layouts at once.
 
-weights, gradients, optimizer   by parameters of a rank, cut among replicas as `zero` says
-activations                     of a layer and micro-batch (arXiv 2205.05198, section 4), times layers of a
-                                rank, times micro-batches in flight
+    memory = worst_stage_memory(model, practice, dp=..., tp=..., ...)      numbers, or arrays of equal length
+    fits_probability(memory, 80 * 2**30)
+
+The pipeline's first rank holds the most micro-batches, its last the head: the worse of the two is given. How
+many micro-batches a rank holds, by schedule (`myriad.program.schedules`; p ranks, rank r, v stages each, m
+micro-batches; a stage counts 1/v):
+
+    1f1b                p - r                     interleaved      (v - 1)/v n + (2 (p - r - 1) + 1)/v
+    eager-1f1b          2 (p - r) - 1             zero-bubble      as 1f1b, and products of r more that wait
+    zero-bubble-v       p, as such or as products        n: micro-batches of a round, p or a few more
+
+Parameters, gradients and optimizer by ZeRO stage are the table of `docs/memory.md`. For one layout, exactly,
+from its program: `myriad.planner.rank_memory`.
 """
 
-from dataclasses import dataclass
-from math import erf
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from math import erf, sqrt
 
 import numpy as np
+import numpy.typing as npt
 
 from myriad.model.config import ModelConfig
+from myriad.planner.activations import is_ours
+from myriad.planner.layer_memory import LayerMemory, layer_memory
 from myriad.planner.operators import Number
 from myriad.planner.work import Practice
 
-__all__ = ["Memory", "fits_probability", "worst_stage_memory"]
+__all__ = ["FRAGMENTED", "Memory", "fits_probability", "worst_stage_memory"]
+
+_MOST_CHUNKS = 8
+"""Of a stage (`myriad.program.build`)."""
+_AHEAD = 2
+"""Chunks that are whole ahead of the one in use with ZeRO 3, and receives posted ahead
+(`myriad.program.passes`, ``overlap.receive_ahead``)."""
+_WAITING_IN_V = 0.7
+"""Of the p micro-batches that rank 0 of zero-bubble-v holds, those that wait as products at most."""
+FRAGMENTED = 0.04
+"""Share of what comes and goes that a caching allocator holds without use."""
+_DEVIATION_COMING, _DEVIATION_STAYING = 0.05, 0.01
+"""Standard deviation of what comes and goes, and of what stays, as shares of them."""
+_RESERVED = 0.015
+"""Of a device's memory, what its context and the collectives' own buffers take before a tensor is there: 1.2
+of 80 GiB."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one rank, in bytes."""
+    """Bytes of one rank at its highest moment; numbers or arrays."""
 
     weights: Number
+    """Values that are computed with, and float32 master values."""
     gradients: Number
     optimizer: Number
     activations: Number
+    """Of all micro-batches in flight, and what the layer that runs holds on its way."""
     logits: Number
+    """What the head holds more: logits, and gradients that are made with the loss."""
     buffers: Number
+    """Messages between stages, and of data parallelism."""
     margin: Number
+    """What the allocator is expected to hold without use."""
 
     @property
     def total(self) -> Number:
         """All of it."""
-        held = self.weights + self.gradients + self.optimizer + self.activations
-        return held + self.logits + self.buffers + self.margin
+        return sum((getattr(self, one.name) for one in fields(self)), start=0.0)
 
     @property
     def deviation(self) -> Number:
         """Standard deviation of the total."""
-        return 0.03 * self.total
+        staying = self.weights + self.gradients + self.optimizer
+        coming = self.activations + self.logits + self.buffers
+        return np.hypot(_DEVIATION_STAYING * staying, _DEVIATION_COMING * coming)
+
+    def where(self, condition: npt.NDArray[np.bool_], other: "Memory") -> "Memory":
+        """This one where the condition is true, else the other."""
+        pairs = ((getattr(self, one.name), getattr(other, one.name)) for one in fields(self))
+        return Memory(*(np.where(condition, *pair) for pair in pairs))
 
 
 def fits_probability(memory: Memory, capacity_bytes: Number) -> Number:
-    """Of not running out of memory."""
-    away = (capacity_bytes - memory.total) / (np.sqrt(2) * memory.deviation)
-    return np.vectorize(lambda x: 0.5 * (1 + erf(x)), otypes=[float])(away)
+    """That a rank with so much memory of its own does not run out of it: the total is taken as normal."""
+    room = np.asarray(capacity_bytes) * (1 - _RESERVED) - memory.total
+    share = np.asarray(room / np.maximum(memory.deviation, 1.0))
+    values = [0.5 * (1 + erf(x / sqrt(2))) for x in share.ravel()]
+    return np.array(values).reshape(share.shape)
+
+
+@dataclass(frozen=True)
+class _Layouts:
+    """As `worst_stage_memory` takes them; ``last``: the pipeline's last rank instead of its first."""
+
+    model: ModelConfig
+    practice: Practice
+    layers: LayerMemory
+    value_bytes: int
+    dp: Number
+    tp: Number
+    pp: Number
+    virtual_stages: Number
+    num_micro_batches: Number
+    zero: Number
+    reduce_each: Number
+    eager: Number
+    zero_bubble: Number
+    last: bool = False
+
+    @cached_property
+    def blocks(self) -> Number:
+        """Of this rank: earlier stages have the larger shares."""
+        stages = self.pp * self.virtual_stages
+        share = np.floor(self.model.layers / stages)
+        extra = self.model.layers - share * stages
+        longer = np.floor(extra / self.pp) if self.last else np.ceil(extra / self.pp)
+        return share * self.virtual_stages + np.minimum(longer, self.virtual_stages)
+
+    @property
+    def in_flight(self) -> Number:
+        """Micro-batches whose activations this rank holds at once."""
+        p, v, m = self.pp, self.virtual_stages, self.num_micro_batches
+        behind = 0.0 * p if self.last else p - 1
+        single = np.where(self.eager > 0, 2 * behind, behind) + 1
+        round_ = np.ceil(m / np.maximum(1, np.floor(m / p)))
+        interleaved = ((v - 1) * round_ + 2 * behind + 1) / v
+        several = np.where(self.zero_bubble > 0, p, interleaved)
+        return np.minimum(np.where(v > 1, several, single), m)
+
+    @property
+    def waiting(self) -> tuple[Number, Number]:
+        """With split backwards, micro-batches of which only the products for weights are left: beside those
+        in flight, and instead of them."""
+        v, m = self.virtual_stages, self.num_micro_batches
+        split = np.where(self.zero_bubble > 0, 1.0, 0.0)
+        share = 1.0 if self.last else _WAITING_IN_V
+        instead = split * np.where(v > 1, share * np.minimum(self.pp, m), 1.0)
+        if not self.last:
+            return 0.0 * split, instead
+        back = (self.pp - 1) * np.where(self.eager > 0, 2, 1)
+        return split * np.where(v > 1, 0.0, np.minimum(back, m - 1)), instead
 
 
 def worst_stage_memory(
@@ -63,26 +158,90 @@ def worst_stage_memory(
     eager: Number,
     zero_bubble: Number,
     value_bytes: int,
+    on_cpu: bool = False,
 ) -> Memory:
-    """All layout arguments are numbers or arrays of one length; ``recompute``: 0 none, 1 selective, 2
-    full."""
-    layers = np.ceil(model.layers / (pp * virtual_stages)) * virtual_stages
-    rows = model.padded_vocabulary() * model.hidden
-    block = (model.num_parameters(embeddings=False) - model.hidden) / model.layers
-    parameters = (layers * block + rows) / tp
-    shard = np.where(np.asarray(zero) >= 1, 1 / np.asarray(dp), 1.0)
-    held = np.where(np.asarray(pp) == 1, 1.0, np.minimum(num_micro_batches, pp * (1 + np.asarray(eager))))
-    extra = np.where(np.asarray(virtual_stages) > 1, (pp - 1) / (pp * virtual_stages), 0.0)
-    tokens = micro_batch * model.sequence
-    wide = tokens * model.hidden / tp
-    kept = np.where(np.asarray(recompute) == 2, 2.0, np.where(np.asarray(recompute) == 1, 22.0, 34.0))
-    activations = wide * kept * layers * (held + extra * pp) * value_bytes / 2
-    return Memory(
-        weights=parameters * value_bytes * np.where(np.asarray(zero) == 3, 1 / np.asarray(dp) + 0.1, 1.0),
-        gradients=parameters * 4 * np.where(np.asarray(reduce_each) > 0, 1 / np.asarray(dp), 1.0),
-        optimizer=parameters * 12 * shard,
-        activations=activations,
-        logits=tokens * model.padded_vocabulary() / tp * (value_bytes + 8),
-        buffers=wide * 8.0 * np.ones_like(layers),
-        margin=1.0 * 2**30 * np.ones_like(layers),
+    """Of the rank that needs the most, with the default overlaps. ``recompute``: 0 none, 1 selective, 2 full;
+    ``reduce_each``, ``eager`` and ``zero_bubble``: 0 or 1."""
+    first = _Layouts(
+        model,
+        practice,
+        layer_memory(
+            model, practice, _floats(tp), _floats(micro_batch), _floats(recompute), (value_bytes, on_cpu)
+        ),
+        value_bytes,
+        dp=_floats(dp),
+        tp=_floats(tp),
+        pp=_floats(pp),
+        virtual_stages=_floats(virtual_stages),
+        num_micro_batches=_floats(num_micro_batches),
+        zero=_floats(zero),
+        reduce_each=_floats(reduce_each),
+        eager=_floats(eager),
+        zero_bubble=_floats(zero_bubble),
     )
+    one, other = _rank_memory(first), _rank_memory(replace(first, last=True))
+    return one.where(np.asarray(one.total >= other.total), other)
+
+
+def _floats(values: Number) -> npt.NDArray[np.float64]:
+    return np.asarray(values, dtype=np.float64)
+
+
+def _rank_memory(where: _Layouts) -> Memory:
+    weights, gradients, optimizer = _parameters(where)
+    activations, logits = _activations(where)
+    buffers = _buffers(where)
+    margin = FRAGMENTED * (activations + logits + buffers)
+    return Memory(weights, gradients, optimizer, activations, logits, buffers, margin)
+
+
+def _ends(where: _Layouts, first: Number, last: Number) -> Number:
+    """What is there once, on the rank of the first or of the last stage."""
+    turns = (where.zero_bubble > 0) & (where.virtual_stages > 1)  # a V ends where it began
+    if where.last:
+        return np.where(where.pp == 1, first + last, np.where(turns, 0.0, last))
+    return np.where((where.pp == 1) | turns, first + last, first)
+
+
+def _parameters(where: _Layouts) -> tuple[Number, Number, Number]:
+    """Weights, gradients, optimizer: the table of `docs/memory.md`."""
+    layers, dp, zero = where.layers, where.dp, where.zero
+    ends = _ends(where, layers.embedding_elements, layers.head_elements)
+    if where.model.tied:
+        table = where.model.padded_vocabulary() * where.model.hidden / where.tp
+        both = ends > np.maximum(layers.embedding_elements, layers.head_elements)
+        ends = ends - np.where(both, table, 0.0)
+    elements = where.blocks * layers.block_elements + ends
+    part = elements / np.where(zero > 0, dp, 1)
+    stage = where.blocks / where.virtual_stages
+    widest = stage * layers.block_elements + ends
+    num_chunks = np.where(dp > 1, np.clip(np.floor(stage), 1, _MOST_CHUNKS), 1)
+    chunk = np.minimum(np.maximum(stage * layers.block_elements / num_chunks, ends), elements)
+    b = where.value_bytes
+    values = b * np.where(zero == 3, np.minimum(widest + _AHEAD * chunk, elements), elements)
+    master = np.where((b == 4) & (zero < 3), 0.0, 4 * part)
+    live = np.minimum(np.where(where.reduce_each > 0, 2 * chunk, elements), elements)
+    sums = 4 * np.where(zero >= 2, live + part, elements)
+    return values + master, sums, 8 * part
+
+
+def _activations(where: _Layouts) -> tuple[Number, Number]:
+    """Of the blocks and the embedding; what the head has more. Its highest moment and the blocks' are not the
+    same one."""
+    layers = where.layers
+    kept = where.in_flight * (where.blocks * layers.block_kept + _ends(where, layers.embedding_kept, 0.0))
+    beside, instead = where.waiting
+    more = np.maximum(layers.block_products - layers.block_kept, 0.0)
+    waiting = where.blocks * (beside * layers.block_products + instead * more)
+    head = _ends(where, 0.0, layers.head)
+    return kept + waiting + layers.block_passing, np.maximum(head - layers.block_passing, 0.0)
+
+
+def _buffers(where: _Layouts) -> Number:
+    """Messages between stages: those posted ahead, activations sent until their gradient comes, and gradients
+    until the iteration ends; of other practices one each way."""
+    v, m = where.virtual_stages, where.num_micro_batches
+    forwards, backwards = (v - 1, v) if where.last else (v, v - 1)
+    sent = where.in_flight * forwards + m * backwards if is_ours(where.practice) else 2.0
+    posted = np.minimum(_AHEAD, m)
+    return np.where(where.pp > 1, (sent + posted) * where.layers.message, 0.0)

@@ -66,14 +66,18 @@ def simulate(
     seed: int = 1,
     program: Program | None = None,
     spans: bool = True,
+    every_replica: bool = False,
 ) -> Prediction:
     """``slower``: factor on the compute of (replica, pipeline rank); ``jitter``: standard deviation of each
-    compute's factor. ``program``: what `program_of` made of a layout of the same shape, of any number of
+    compute's factor, for which every replica is simulated, as ``every_replica`` asks in any case.
+    ``program``: what `program_of` made of a layout of the same shape, of any number of
     micro-batches; off: made here, with the job's."""
     work = costs.work
     program = program or program_of(costs, work.num_micro_batches)
     replicas = sorted({replica for replica, _ in slower or {}})
-    if len(replicas) < work.layout.dp:
+    if every_replica or jitter:
+        replicas = list(range(work.layout.dp))
+    elif len(replicas) < work.layout.dp:
         replicas.append(-1)  # stands for all that are as planned
     run = Run(program, costs, replicas, dict(slower or {}), jitter, seed)
     first = run.iterate()

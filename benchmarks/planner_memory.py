@@ -1,0 +1,216 @@
+"""Memory of real ranks at their highest moment against what the planner predicts, layout by layout.
+
+    python benchmarks/planner_memory.py [WORLD ...]        default 1 2 4
+
+Measured is what tensors hold after every operator of a step (`live_bytes.py`), the second one; predicted is
+`myriad.planner.rank_memory`, without the allocator's margin. Beside it stands by how much the process grew
+(VmHWM, from before the model is built): that has the allocator's, gloo's and Python's own memory too.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from live_bytes import LiveBytes
+from myriad.comm.groups import close_world, open_world
+from myriad.comm.layout import Layout
+from myriad.model.config import ModelConfig
+from myriad.model.gpt import GPT
+from myriad.optim.config import OptimizerConfig
+from myriad.parallel.engine import Engine
+from myriad.parallel.runtime import Batch
+from myriad.planner.costs import stage_layers
+from myriad.planner.rank_memory import memory_of_ranks
+from myriad.planner.work import Work
+from myriad.program.config import OverlapConfig
+from myriad.telemetry.spans import Recorder
+
+MODEL = ModelConfig(layers=8, hidden=256, heads=4, sequence=1024, vocabulary=4096)
+GPT2 = ModelConfig(
+    layers=6, hidden=256, heads=4, sequence=256, vocabulary=8192, norm="layer", bias=True, position="learned"
+)
+LLAMA = ModelConfig(
+    layers=6, hidden=256, heads=8, kv_heads=4, ffn_hidden=704, sequence=768, vocabulary=4096,
+    activation="swiglu", tied=False,
+)  # fmt: skip
+PARALLEL = MODEL.model_copy(update={"block": "parallel", "layers": 6, "window": 256})
+MODELS = {"serial": MODEL, "gpt2": GPT2, "llama": LLAMA, "parallel": PARALLEL}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job, and how many micro-batches a replica has."""
+
+    layout: dict[str, Any]
+    model: str = "serial"
+    micro_batches: int = 4
+    value_bytes: int = 4
+    overlap: dict[str, Any] | None = None
+
+    @property
+    def work(self) -> Work:
+        layout = Layout(**self.layout)
+        return Work(
+            MODELS[self.model],
+            layout,
+            self.micro_batches * layout.dp * layout.micro_batch,
+            overlap=OverlapConfig(**(self.overlap or {})),
+            recompute=layout.recompute,
+            value_bytes=self.value_bytes,
+        )
+
+    def __str__(self) -> str:
+        keys = " ".join(f"{key}={value}" for key, value in (self.layout | (self.overlap or {})).items())
+        return f"{keys or 'alone'} m={self.micro_batches}"
+
+
+CASES = (
+    Case({}),
+    Case({}, value_bytes=2),
+    Case({"micro_batch": 2, "recompute": "selective"}, value_bytes=2),
+    Case({"micro_batch": 2, "recompute": "full"}),
+    Case({"micro_batch": 4}, "gpt2"),
+    Case({"micro_batch": 2}, "llama", value_bytes=2),
+    Case({"micro_batch": 2}, "parallel"),
+    Case({"schedule": "gpipe"}),
+    Case({"pp": 2}),
+    Case({"pp": 2, "micro_batch": 2}, value_bytes=2),
+    Case({"pp": 2, "virtual_stages": 2, "micro_batch": 2}, "llama"),
+    Case({"pp": 2, "schedule": "gpipe"}, "gpt2", 8),
+    Case({"pp": 2, "schedule": "zero-bubble"}),
+    Case({"pp": 2, "virtual_stages": 2, "schedule": "zero-bubble-v"}, value_bytes=2),
+    Case({"pp": 2, "schedule": "eager-1f1b", "recompute": "full"}, "llama", 8),
+    Case({"tp": 2}),
+    Case({"tp": 2, "micro_batch": 2}, "llama", value_bytes=2),
+    Case({"tp": 2, "micro_batch": 2}, "parallel", overlap={"tensor": False}),
+    Case({"dp": 2}),
+    Case({"dp": 2, "zero": 1}, "gpt2", value_bytes=2),
+    Case({"dp": 2, "zero": 2, "reduce": "each"}, "llama"),
+    Case({"dp": 2, "zero": 3}, "llama", value_bytes=2),
+    Case({"dp": 2, "zero": 3, "reduce": "each"}),
+    Case({"pp": 4}, micro_batches=8),
+    Case({"pp": 4, "schedule": "eager-1f1b"}, "gpt2", 8),
+    Case({"pp": 4, "virtual_stages": 2}, "serial", 8, value_bytes=2),
+    Case({"dp": 2, "pp": 2, "zero": 1}, "llama", 4),
+    Case({"dp": 2, "pp": 2, "zero": 2, "reduce": "each", "virtual_stages": 2}, "llama", value_bytes=2),
+    Case({"dp": 2, "tp": 2, "zero": 3}, "gpt2", value_bytes=2),
+    Case({"tp": 2, "pp": 2, "micro_batch": 2}, "parallel", value_bytes=2),
+    Case({"dp": 4, "zero": 2}, "serial", 2),
+    Case({"tp": 4, "recompute": "selective"}, "llama", 2),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of one rank."""
+
+    peak: int
+    """Of tensors."""
+    grown: int
+    """Of the process."""
+    at_peak: dict[str, int]
+
+
+def measure(case: Case) -> Measured:
+    """One rank's side: two steps; the second one's highest moment."""
+    work, layout, baseline = case.work, case.work.layout, _high_water()
+    groups = open_world(layout, torch.device("cpu"))
+    definition = GPT(work.model, seed=1)
+    rows = layout.micro_batch * work.num_micro_batches
+    live = LiveBytes()
+    with live:
+        tokens = torch.zeros(rows, work.model.sequence, dtype=torch.int64)
+        batch = Batch(tokens, torch.zeros_like(tokens), tokens[:, 0].contiguous())
+        engine = Engine(
+            definition, groups, stage_layers(work), _rows(batch, layout.micro_batch),
+            work.num_micro_batches, OptimizerConfig(), seed=1,
+            dtype=torch.float32 if work.value_bytes == 4 else torch.bfloat16,
+            device=torch.device("cpu"), recorder=Recorder(), overlap=work.overlap,
+        )  # fmt: skip
+        targets = tokens.numel() * layout.dp
+        engine.train_step(lambda: batch, 1e-3, targets)
+        live.start_peak()
+        engine.train_step(lambda: batch, 1e-3, targets)
+    engine.close()
+    found = Measured(live.peak, _high_water() - baseline, live.at_peak)
+    close_world()
+    return found
+
+
+def _rows(batch: Batch, count: int) -> Batch:
+    return Batch(batch.inputs[:count], batch.targets[:count], batch.samples[:count])
+
+
+def _high_water() -> int:
+    """Most memory this process ever had, in bytes."""
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def predicted(case: Case) -> list[float]:
+    """Bytes of each pipeline rank."""
+    return [float(one.total - one.margin) for one in memory_of_ranks(case.work, on_cpu=True)]
+
+
+def _rank(rank: int, port: int, case: Case) -> Measured:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(case.work.layout.world), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    return measure(case)
+
+
+def measure_ranks(case: Case) -> list[Measured]:
+    """Of every rank, on processes started afresh."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = case.work.layout.world
+    with multiprocessing.get_context("fork").Pool(world) as pool:
+        return pool.starmap(_rank, [(rank, port, case) for rank in range(world)], chunksize=1)
+
+
+def errors_of(case: Case, ranks: Sequence[Measured]) -> list[float]:
+    """Of each rank: predicted / measured - 1."""
+    layout, expected = case.work.layout, predicted(case)
+    return [expected[rank // layout.tp % layout.pp] / found.peak - 1 for rank, found in enumerate(ranks)]
+
+
+def row(case: Case, ranks: Sequence[Measured], errors: Sequence[float]) -> str:
+    """A line of the table: the rank with the most memory, the worst error."""
+    top = max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
+    worst = max(errors, key=abs)
+    sizes = (ranks[top].peak * (1 + errors[top]), ranks[top].peak, ranks[top].grown)
+    cells = [case.model, "bf16" if case.value_bytes == 2 else "float32", str(case), str(top)]
+    cells += [f"{size / 2**20:,.1f}" for size in sizes]
+    cells += [f"{errors[top]:+.1%}", f"{worst:+.1%}"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints the table, and the median and worst error over all ranks."""
+    worlds = [int(argument) for argument in arguments] or [1, 2, 4]
+    names = "model, type, layout, rank, predicted MiB, tensors MiB, process grew MiB, error, worst rank"
+    print("| " + names.replace(", ", " | ") + " |\n" + "|---" * 9 + "|")
+    every: list[float] = []
+    for case in CASES:
+        if case.work.layout.world in worlds:
+            ranks = measure_ranks(case)
+            errors = errors_of(case, ranks)
+            every += errors
+            print(row(case, ranks, errors), flush=True)
+    sizes = [abs(error) for error in every]
+    within = sum(size <= 0.05 for size in sizes)
+    print(f"\n{len(every)} ranks: median error {median(sizes):.1%}, worst {max(every, key=abs):+.1%},")
+    print(f"mean {sum(every) / len(every):+.1%}; {within} of {len(every)} within 5 %.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

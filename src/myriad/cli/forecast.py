@@ -1,0 +1,243 @@
+"""``myriad simulate --cluster``: one iteration on a cluster, predicted; as table, picture, spans or JSON."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from myriad.errors import BadInputError
+
+if TYPE_CHECKING:
+    from myriad.job import Job
+    from myriad.planner.cluster import Cluster
+    from myriad.planner.outlook import Outlook, RankOutlook
+    from myriad.planner.work import Work
+    from myriad.telemetry.spans import Span
+
+__all__ = ["Wanted", "forecast"]
+
+_MOST_ROWS = 32
+_MOST_JITTER = 0.5
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for on the command line."""
+
+    job: str
+    overrides: Sequence[str]
+    cluster: str
+    out: Path | None
+    spans: Path | None
+    full: bool
+    stragglers: Sequence[str]
+    jitter: float
+    seed: int
+    as_json: bool
+
+
+def forecast(wanted: Wanted) -> None:
+    """Predicts, writes and prints. Raises `BadInputError`."""
+    from myriad.job import load_job
+    from myriad.recipes.cluster import load_cluster
+
+    if not 0 <= wanted.jitter <= _MOST_JITTER:
+        raise BadInputError("--jitter", wanted.jitter, f"0 to {_MOST_JITTER}: a share of each compute's time")
+    job, cluster = load_job(wanted.job, wanted.overrides), load_cluster(wanted.cluster)
+    _check_place(job, cluster)
+    if wanted.spans is not None:
+        _check_folder(wanted.spans)
+    found, ranks = _predict(wanted, job, cluster)
+    written = _write(wanted, job, cluster, found, ranks)
+    if wanted.as_json:
+        typer.echo(json.dumps(_as_json(job, cluster, found, written)))
+    else:
+        _print(job, cluster, found, written)
+
+
+def _check_place(job: "Job", cluster: "Cluster") -> None:
+    if job.layout.world > cluster.world:
+        allowed = f"at most the {cluster.world:,} accelerators of {cluster.name}"
+        raise BadInputError("layout.dp x layout.tp x layout.pp", job.layout.world, allowed)
+
+
+def _check_folder(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadInputError("--spans", str(folder), "must be a new or empty folder")
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        allowed = "Parquet needs pyarrow: pip install 'myriad[parquet]'"
+        raise BadInputError("--spans", str(folder), allowed) from None
+
+
+def _predict(wanted: Wanted, job: "Job", cluster: "Cluster") -> "tuple[Outlook, Mapping[int, list[Span]]]":
+    from myriad.planner.costs import Costs
+    from myriad.planner.memory import fits_probability
+    from myriad.planner.outlook import outlook
+    from myriad.planner.predicted_spans import predicted_spans
+    from myriad.planner.rank_memory import memory_of_ranks
+    from myriad.planner.simulator import simulate
+    from myriad.planner.stragglers import slower_lanes
+
+    slower = slower_lanes(wanted.stragglers, job.layout, cluster.accelerators_per_node)
+    costs = Costs(_work_of(job, cluster), cluster)
+    prediction = simulate(
+        costs, slower=slower, jitter=wanted.jitter, seed=wanted.seed, every_replica=wanted.full
+    )
+    memory = memory_of_ranks(costs.work, prediction.program, on_cpu=_is_cpu(cluster))
+    capacity = float(cluster.accelerator.memory_bytes)
+    fits = [float(fits_probability(one, capacity)) for one in memory]
+    return outlook(costs, prediction, memory, fits), predicted_spans(prediction, job.layout)
+
+
+def _is_cpu(cluster: "Cluster") -> bool:
+    return cluster.accelerator.name.startswith("CPU")
+
+
+def _work_of(job: "Job", cluster: "Cluster") -> "Work":
+    from myriad.planner.work import Work
+
+    precision = job.train.precision
+    single = precision == "float32" or (precision == "auto" and _is_cpu(cluster))
+    return Work(
+        job.model,
+        job.layout,
+        job.train.global_batch,
+        overlap=job.overlap,
+        recompute=job.layout.recompute,
+        optimizer=job.optimizer.name,
+        value_bytes=4 if single else 2,
+    )
+
+
+def _write(
+    wanted: Wanted, job: "Job", cluster: "Cluster", found: "Outlook", ranks: "Mapping[int, list[Span]]"
+) -> list[Path]:
+    from myriad.job import dump_toml
+    from myriad.telemetry.draw import Lane, Panel, draw_spans
+    from myriad.telemetry.span_table import write_spans
+
+    written = []
+    if wanted.out is not None:
+        lanes = [Lane(f"rank {rank}", spans) for rank, spans in ranks.items()]
+        panel = Panel("one iteration, predicted", 0.0, found.seconds, lanes)
+        try:
+            _replace(wanted.out, draw_spans(_headline(job, cluster, found), [panel]))
+        except OSError as error:
+            raise BadInputError("--out", str(wanted.out), f"cannot be written: {error.strerror}") from None
+        written.append(wanted.out)
+    if wanted.spans is not None:
+        folder = wanted.spans / "spans"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_spans(folder / "step-1.parquet", ranks, step=1)
+            _replace(wanted.spans / "job.toml", dump_toml(job))
+        except OSError as error:
+            raise BadInputError(
+                "--spans", str(wanted.spans), f"cannot be written: {error.strerror}"
+            ) from None
+        written.append(wanted.spans)
+    return written
+
+
+def _replace(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def _headline(job: "Job", cluster: "Cluster", found: "Outlook") -> str:
+    time = f"{_seconds(found.seconds)} an iteration, MFU {found.mfu:.1%}"
+    return f"{job.name} on {found.world:,} of {cluster.world:,} accelerators of {cluster.name}: {time}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _print(job: "Job", cluster: "Cluster", found: "Outlook", written: Sequence[Path]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    console.print(Text(_headline(job, cluster, found), style="bold"), soft_wrap=True)
+    peak = f"{found.peak_flops_per_second / 1e12:,.4g} TFLOP/s, {cluster.accelerator.name}"
+    console.print(f"{found.tokens_per_second:,.0f} tokens/s; MFU of {peak}", soft_wrap=True)
+    head, *rows = _table(found)
+    console.print(Text(head, style="bold"), soft_wrap=True)
+    for row in rows:
+        console.print(Text(row), soft_wrap=True)
+    if (hidden := len(found.ranks) - _MOST_ROWS) > 0:
+        console.print(f"and {hidden:,} more: --json has all")
+    note = f"bubble {found.bubble_ratio:.1%}, in which a rank waits for other stages or their messages;"
+    note += f" other communication that nothing hides: {_others(found):.1%}. Nothing was run."
+    console.print(Text(note, style="dim"), soft_wrap=True)
+    for path in written:
+        console.print(str(path), soft_wrap=True)
+
+
+def _others(found: "Outlook") -> float:
+    """Share of the time."""
+    from myriad.planner.outlook import EXPOSED
+
+    return sum(found.mean(name) for name in EXPOSED if name != "pipeline") / found.seconds
+
+
+def _table(found: "Outlook") -> list[str]:
+    """A line for each rank; kinds of communication that nobody waits for are left out."""
+    from myriad.planner.outlook import EXPOSED
+    from myriad.units import format_bytes
+
+    kinds = [name for name in EXPOSED if any(one.exposed_seconds[name] for one in found.ranks)]
+    rows = [["rank", "replicas", "computes", "updates", *kinds, "memory", "fits"]]
+    for one in found.ranks[:_MOST_ROWS]:
+        shares = (one.computing_seconds, one.optimizer_seconds, *(one.exposed_seconds[k] for k in kinds))
+        cells = [f"{share / found.seconds:.1%}" for share in shares]
+        memory = format_bytes(int(float(one.memory.total)))
+        rows.append([str(one.rank), _replicas(one), *cells, memory, f"{one.fits:.0%}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _replicas(one: "RankOutlook") -> str:
+    if one.replica >= 0:
+        return f"no. {one.replica}"
+    return f"{one.num_replicas:,}"
+
+
+def _as_json(job: "Job", cluster: "Cluster", found: "Outlook", written: Sequence[Path]) -> dict[str, Any]:
+    from myriad.planner.outlook import EXPOSED
+
+    return {
+        "job": job.name,
+        "cluster": cluster.name,
+        "accelerators": found.world,
+        "iteration_seconds": found.seconds,
+        "mfu": found.mfu,
+        "peak_flops_per_second": found.peak_flops_per_second,
+        "tokens_per_second": found.tokens_per_second,
+        "bubble_ratio": found.bubble_ratio,
+        "exposed_seconds": {name: found.mean(name) for name in EXPOSED},
+        "ranks": [_rank_as_json(one) for one in found.ranks],
+        "written": [str(path) for path in written],
+    }
+
+
+def _rank_as_json(one: "RankOutlook") -> dict[str, Any]:
+    memory = {f"{name}_bytes": float(value) for name, value in vars(one.memory).items()}
+    return {
+        "replica": None if one.replica < 0 else one.replica,
+        "num_replicas": one.num_replicas,
+        "pipeline_rank": one.rank,
+        "computing_seconds": one.computing_seconds,
+        "optimizer_seconds": one.optimizer_seconds,
+        "exposed_seconds": dict(one.exposed_seconds),
+        "memory_bytes": float(one.memory.total),
+        "memory": memory,
+        "fits_probability": one.fits,
+    }

@@ -1,0 +1,91 @@
+"""If these break: `myriad simulate --cluster` says something else than it predicts, or refuses late."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myriad.cli.main import main
+
+JOB = ("tiny", "--layout.dp", "2", "--layout.pp", "2", "--layout.zero", "1")
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *JOB, *arguments])
+    out = capsys.readouterr()
+    return out.out if ended.value.code == 0 else f"{ended.value.code} {out.err}"
+
+
+def predicted(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(shown(capsys, "--cluster", "laptop", "--json", *arguments))
+    return found
+
+
+def test_a_prediction_is_a_line_for_each_pipeline_rank(capsys):
+    lines = shown(capsys, "--cluster", "laptop").splitlines()
+    assert "tiny on 4 of 4 accelerators of laptop" in lines[0] and "MFU" in lines[0]
+    assert [line.split()[:2] for line in lines[3:5]] == [["0", "2"], ["1", "2"]]
+    assert "Nothing was run" in lines[-1]
+
+
+def test_as_json_it_has_everything(capsys):
+    found = predicted(capsys)
+    assert found["accelerators"] == 4 and found["iteration_seconds"] > 0
+    assert set(found["exposed_seconds"]) == {"tensor", "pipeline", "gather", "reduce", "tied", "norm"}
+    for rank in found["ranks"]:
+        assert rank["memory_bytes"] == pytest.approx(sum(rank["memory"].values()))
+        assert rank["fits_probability"] == pytest.approx(1.0)
+
+
+def test_every_replica_and_stragglers_are_there_on_request(capsys):
+    plain = predicted(capsys)
+    assert len(predicted(capsys, "--full")["ranks"]) == 4
+    slow = predicted(capsys, "--straggler", "node=0:2x", "--straggler", "rank=3:3x")
+    assert 2 < slow["iteration_seconds"] / plain["iteration_seconds"] <= 3
+    jittered = [predicted(capsys, "--jitter", "0.1", "--seed", seed) for seed in ("1", "1", "2")]
+    assert jittered[0] == jittered[1] != jittered[2]
+
+
+def test_picture_and_spans_are_written(capsys, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    picture, run = tmp_path / "a.svg", tmp_path / "run"
+    out = shown(capsys, "--cluster", "laptop", "--out", str(picture), "--spans", str(run))
+    assert str(picture) in out and str(run) in out
+    assert "rank 0" in picture.read_text() and "rank 1" in picture.read_text()
+    table = parquet.read_table(run / "spans")
+    assert {"rank", "step", "name", "start_seconds", "duration_seconds"} <= set(table.column_names)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
+        "a.svg", "job.toml", "step-1.parquet",
+    ]  # fmt: skip
+    assert shown(capsys, "--cluster", "laptop", "--spans", str(run)).startswith("2 myriad: error: --spans")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cluster", "lapto"], "--cluster = 'lapto': did you mean laptop?"),
+        (["--cluster", "laptop", "--straggler", "node=1:2x"], "node 0 to 0: the job's 4 ranks are on 1 node"),
+        (["--cluster", "laptop", "--straggler", "node=0:0x"], "the factor must be above 0"),
+        (["--cluster", "laptop", "--straggler", "slow"], "like node=17:1.1x"),
+        (["--cluster", "laptop", "--layout.tp", "2"], "8: at most the 4 accelerators of laptop"),
+        (["--cluster", "laptop", "--jitter", "2"], "--jitter = 2.0: 0 to 0.5"),
+        (["--cluster", "laptop", "--program"], "either --cluster CLUSTER, to predict, or --program"),
+        (["--program", "--full"], "--full = 'True': needs --cluster"),
+        (["--cluster", "laptop", "--out", "a.png"], "a file name that ends in .svg"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_predicted_is_refused_in_one_line(capsys, arguments: list[str], said: str):
+    out = shown(capsys, *arguments)
+    assert out.startswith("2 myriad: error: ") and said in out and out.count("\n") == 1
+
+
+def test_torch_is_not_imported(capsys, tmp_path: Path):
+    code = "import sys; from myriad.cli.main import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules"
+    import subprocess
+
+    command = [sys.executable, "-c", code, "simulate", *JOB, "--cluster", "laptop", "--out"]
+    subprocess.run([*command, str(tmp_path / "a.svg")], check=True, capture_output=True)

@@ -1,0 +1,129 @@
+"""If these break: a predicted iteration is not what its replicas, its stragglers and its spans say."""
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from myriad.comm.layout import Layout
+from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
+from myriad.planner.costs import Costs
+from myriad.planner.outlook import EXPOSED, outlook
+from myriad.planner.predicted_spans import predicted_spans
+from myriad.planner.rank_memory import memory_of_ranks
+from myriad.planner.simulator import Prediction, simulate
+from myriad.planner.stragglers import slower_lanes
+from myriad.planner.work import Work
+from myriad.recipes.cluster import load_cluster
+from myriad.telemetry.span_table import write_spans
+
+MODEL = ModelConfig(layers=8, hidden=1024, heads=8, sequence=512, vocabulary=8192)
+
+
+@cache
+def costs_of(dp: int, tp: int, pp: int, virtual_stages: int, zero: int, micro_batches: int) -> Costs:
+    layout = Layout(dp=dp, tp=tp, pp=pp, virtual_stages=virtual_stages, zero=zero)
+    return Costs(Work(MODEL, layout, dp * micro_batches), load_cluster("megascale-256xa100"))
+
+
+costs = st.builds(
+    costs_of,
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([0, 1, 2, 3]),
+    st.sampled_from([1, 4, 6]),
+)
+factors = st.floats(1.0, 3.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(costs)
+def test_replicas_that_are_alike_take_as_long_as_one(costs: Costs) -> None:
+    one, all_of_them = simulate(costs), simulate(costs, every_replica=True)
+    assert all_of_them.seconds == pytest.approx(one.seconds, rel=1e-9)
+    assert len(all_of_them.spans) == costs.work.layout.dp * len(one.spans)
+
+
+@settings(max_examples=30, deadline=None)
+@given(costs, factors, st.data())
+def test_a_straggler_slows_by_its_factor_at_most(costs: Costs, factor: float, data: st.DataObject) -> None:
+    layout = costs.work.layout
+    lane = (data.draw(st.integers(0, layout.dp - 1)), data.draw(st.integers(0, layout.pp - 1)))
+    alone = simulate(costs, spans=False).seconds
+    slowed = simulate(costs, slower={lane: factor}, spans=False).seconds
+    assert alone * (1 - 1e-6) <= slowed <= alone * factor * (1 + 1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(costs, factors, st.sampled_from([0.0, 0.05]))
+def test_a_rank_does_one_thing_at_a_time_until_the_iteration_ends(
+    costs: Costs, factor: float, jitter: float
+) -> None:
+    prediction = simulate(costs, slower={(0, 0): factor}, jitter=jitter)
+    ranks = predicted_spans(prediction, costs.work.layout)
+    ends = []
+    for spans in ranks.values():
+        assert all(a.start_seconds + a.duration_seconds <= b.start_seconds + 1e-9 for a, b in pairwise(spans))
+        ends.append(spans[-1].start_seconds + spans[-1].duration_seconds)
+    assert max(ends) == pytest.approx(prediction.seconds)
+
+
+def test_the_same_seed_gives_the_same_spans() -> None:
+    costs = costs_of(2, 1, 4, 2, 2, 6)
+
+    def run(seed: int) -> Prediction:
+        return simulate(costs, jitter=0.05, seed=seed)
+
+    assert run(1).spans == run(1).spans
+    assert run(1).spans != run(2).spans
+    assert run(1).seconds > simulate(costs).seconds
+
+
+def test_an_outlook_adds_up() -> None:
+    costs = costs_of(3, 2, 4, 2, 2, 6)
+    prediction = simulate(costs, slower={(1, 2): 1.5})
+    memory = memory_of_ranks(costs.work, prediction.program)
+    found = outlook(costs, prediction, memory, [1.0] * 4)
+    assert sum(one.num_replicas for one in found.ranks) == 3 * 4
+    for one in found.ranks:
+        parts = one.computing_seconds + one.optimizer_seconds + sum(one.exposed_seconds.values())
+        assert parts == pytest.approx(found.seconds, rel=0.02)
+    flops = found.mfu * found.seconds * found.world * found.peak_flops_per_second
+    assert flops == pytest.approx(costs.work.model_flops)
+    slow = next(one for one in found.ranks if (one.replica, one.rank) == (1, 2))
+    assert slow.computing_seconds == max(one.computing_seconds for one in found.ranks)
+    assert set(slow.exposed_seconds) == set(EXPOSED)
+
+
+def test_nodes_are_filled_in_the_order_of_ranks() -> None:
+    layout = Layout(dp=2, tp=2, pp=4)
+    assert slower_lanes(["rank=5:1.2x"], layout, 8) == {(0, 2): 1.2}
+    assert slower_lanes(["node=1:2"], layout, 8) == {(1, rank): 2.0 for rank in range(4)}
+    assert slower_lanes(["node=1:2x", "rank=15:3x"], layout, 4) == {(0, 2): 2.0, (0, 3): 2.0, (1, 3): 3.0}
+    assert slower_lanes(["node=1:1.5x"], layout, 12) == {(1, 2): 1.5, (1, 3): 1.5}
+
+
+@pytest.mark.parametrize(
+    "given_", ["node=2:1.1x", "rank=16:2", "node=1:0x", "node=1", "gpu=1:2x", "node=-1:2x"]
+)
+def test_a_straggler_that_cannot_be_is_refused(given_: str) -> None:
+    with pytest.raises(BadInputError, match="--straggler"):
+        slower_lanes([given_], Layout(dp=2, tp=2, pp=4), 8)
+
+
+def test_spans_are_written_as_a_table(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    costs = costs_of(2, 2, 2, 1, 1, 4)
+    ranks = predicted_spans(simulate(costs), costs.work.layout)
+    write_spans(tmp_path / "step-1.parquet", ranks, step=1)
+    rows = parquet.read_table(tmp_path / "step-1.parquet").to_pylist()
+    assert len(rows) == sum(map(len, ranks.values()))
+    assert {row["rank"] for row in rows} == {0, 2}
+    assert {row["step"] for row in rows} == {1}
+    assert rows[0]["name"] == ranks[0][0].name and rows[0]["start_seconds"] == ranks[0][0].start_seconds
