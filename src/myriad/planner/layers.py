@@ -109,8 +109,12 @@ def block_times(model: ModelConfig, where: Slice, pairs: float) -> LayerTimes:
     backwards = passes * value * (3 * norms + (2 * ups + 1) * inner) + 2 * value * residuals + turned
     operators = (entries + 3) * (3 if not where.practice.fused else 1)
     stream, back = (stream_seconds(where.accelerator, x, operators) for x in (streamed, backwards))
-    attend, attend_back, again = _attention(model, where, pairs)
-    comm, rest = _tensor(model, where, tokens, entries)
+    attend, attend_back = _attention(model, where, pairs)
+    comm, rest, gathers = _tensor(model, where, tokens, entries)
+    again = attend  # Megatron-LM's selective recomputation: scores
+    if where.practice.attention != "plain":  # Myriad's: outputs of norms and of the activation
+        remade = stream_seconds(where.accelerator, value * (2 * norms + (ups + 1) * inner), entries + 1)
+        again = Parts(memory=remade, tensor=gathers)
     hidden = products[0] + attend.attention
     hidden_back = products[1] + attend_back.attention
     return LayerTimes(
@@ -149,8 +153,8 @@ def three_turns(
     return forward, inputs, weights
 
 
-def _attention(model: ModelConfig, where: Slice, pairs: float) -> tuple[Parts, Parts, Parts]:
-    """Forward, backward, and the forward once more, without what precedes the scores."""
+def _attention(model: ModelConfig, where: Slice, pairs: float) -> tuple[Parts, Parts]:
+    """Forward and backward, without the products around the scores."""
     heads, width = model.heads / where.tp, model.head_width
     accelerator, value = where.accelerator, where.value_bytes
     flops = 4.0 * where.micro_batch * pairs * heads * width
@@ -160,24 +164,24 @@ def _attention(model: ModelConfig, where: Slice, pairs: float) -> tuple[Parts, P
             pairs_of_heads = where.micro_batch * heads
             speed = speed * pairs_of_heads / (pairs_of_heads + _FIRST_FLASH_HALF)
         one = flash_seconds(accelerator, flops, model.sequence, width, value) / speed
-        return Parts(attention=one), Parts(attention=one * accelerator.flash_backward), Parts()
+        return Parts(attention=one), Parts(attention=one * accelerator.flash_backward)
     elements = where.micro_batch * heads * float(model.sequence) ** 2
     product = 4.0 * elements * width / (peak_flops(accelerator, value) * _PLAIN_RATIO)
     forward = product + stream_seconds(accelerator, _PLAIN_FORWARD * elements, 4)
     backward = 2 * product + stream_seconds(accelerator, _PLAIN_BACKWARD * elements, 6)
-    return Parts(attention=forward), Parts(attention=backward), Parts(attention=forward)
+    return Parts(attention=forward), Parts(attention=backward)
 
 
-def _tensor(model: ModelConfig, where: Slice, tokens: Number, entries: int) -> tuple[Number, Number]:
-    """Seconds of the gathers and scatters of one direction, and of the backward's gather of the inputs for
-    the weights' gradients, which always travels behind a product."""
+def _tensor(model: ModelConfig, where: Slice, tokens: Number, entries: int) -> tuple[Number, Number, Number]:
+    """Seconds of the gathers and scatters of one direction; of the backward's gather of the inputs for the
+    weights' gradients, which always travels behind a product; and of that when nothing hides it."""
     group = group_along(where.cluster, where.tp, 1.0)
     skew = np.where(np.asarray(where.tp) > 1, SKEW_SECONDS, 0.0)
     num_bytes = tokens * model.hidden * where.value_bytes
     if not where.practice.sequence_parallel:
-        return entries * (sum_seconds(group, num_bytes) + skew), 0.0
+        return entries * (sum_seconds(group, num_bytes) + skew), 0.0, 0.0
     one = half_sum_seconds(group, num_bytes) + skew
-    return 2 * entries * one, entries * one * group.busy_ratio
+    return 2 * entries * one, entries * one * group.busy_ratio, entries * one
 
 
 def _exposed(where: Slice, comm: Number, behind: Number) -> Number:
