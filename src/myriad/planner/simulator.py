@@ -17,6 +17,9 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from heapq import heappop, heappush
+from itertools import count
 
 from myriad.planner.costs import Costs
 from myriad.program.actions import COMPUTE, Action, Kind, Payload, Program, Transfer
@@ -157,8 +160,12 @@ class Run:
     def iterate(self) -> list[float]:
         """Runs the program once more; the lanes' clocks at its end."""
         self._begin()
+        if len(self.replicas) > 1:
+            self._move_in_order()
         while self.movable:
-            self._advance(self.movable.popleft())
+            lane = self.movable.popleft()
+            while self._do_next(lane):
+                pass
         assert self._all_done(), "the checker proved that nobody waits for ever"
         return list(self.clock)
 
@@ -177,19 +184,38 @@ class Run:
             self.next[lane] == len(self.program.ranks[rank]) for lane, (_, rank) in enumerate(self.lanes)
         )
 
-    def _advance(self, lane: int) -> None:
+    def _move_in_order(self) -> None:
+        """The earliest lane does its next action: what replicas have posted is known before one computes."""
+        order, waiting = count(), set(range(len(self.lanes)))
+        heap: list[tuple[float, int, int]] = []
+        while heap or self.movable:
+            while self.movable:
+                if (woken := self.movable.popleft()) in waiting:
+                    waiting.discard(woken)
+                    heappush(heap, (self.clock[woken], next(order), woken))
+            if not heap:
+                return
+            lane = heappop(heap)[2]
+            waiting.add(lane)
+            if self._do_next(lane):
+                self.movable.append(lane)
+
+    def _do_next(self, lane: int) -> bool:
+        """The lane's next action; whether it could be done."""
         rank = self.lanes[lane][1]
         actions = self.program.ranks[rank]
-        while self.next[lane] < len(actions):
-            action = actions[self.next[lane]]
-            ready = self._ready(lane, rank, action)
-            if ready is None:
-                return
-            begin = max(self.clock[lane], ready)
-            cost = self._cost(lane, rank, action)
-            if action.kind in COMPUTE:
-                cost += self._slowed(lane, begin, cost)
-            self._finish(lane, action, begin, begin + cost)
+        if self.next[lane] == len(actions):
+            return False
+        action = actions[self.next[lane]]
+        ready = self._ready(lane, rank, action)
+        if ready is None:
+            return False
+        begin = max(self.clock[lane], ready)
+        cost = self._cost(lane, rank, action)
+        if action.kind in COMPUTE:
+            cost += self._slowed(lane, begin, cost)
+        self._finish(lane, action, begin, begin + cost)
+        return True
 
     def _finish(self, lane: int, action: Action, begin: float, end: float) -> None:
         """The lane has done an action, which it waited for until ``begin``."""
@@ -255,7 +281,7 @@ class Run:
                 lane,
                 ("clip", -1, self.num_iterations),
                 list(range(len(self.lanes))),
-                self._clip_seconds(rank),
+                self._clip_seconds,
             )
         if kind is Kind.SYNC_TIED:
             replica = lane // self.num_ranks
@@ -264,8 +290,11 @@ class Run:
             return self._join(lane, ("tied", replica, self.num_iterations), group, self.costs.tied)
         return 0.0
 
-    def _clip_seconds(self, rank: int) -> float:
-        return self.costs.clip(sum(self.chunk_parameters[stage] for stage in self._stages_of(rank)))
+    @cached_property
+    def _clip_seconds(self) -> float:
+        """Of the rank with most gradients, for which all wait."""
+        held = (sum(self.chunk_parameters[s] for s in self._stages_of(r)) for r in range(self.num_ranks))
+        return max(map(self.costs.clip, held))
 
     def _join(self, lane: int, key: tuple[str, int, int], lanes: list[int], seconds: float) -> float | None:
         """All of some lanes wait for each other."""

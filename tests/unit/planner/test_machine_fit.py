@@ -27,6 +27,7 @@ def make_core(rate, saturation, launch, stream, flash, half, backward):
         peak_flops_per_second=rate,
         float32_flops_per_second=rate,
         achievable_ratio=1.0,
+        sustained_ratio=1.0,
         memory_bytes=2**30,
         memory_bytes_per_second=SWEEP,
         memory_ratio=1.0,

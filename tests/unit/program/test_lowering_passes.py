@@ -161,3 +161,18 @@ def test_the_chunks_of_a_stage_compute_what_the_stage_did(program):
         whole = [(a.kind, a.stage, a.micro_batch) for a in before if a.kind in COMPUTE]
         parts = [(a.kind, a.stage // 3, a.micro_batch) for a in after if a.kind in COMPUTE]
         assert parts == [compute for compute in whole for _ in range(3)]
+
+
+@pytest.mark.parametrize(("name", "virtual_stages"), [("1f1b", 1), ("interleaved", 3), ("zero-bubble", 1)])
+def test_a_decoupled_send_leaves_before_the_next_compute(name, virtual_stages):
+    """Else the next stage waits for a compute that has nothing to do with it."""
+    computes = schedule(name, 4, virtual_stages, 8)
+    program = decouple(lower(computes, zero=0, reduce="last", tied=False), 2)
+    for actions in program.ranks:
+        last = None
+        for action in actions:
+            if action.kind in COMPUTE and action.kind is not Kind.BACKWARD_WEIGHT:
+                last = action
+            elif action.kind is Kind.SEND:
+                (sent,) = action.transfers
+                assert last is not None and (sent.stage, sent.micro_batch) == (last.stage, last.micro_batch)

@@ -1,0 +1,116 @@
+"""If these fail, predictions have come loose from what was measured, or a table is read as something it is
+not."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from myriad.errors import BadInputError
+from myriad.planner.cluster import Cluster
+from myriad.planner.published import read_table, ready_tables
+from myriad.planner.validation import TableResult, intervals, predict_table
+from myriad.recipes.cluster import load_cluster, scale_cluster
+
+
+def clusters(name: str, accelerators: int) -> Cluster:
+    return scale_cluster(load_cluster(name), accelerators)
+
+
+@cache
+def result(name: str) -> TableResult:
+    return predict_table(read_table(name, clusters))
+
+
+ROWS = {
+    "activation_recompute_table5_a100.csv": 4,
+    "llama3_405b_table4.csv": 1,
+    "megascale_table2.csv": 10,
+    "megascale_table3.csv": 9,
+    "megatron_core_h100.csv": 5,
+    "megatron_sc21_table1_a100.csv": 6,
+    "vtrain_multi_node_a100.csv": 73,
+}
+
+
+def test_every_published_row_is_predicted() -> None:
+    assert ready_tables() == sorted(ROWS)
+    assert {name: len(read_table(name, clusters).rows) for name in ROWS} == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "mean", "worst"),
+    [
+        ("megascale_table2.csv", 0.04, 0.08),
+        ("megatron_sc21_table1_a100.csv", 0.06, 0.10),
+        ("activation_recompute_table5_a100.csv", 0.03, 0.06),
+        ("megatron_core_h100.csv", 0.06, 0.15),
+    ],
+)
+def test_times_are_predicted_from_data_sheets(name: str, mean: float, worst: float) -> None:
+    score = result(name).zero_shot
+    assert score.mean < mean and score.worst < worst
+    assert score.rank_correlation is None or score.rank_correlation > 0.95
+
+
+def test_the_mfu_of_llama_3_is_predicted() -> None:
+    (one,) = result("llama3_405b_table4.csv").rows
+    assert one.row.mfu(one.row.seconds) == pytest.approx(0.43, abs=0.0005)
+    assert one.row.mfu(one.seconds) == pytest.approx(0.43, abs=0.025)
+
+
+def test_each_technique_of_the_ablation_gains_what_it_gained() -> None:
+    rows = result("megascale_table3.csv").rows
+    points = np.diff([100 * one.row.mfu(one.row.seconds) for one in rows])
+    predicted = np.diff([100 * one.row.mfu(one.seconds) for one in rows])
+    assert np.abs(predicted - points).max() < 1.25
+
+
+def test_factors_fitted_to_some_rows_hold_for_the_others() -> None:
+    found = result("vtrain_multi_node_a100.csv")
+    assert found.calibrated is not None and found.left_out is not None
+    assert found.calibrated.mean < 0.08 and found.left_out.mean < 0.10
+
+
+def test_parts_of_a_prediction_are_all_of_it() -> None:
+    for name in ("megascale_table2.csv", "megatron_core_h100.csv"):
+        for one in result(name).rows:
+            assert sum(one.parts) == pytest.approx(one.seconds)
+            assert all(part >= 0 for part in one.parts)
+
+
+def test_intervals_come_from_other_tables() -> None:
+    results = [result("megascale_table2.csv"), result("megatron_core_h100.csv")]
+    (first, held), (second, _) = intervals(results)
+    worst = [max(abs(error) for error in one.zero_shot.errors) for one in results]
+    assert 0 < first <= worst[1] * 1.2 and 0 < second <= worst[0] * 1.2
+    assert 0 <= held <= 1
+
+
+def test_any_file_with_the_same_columns_is_taken(tmp_path) -> None:
+    other = tmp_path / "mine.csv"
+    other.write_text(
+        "note,system,gpus,batch_sequences,iteration_seconds\nx,MegaScale,512,768,17.1\n", encoding="utf-8"
+    )
+    (row,) = read_table(str(other), clusters).rows
+    assert row.cluster.world == 512 and row.works[0].layout.dp == 8 and row.seconds == 17.1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a,b\n1,2\n", "columns of one of these are needed"),
+        ("system,gpus,batch_sequences,iteration_seconds\nMegaScale,many,768,17.1\n", ":2'.*many"),
+        ("system,gpus,batch_sequences,iteration_seconds\n", "has no rows"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_refused(tmp_path, text: str, said: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(BadInputError, match=said):
+        read_table(str(path), clusters)
+
+
+def test_a_table_that_is_not_there_is_refused() -> None:
+    with pytest.raises(BadInputError, match=r"nowhere\.csv"):
+        read_table("nowhere.csv", clusters)
