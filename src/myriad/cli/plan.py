@@ -245,13 +245,16 @@ def _fewest(asked: _Asked, days: float, console: "Console | None") -> dict[str, 
         raise BadInputError("--days", days, "more than 0")
     steps, simulations = asked.job.train.steps, Simulations()
     with _bar(quiet=console is None) as progress:
-        problem, found = fewest_accelerators(
-            lambda size: problem_of(asked.job, scale_cluster(asked.cluster, size)),
-            asked.cluster,
-            days * 86400 / steps,
-            simulations,
-            progress,
-        )
+        try:
+            problem, found = fewest_accelerators(
+                lambda size: problem_of(asked.job, scale_cluster(asked.cluster, size)),
+                asked.cluster,
+                days * 86400 / steps,
+                simulations,
+                progress,
+            )
+        except BadInputError as error:
+            raise BadInputError("--days", days, error.allowed) from None
     if console is not None:
         title = f"{problem.cluster.world} accelerators do {steps} steps in {days:g} days"
         show_ranking(console, problem, [("1", found)], steps, title=title)

@@ -137,7 +137,9 @@ def fewest_accelerators(
             return problem, plan
         if plan is not None and (quickest is None or plan.seconds < quickest[0]):
             quickest = plan.seconds, size
-    told = f"up to {most} accelerators are too slow or too small"
-    if quickest is not None:
-        told += f": {quickest[1]} take {quickest[0]:.4g} s an iteration, {seconds:.4g} s are needed"
-    raise BadInputError("--days", round(seconds, 6), told)
+    told = f"up to {most} accelerators are too slow or too small: "
+    if quickest is None:
+        told += f"{fewest:.4g} are needed even at their peak"
+    else:
+        told += f"{quickest[1]} take {quickest[0]:.4g} s an iteration, {seconds:.4g} s are needed"
+    raise BadInputError("seconds an iteration", seconds, told)

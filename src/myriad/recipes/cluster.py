@@ -32,7 +32,7 @@ def load_cluster(name_or_path: str, changes: Sequence[str] = ()) -> Cluster:
         for alias in ("links.ib.", "links.nvlink."):
             if dotted.startswith(alias):
                 dotted = f"links.{_RATES[alias[:-1]]}.{dotted.removeprefix(alias)}"
-        if dotted in _RATES:
+        if dotted in _RATES and not isinstance(value, dict):
             others.append((dotted, value))
         else:
             set_dotted(tree, dotted, value)

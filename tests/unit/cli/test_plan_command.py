@@ -1,0 +1,138 @@
+"""If these fail, `myriad plan` answers wrongly, writes a file that cannot be trained, or fails in many
+lines."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from myriad.cli.main import main
+from myriad.job import load_job
+
+
+def _plan(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments])
+    return int(ended.value.code or 0)
+
+
+def _told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert _plan(*arguments, "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_plan_is_the_job_with_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "plan.toml", tmp_path / "pareto.svg"
+    told = _told(capsys, "tiny-3d", "--gpus", "4", "--out", str(out), "--picture", str(picture))
+    best = next(plan for plan in told["plans"] if plan["rank"] == "1")
+    planned, job = load_job(str(out)), load_job("tiny-3d")
+    keys = planned.layout.model_dump(mode="json")
+    assert {**keys, **best["keys"]} == keys and planned.layout.world == 4
+    assert planned.overlap.model_dump() == {**job.overlap.model_dump(), **best["overlap"]}
+    assert planned.model_copy(update={"layout": job.layout, "overlap": job.overlap}) == job
+    assert sum(told["waterfall"].values()) == pytest.approx(best["seconds"])
+    root = ElementTree.parse(picture).getroot()
+    assert len(root.findall(".//{*}circle")) == len(told["front"]) + 1
+
+
+def test_a_layout_as_written_is_ranked_among_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    told = _told(capsys, "tiny", "--gpus", "4", "--layout.tp", "4", "--top", "3")
+    rows = [plan["rank"] for plan in told["plans"]]
+    assert rows[-1] == "as written" and rows[:3] == ["1", "2", "3"]
+    written = told["plans"][-1]
+    assert written["keys"]["tp"] == 4 and written["seconds"] > told["plans"][0]["seconds"]
+
+
+def test_a_faster_network_makes_it_quicker(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("gpt-13b", "--cluster", "vegiant-32xv100-100g", "--top", "1", "--gpus", "16")
+    told = _told(capsys, *arguments, "--what-if", "links.ib=800Gbps")
+    before = next(plan for plan in told["plans"] if plan["rank"] == "before")
+    assert told["plans"][0]["seconds"] < before["seconds"]
+
+
+def test_a_curve_has_a_row_for_each_number(capsys: pytest.CaptureFixture[str]) -> None:
+    told = _told(
+        capsys, "gpt2-124m", "--cluster", "megascale-256xa100", "--gpus", "4..16", "--objective", "cost"
+    )
+    assert [row["accelerators"] for row in told["curve"]] == [4, 6, 8, 16]
+    rates = [row["tokens_per_second"] for row in told["curve"] if "seconds" in row]
+    assert rates == sorted(rates)
+    assert told["cheapest"]["dollars"] == min(row["dollars"] for row in told["curve"] if "dollars" in row)
+
+
+def test_the_fewest_accelerators_in_time_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("gpt2-124m", "--cluster", "megascale-256xa100")
+    few = _told(capsys, *arguments, "--days", "20")
+    many = _told(capsys, *arguments, "--days", "2")
+    assert few["days"] <= 20 and many["days"] <= 2
+    assert few["accelerators"] < many["accelerators"]
+
+
+def test_what_is_printed_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("gpt2-124m", "--cluster", "megascale-256xa100", "--gpus", "16")
+    assert _plan(*arguments, "--straggler", "node=1:1.2x", "--out", str(tmp_path / "p.toml")) == 0
+    text = capsys.readouterr().out
+    for words in ("layouts", "MFU", "as written", "pipeline bubble", "its neighbours", "would help", "nodes"):
+        assert words in text
+    assert str(tmp_path / "p.toml") in text.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tiny", "--cluster", "nowhere"], "h200-512xh200, laptop"),
+        (["tiny", "--gpus", "8"], "at most 4: laptop is one node"),
+        (["tiny", "--gpus", "0"], "a number, or a range"),
+        (["tiny", "--gpus", "4..2"], "a range rises"),
+        (["tiny", "--gpus", "many"], "a number, or a range"),
+        (["tiny", "--days", "0"], "more than 0"),
+        (["tiny", "--days", "1e-9"], "are needed"),
+        (["tiny", "--what-if", "links.ib=200Gbps"], "only links.node"),
+        (["tiny", "--what-if", "accelerator=abacus"], "one of a100-sxm-40gb"),
+        (["tiny", "--straggler", "node=9:2x"], "the nodes 0 to 0"),
+        (["tiny", "--straggler", "17"], "node=17:1.1x"),
+        (["tiny", "--out", "plan.json"], "ends in .toml"),
+        (["tiny", "--picture", "plan.png"], "ends in .svg"),
+        (["llama3-405b", "--cluster", "one-node-8xh100"], "nothing fits"),
+        (
+            ["tiny", "--gpus", "4", "--train.global_batch", "1", "--model.heads", "1", "--model.layers", "1"],
+            "no layout",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _plan(*arguments) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert words in error[-1] and error[-1].startswith("myriad: error:")
+
+
+def test_only_an_older_plan_of_the_same_job_is_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.toml"
+    assert _plan("tiny", "--gpus", "2", "--out", str(out)) == 0
+    first = out.read_text()
+    assert _plan("tiny", "--gpus", "4", "--out", str(out)) == 0
+    assert out.read_text() != first
+    kept = out.read_text()
+    assert _plan("tiny", "--gpus", "2", "--out", str(out), "--model.hidden", "32") == 2
+    assert "plan of another job" in capsys.readouterr().err
+    assert out.read_text() == kept
+    out.write_text("name = 'mine'\n")
+    assert _plan("tiny", "--gpus", "2", "--out", str(out)) == 2
+    assert out.read_text() == "name = 'mine'\n"
+
+
+def test_planning_never_imports_torch() -> None:
+    code = (
+        "import sys; from myriad.cli.main import main\ntry: main(['plan', 'tiny', '--gpus', '2', '--json'])\n"
+    )
+    code += "except SystemExit as e: assert not e.code, e.code\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)

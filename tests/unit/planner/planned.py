@@ -1,0 +1,46 @@
+"""A small problem with everything in it: several nodes, windows, tied embeddings, uneven stages."""
+
+from functools import lru_cache
+
+from hypothesis import strategies as st
+
+from myriad.model.config import ModelConfig
+from myriad.planner.cluster import Cluster
+from myriad.planner.judge import judge
+from myriad.planner.space import Candidate, Problem, plots
+from myriad.planner.stage_times import LayerTable
+from myriad.recipes.cluster import load_cluster
+
+MODEL = ModelConfig(
+    layers=14,
+    hidden=1024,
+    heads=16,
+    sequence=1024,
+    vocabulary=32000,
+    window=256,
+    window_pattern=(True, False),
+    norm="layer",
+    bias=True,
+)
+
+
+def cluster_of(*changes: str, nodes: int = 4) -> Cluster:
+    return load_cluster("megascale-256xa100", [f"nodes={nodes}", "accelerators_per_node=4", *changes])
+
+
+def problem_of(*changes: str, nodes: int = 4, batch: int = 32) -> Problem:
+    return Problem(MODEL, batch, cluster_of(*changes, nodes=nodes))
+
+
+@lru_cache(maxsize=1)
+def _table() -> LayerTable:
+    return LayerTable(problem_of())
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> Candidate:
+    """Any legal layout of the small problem, judged."""
+    plot = draw(st.sampled_from(list(plots(problem_of()))))
+    index = tuple(draw(st.integers(0, count - 1)) for count in plot.axes)
+    layout, choice = plot.at(index)
+    return judge(problem_of(), Candidate(layout, choice, 0.0, 0.0, 0.0), _table())

@@ -1,0 +1,155 @@
+"""If these fail, `myriad plan` proposes a layout that is not the best, not legal, or does not fit."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from planned import MODEL, candidates, problem_of
+
+from myriad.comm.layout import Layout, check_layout
+from myriad.errors import BadInputError
+from myriad.job import load_job
+from myriad.planner.costs import Costs
+from myriad.planner.judge import FITS
+from myriad.planner.questions import answer, sizes_between
+from myriad.planner.rescore import Simulations
+from myriad.planner.search import search
+from myriad.planner.simulator import simulate
+from myriad.planner.space import Candidate, Choice, plots
+from myriad.program.config import OverlapConfig
+from myriad.program.schedules import SCHEDULES
+from myriad.recipes.cluster import load_cluster
+
+SLOW = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def _counted_by_hand(world: int, batch: int) -> int:
+    """Every combination of every key, refused or not by the runtime's own rules."""
+    count = 0
+    for tp, pp, name in itertools.product((1, 2, 4, 8, 16), range(1, world + 1), SCHEDULES):
+        if world % (tp * pp) or pp > MODEL.layers + 2:
+            continue
+        dp = world // (tp * pp)
+        for v, size in itertools.product(range(1, 17), range(1, batch + 1)):
+            if batch % (dp * size) or pp * v > MODEL.layers + 2:
+                continue
+            if (name, v) == ("interleaved", 1) or (pp == 1 and (name, v) != ("1f1b", 1)):
+                continue  # the same program as 1f1b
+            for zero, reduce in itertools.product(range(4), ("last", "each")):
+                layout = Layout(
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    virtual_stages=v,
+                    micro_batch=size,
+                    schedule=name,
+                    zero=zero,
+                    reduce=reduce,
+                )
+                if dp == 1 and (zero, reduce) != (0, "last"):
+                    continue
+                try:
+                    check_layout(layout)
+                except BadInputError:
+                    continue
+                data = 1 if dp == 1 else 3 if zero else 2
+                count += 3 * data * (2 if tp > 1 else 1) * (2 if pp > 1 else 1)
+    return count
+
+
+@pytest.mark.parametrize(("nodes", "batch"), [(1, 4), (2, 6), (3, 12)])
+def test_every_legal_layout_is_in_the_space(nodes: int, batch: int) -> None:
+    problem = problem_of(nodes=nodes, batch=batch)
+    assert search(problem).num_layouts == _counted_by_hand(4 * nodes, batch)
+
+
+@given(candidates())
+@SLOW
+def test_the_closed_form_is_near_the_simulator(candidate: Candidate) -> None:
+    """All overlaps on, nothing gathered or reduced for every micro-batch: within 10 %. Else within 50 %:
+    there it only has to put a layout far from the best."""
+    overlap, layout = candidate.choice.overlap, candidate.layout
+    simulated = simulate(Costs(candidate.work(problem_of()), problem_of().cluster), spans=False).seconds
+    plain = layout.zero < 3 and layout.reduce == "last" and layout.schedule_name != "zero-bubble-v"
+    tight = plain and overlap.pipeline and overlap.data
+    assert candidate.seconds == pytest.approx(simulated, rel=0.12 if tight else 0.5)
+
+
+@given(candidates())
+@SLOW
+def test_a_few_micro_batches_tell_of_many(candidate: Candidate) -> None:
+    problem = problem_of()
+    costs = Costs(candidate.work(problem), problem.cluster)
+    assume(costs.work.num_micro_batches > 4)
+    whole = simulate(costs, spans=False).seconds
+    assert Simulations().seconds(costs) == pytest.approx(whole, rel=0.02)
+
+
+def test_what_is_proposed_fits_and_is_sorted() -> None:
+    found = search(problem_of("accelerator.memory_bytes=6 GiB"))
+    assert 0 < found.num_fitting < found.num_layouts
+    assert all(candidate.fits >= FITS for candidate in found.best)
+    seconds = [candidate.seconds for candidate in found.best]
+    assert seconds == sorted(seconds, key=lambda one: round(one, 3 - int(np.floor(np.log10(seconds[0])))))
+
+
+def test_the_front_falls_in_time_as_memory_grows() -> None:
+    front = search(problem_of()).front
+    assert len(front) > 2
+    for lean, quick in itertools.pairwise(front):
+        assert lean.memory_bytes < quick.memory_bytes and lean.seconds > quick.seconds
+
+
+@pytest.mark.parametrize("link", ["links.node", "links.network"])
+def test_faster_links_never_make_the_best_slower(link: str) -> None:
+    rates = [search(problem_of(f"{link}={rate}GB/s")).best[0].seconds for rate in (2, 8, 32, 128)]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_more_memory_is_never_worse() -> None:
+    sizes = [search(problem_of(f"accelerator.memory_bytes={size} GiB")) for size in (5, 8, 16, 80)]
+    best = [found.best[0].seconds for found in sizes if found.best]
+    assert len(best) > 2 and best == pytest.approx(sorted(best, reverse=True), rel=1e-3)
+    assert [found.num_fitting for found in sizes] == sorted(found.num_fitting for found in sizes)
+
+
+def test_the_objective_memory_asks_for_the_leanest() -> None:
+    lean = search(problem_of(), objective="memory").best[0]
+    assert lean.memory_bytes == pytest.approx(search(problem_of()).front[0].memory_bytes)
+
+
+@pytest.mark.parametrize(("job", "cluster"), [("tiny", "laptop"), ("gpt-13b", "vegiant-32xa100-800g")])
+def test_every_proposed_plan_passes_the_jobs_own_check(job: str, cluster: str) -> None:
+    from myriad.cli.plan_job import job_of, problem_of
+
+    loaded = load_job(job)
+    problem = problem_of(loaded, load_cluster(cluster))
+    for candidate in search(problem).best:
+        planned = job_of(loaded, candidate)
+        assert planned.layout.world == problem.cluster.world
+        assert planned.num_micro_batches >= 1
+
+
+def test_what_fits_nowhere_is_refused_with_what_is_missing() -> None:
+    with pytest.raises(BadInputError, match=r"nothing fits: of .* layouts the leanest \(dp .*too much"):
+        answer(problem_of("accelerator.memory_bytes=1 GiB"))
+
+
+def test_a_number_of_accelerators_without_a_layout_is_refused() -> None:
+    odd = load_cluster("megascale-256xa100", ["nodes=1", "accelerators_per_node=17"])
+    with pytest.raises(BadInputError, match="17 accelerators have no layout: tp must be one of 1, 2, 4"):
+        answer(problem_of(batch=1).with_cluster(odd))
+
+
+def test_sizes_of_a_curve_are_whole_nodes_with_both_ends() -> None:
+    assert sizes_between(256, 1000, 8, [768, 777]) == [256, 384, 512, 768, 1000]
+    assert sizes_between(1, 16, 4) == [1, 2, 3, 4, 8, 12, 16]
+
+
+def test_a_plot_counts_what_its_grid_holds() -> None:
+    for plot in plots(problem_of(nodes=1, batch=4)):
+        index = tuple(count - 1 for count in plot.axes)
+        layout, choice = plot.at(index)
+        assert layout.world == 4 and isinstance(choice, Choice)
+        assert isinstance(choice.overlap, OverlapConfig)
