@@ -130,12 +130,11 @@ class Told:
 
 
 def _keys(plan: Plan) -> dict[str, Any]:
-    layout, choice = plan.candidate.layout, plan.candidate.choice
+    layout, overlap = plan.candidate.layout, plan.candidate.overlap
     switches = ("tensor", "pipeline", "data", "optimizer")
     return {
         "keys": layout.model_dump(mode="json"),
-        "recompute": choice.recompute,
-        "overlap": {name: getattr(choice.overlap, name) for name in switches},
+        "overlap": {name: getattr(overlap, name) for name in switches},
     }
 
 

@@ -1,6 +1,7 @@
 """Between a job and the planner: what is to be planned, and the job file that a plan is."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from myriad.comm.layout import Layout
@@ -10,8 +11,7 @@ from myriad.planner.cluster import Cluster
 from myriad.planner.placement import Placement
 from myriad.planner.questions import describe
 from myriad.planner.rescore import Plan
-from myriad.planner.space import Candidate, Choice, Problem, Shards
-from myriad.planner.work import Recompute
+from myriad.planner.space import Candidate, Problem, Shards
 from myriad.units import format_bytes
 
 __all__ = ["as_written", "job_of", "problem_of", "write_plan"]
@@ -34,7 +34,7 @@ def problem_of(job: Job, cluster: Cluster) -> Problem:
         partition=job.layout.partition,
     )
     shards = tuple(shard for shard in given.shards if _allows(job, shard))
-    return Problem(**{**vars(given), "shards": shards, "recomputes": _recomputes(given)})
+    return replace(given, shards=shards)
 
 
 def _allows(job: Job, shard: Shards) -> bool:
@@ -44,25 +44,16 @@ def _allows(job: Job, shard: Shards) -> bool:
     return job.comm.sync_every == 1 or shard[0] == 0
 
 
-def _recomputes(given: Problem) -> tuple[Recompute, ...]:
-    return given.recomputes if "recompute" in Layout.model_fields else ("none",)
-
-
 def as_written(job: Job) -> Candidate | None:
     """The job's own layout; none where it has none."""
     if job.layout == Layout():
         return None
-    recompute = job.layout.model_dump().get("recompute", "none")
-    return Candidate(job.layout, Choice(recompute, job.overlap), 0.0, 0.0, 0.0)
+    return Candidate(job.layout, job.overlap, 0.0, 0.0, 0.0)
 
 
 def job_of(job: Job, candidate: Candidate) -> Job:
     """The job with the layout, checked. Raises `BadInputError`."""
-    values = candidate.layout.model_dump()
-    if "recompute" in values:
-        values["recompute"] = candidate.choice.recompute
-    layout = Layout.model_validate(values)
-    return job.model_copy(update={"layout": layout, "overlap": candidate.choice.overlap}).check()
+    return job.model_copy(update={"layout": candidate.layout, "overlap": candidate.overlap}).check()
 
 
 def write_plan(path: Path, job: Job, plan: Plan, problem: Problem, placement: Placement | None) -> None:

@@ -84,7 +84,7 @@ def show_ranking(
 
 
 def _switched_off(plan: Plan) -> str:
-    layout, overlap = plan.candidate.layout, plan.candidate.choice.overlap
+    layout, overlap = plan.candidate.layout, plan.candidate.overlap
     matters = {
         "tensor": layout.tp > 1,
         "pipeline": layout.pp > 1,

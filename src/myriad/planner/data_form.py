@@ -59,8 +59,8 @@ class _Form:
         self.backward = (inputs + weights)[:, :1] / self.n
 
     def _num_chunks(self) -> Array:
-        layout, choice = self.plot.at((0,) * 7)
-        overlap = choice.overlap.model_copy(update={"data": self.data})
+        layout, overlap = self.plot.at((0,) * 7)
+        overlap = overlap.model_copy(update={"data": self.data})
         counts = [count_chunks(layout, overlap, [range(cut.fewest_layers)]) for cut in self.times.cuts]
         return np.array(counts, dtype=float)[self.times.cut_of]
 
@@ -127,8 +127,8 @@ class _Form:
     def _update(self) -> Array:
         """Norm, optimizer, and the batch if it is waited for."""
         problem, own = self.plot.problem, self.own
-        layout, choice = self.plot.at((0,) * 7)
-        work = Candidate(layout, choice, 0.0, 0.0, 1.0).work(problem)
+        layout, overlap = self.plot.at((0,) * 7)
+        work = Candidate(layout, overlap, 0.0, 0.0, 1.0).work(problem)
         accelerator = problem.cluster.accelerator
         step = sweep_seconds(accelerator, own * optimizer_bytes(work), 2.0)
         norm = sweep_seconds(accelerator, 4 * own, 2.0)

@@ -58,10 +58,10 @@ def layout_memory(problem: Problem, candidate: Candidate) -> Memory:
 
 def _single(problem: Problem, candidate: Candidate) -> tuple[Plot, tuple[int, ...]]:
     """A plot with one micro-batch and schedule, and where in it the layout is."""
-    layout, overlap = candidate.layout, candidate.choice.overlap
+    layout, overlap = candidate.layout, candidate.overlap
     schedule = (layout.schedule_name, layout.virtual_stages)
     shard = (layout.zero, layout.reduce)
-    again = candidate.choice.recompute
+    again = layout.recompute
     problem = replace(problem, partition=layout.partition, shards=(shard,), recomputes=(again,))
     plot = Plot(problem, layout.tp, layout.pp, layout.dp, (layout.micro_batch,), (schedule,))
     switches = (overlap.data, overlap.optimizer and overlap.data)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from myriad.planner.space import Candidate, Choice, Plot, Problem, plots
+from myriad.planner.space import Candidate, Plot, Problem, plots
 
 __all__ = ["neighbours"]
 
@@ -21,8 +21,8 @@ def neighbours(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Ca
     yield from _other_sizes(home, candidate)
     yield from _other_shards(home, candidate)
     for again in problem.recomputes:
-        if again != candidate.choice.recompute:
-            yield f"recompute {again}", replace(candidate, choice=replace(candidate.choice, recompute=again))
+        if again != candidate.layout.recompute:
+            yield f"recompute {again}", _changed(candidate, recompute=again)
     yield from _other_overlaps(candidate)
 
 
@@ -104,16 +104,15 @@ def _other_shards(home: Plot, candidate: Candidate) -> Iterator[tuple[str, Candi
 
 
 def _other_overlaps(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
-    layout, choice = candidate.layout, candidate.choice
+    layout, overlap = candidate.layout, candidate.overlap
     matters = {
         "tensor": layout.tp > 1,
         "pipeline": layout.pp > 1,
         "data": layout.dp > 1,
-        "optimizer": layout.dp > 1 and choice.overlap.data and layout.zero > 0,
+        "optimizer": layout.dp > 1 and overlap.data and layout.zero > 0,
     }
     for name in _SWITCHES:
         if matters[name]:
-            value = not getattr(choice.overlap, name)
-            overlap = choice.overlap.model_copy(update={name: value})
+            value = not getattr(overlap, name)
             what = f"overlap.{name} {'on' if value else 'off'}"
-            yield what, replace(candidate, choice=Choice(choice.recompute, overlap))
+            yield what, replace(candidate, overlap=overlap.model_copy(update={name: value}))

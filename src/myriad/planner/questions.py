@@ -91,7 +91,7 @@ def _refuse_nothing(problem: Problem, found: Found) -> None:
 
 def describe(candidate: Candidate) -> str:
     """A layout in few words."""
-    layout, choice = candidate.layout, candidate.choice
+    layout = candidate.layout
     pipeline = f"pp {layout.pp}" + (f" x {layout.virtual_stages}" if layout.virtual_stages > 1 else "")
     words = [f"dp {layout.dp} tp {layout.tp} {pipeline}"]
     if layout.pp > 1:
@@ -99,8 +99,8 @@ def describe(candidate: Candidate) -> str:
     words.append(f"micro-batch {layout.micro_batch}")
     if layout.zero:
         words.append(f"ZeRO {layout.zero}" + (" each" if layout.reduce == "each" else ""))
-    if choice.recompute != "none":
-        words.append(f"recompute {choice.recompute}")
+    if layout.recompute != "none":
+        words.append(f"recompute {layout.recompute}")
     return ", ".join(words)
 
 

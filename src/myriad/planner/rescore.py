@@ -2,8 +2,8 @@
 
 With many micro-batches an iteration has a steady part, in which one more costs the same as the last one:
 two short iterations are simulated, and the rest is a straight line. A pipeline of p ranks is steady from
-about 2 p micro-batches on, with the eager and zero-bubble schedules, which hold more in flight, from 3 or 4 p
-on; the lengths differ by p and leave the same rest divided by p, because interleaving goes in rounds.
+about 2 p micro-batches on, with zero-bubble schedules from 3 or 4 p on, with the eager ones, which fill all
+that may be in flight before a slow rank holds up the others, from 6 p on; the lengths differ by p and leave the same rest divided by p, because interleaving goes in rounds.
 Programs of layouts that differ only in sizes are the same, and are made once.
 
     T(m) = T(a) + (m - a) (T(b) - T(a)) / (b - a)        a = 2 p + m mod p,  b = a + p
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 from myriad.errors import BadInputError
 from myriad.planner.costs import Costs
+from myriad.planner.sharing import predict
 from myriad.planner.simulator import program_of, simulate
 from myriad.planner.space import Candidate, Problem
 from myriad.program.actions import Program
 
 __all__ = ["Plan", "Simulations", "rescore"]
 
-_DEEP = {"eager-1f1b": 3, "zero-bubble": 3, "eager-zero-bubble": 4, "zero-bubble-v": 4}
+_DEEP = {"eager-1f1b": 6, "zero-bubble": 3, "eager-zero-bubble": 6, "zero-bubble-v": 4}
 """Micro-batches for each pipeline rank until an iteration is steady, where it is not 2."""
 _KEPT = 64
 """Programs."""
@@ -49,6 +50,8 @@ class Simulations:
 
     def seconds(self, costs: Costs) -> float:
         """Of one iteration."""
+        if costs.cluster.shared_cores is not None:
+            return predict(costs, spans=False).seconds
         layout, whole = costs.work.layout, costs.work.num_micro_batches
         deep = _DEEP.get(layout.schedule_name, 2)
         short = deep * layout.pp + whole % layout.pp

@@ -58,8 +58,8 @@ class _Pool:
     def candidate(self, row: Array) -> Candidate:
         plot = self.plots[int(row[0])]
         index = tuple(int(place) for place in np.unravel_index(int(row[1]), plot.axes))
-        layout, choice = plot.at(index)
-        return judge(plot.problem, Candidate(layout, choice, 0.0, 0.0, 0.0), self.table)
+        layout, overlap = plot.at(index)
+        return judge(plot.problem, Candidate(layout, overlap, 0.0, 0.0, 0.0), self.table)
 
 
 def search(

@@ -25,7 +25,7 @@ from myriad.program.config import OverlapConfig
 from myriad.program.partition import partition_layers
 from myriad.program.schedules import SCHEDULES, check_virtual_stages
 
-__all__ = ["RECOMPUTES", "Candidate", "Choice", "Plot", "Problem", "plots", "tensor_degrees"]
+__all__ = ["RECOMPUTES", "Candidate", "Plot", "Problem", "plots", "tensor_degrees"]
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 Shards = tuple[int, Literal["last", "each"]]
@@ -58,19 +58,11 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What a layout does not say."""
-
-    recompute: Recompute
-    overlap: OverlapConfig
-
-
-@dataclass(frozen=True)
 class Candidate:
     """A layout, and what the closed form says of it."""
 
     layout: Layout
-    choice: Choice
+    overlap: OverlapConfig
     seconds: float
     """Of an iteration."""
     memory_bytes: float
@@ -84,9 +76,9 @@ class Candidate:
             model=problem.model,
             layout=self.layout,
             global_batch=problem.global_batch,
-            overlap=self.choice.overlap,
+            overlap=self.overlap,
             practice=problem.practice,
-            recompute=self.choice.recompute,
+            recompute=self.layout.recompute,
             optimizer=problem.optimizer,
             value_bytes=problem.value_bytes,
         )
@@ -145,7 +137,7 @@ class Plot:
             len(self.switches),
         )
 
-    def at(self, index: tuple[int, ...]) -> tuple[Layout, Choice]:
+    def at(self, index: tuple[int, ...]) -> tuple[Layout, OverlapConfig]:
         """One layout of the grid."""
         batch, schedule, shard, again, tensor, pipeline, switch = index
         name, virtual_stages = self.schedules[schedule]
@@ -160,6 +152,7 @@ class Plot:
                 "zero": zero,
                 "reduce": reduce,
                 "micro_batch": self.micro_batches[batch],
+                "recompute": self.problem.recomputes[again],
                 "schedule": name,
                 "partition": self.problem.partition,
             }
@@ -170,9 +163,7 @@ class Plot:
             "data": data,
             "optimizer": optimizer,
         }
-        return layout, Choice(
-            self.problem.recomputes[again], self.problem.overlap.model_copy(update=switches)
-        )
+        return layout, self.problem.overlap.model_copy(update=switches)
 
 
 def plots(problem: Problem) -> Iterator[Plot]:

@@ -59,7 +59,9 @@ class LayerTable:
             kinds.append(block_times(model, where, computed_pairs(model, first[kind])))
         shape = grid[0].shape
         turns = [[np.broadcast_to(turn, shape) for turn in _turns(times)] for times in kinds]
-        found: Array = np.array(turns).swapaxes(0, 1) * problem.cluster.expected_slowdown
+        cluster = problem.cluster
+        sharing = max(1.0, cluster.world / (cluster.shared_cores or cluster.world))
+        found: Array = np.array(turns).swapaxes(0, 1) * cluster.expected_slowdown * sharing
         found[4, 1] = 0.0  # the head is not computed again
         return found
 

@@ -42,5 +42,5 @@ def candidates(draw: st.DrawFn) -> Candidate:
     """Any legal layout of the small problem, judged."""
     plot = draw(st.sampled_from(list(plots(problem_of()))))
     index = tuple(draw(st.integers(0, count - 1)) for count in plot.axes)
-    layout, choice = plot.at(index)
-    return judge(problem_of(), Candidate(layout, choice, 0.0, 0.0, 0.0), _table())
+    layout, overlap = plot.at(index)
+    return judge(problem_of(), Candidate(layout, overlap, 0.0, 0.0, 0.0), _table())

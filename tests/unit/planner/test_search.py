@@ -16,7 +16,7 @@ from myriad.planner.questions import answer, sizes_between
 from myriad.planner.rescore import Simulations
 from myriad.planner.search import search
 from myriad.planner.simulator import simulate
-from myriad.planner.space import Candidate, Choice, plots
+from myriad.planner.space import Candidate, plots
 from myriad.program.config import OverlapConfig
 from myriad.program.schedules import SCHEDULES
 from myriad.recipes.cluster import load_cluster
@@ -67,12 +67,12 @@ def test_every_legal_layout_is_in_the_space(nodes: int, batch: int) -> None:
 @given(candidates())
 @SLOW
 def test_the_closed_form_is_near_the_simulator(candidate: Candidate) -> None:
-    """All overlaps on, nothing gathered or reduced for every micro-batch: within 10 %. Else within 50 %:
-    there it only has to put a layout far from the best."""
-    overlap, layout = candidate.choice.overlap, candidate.layout
+    """All overlaps on, nothing computed again, nothing gathered or reduced for every micro-batch: within 12 %.
+    Else within 50 %: there it only has to put a layout far from the best."""
+    overlap, layout = candidate.overlap, candidate.layout
     simulated = simulate(Costs(candidate.work(problem_of()), problem_of().cluster), spans=False).seconds
     plain = layout.zero < 3 and layout.reduce == "last" and layout.schedule_name != "zero-bubble-v"
-    tight = plain and overlap.pipeline and overlap.data
+    tight = plain and overlap.pipeline and overlap.data and layout.recompute == "none"
     assert candidate.seconds == pytest.approx(simulated, rel=0.12 if tight else 0.5)
 
 
@@ -83,7 +83,7 @@ def test_a_few_micro_batches_tell_of_many(candidate: Candidate) -> None:
     costs = Costs(candidate.work(problem), problem.cluster)
     assume(costs.work.num_micro_batches > 4)
     whole = simulate(costs, spans=False).seconds
-    assert Simulations().seconds(costs) == pytest.approx(whole, rel=0.02)
+    assert Simulations().seconds(costs) == pytest.approx(whole, rel=0.03)
 
 
 def test_what_is_proposed_fits_and_is_sorted() -> None:
@@ -150,6 +150,5 @@ def test_sizes_of_a_curve_are_whole_nodes_with_both_ends() -> None:
 def test_a_plot_counts_what_its_grid_holds() -> None:
     for plot in plots(problem_of(nodes=1, batch=4)):
         index = tuple(count - 1 for count in plot.axes)
-        layout, choice = plot.at(index)
-        assert layout.world == 4 and isinstance(choice, Choice)
-        assert isinstance(choice.overlap, OverlapConfig)
+        layout, overlap = plot.at(index)
+        assert layout.world == 4 and isinstance(overlap, OverlapConfig)
