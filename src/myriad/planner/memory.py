@@ -28,7 +28,7 @@ from myriad.planner.layer_memory import LayerMemory, layer_memory
 from myriad.planner.operators import Number
 from myriad.planner.work import Practice
 
-__all__ = ["FRAGMENTED", "Memory", "fits_probability", "worst_stage_memory"]
+__all__ = ["Memory", "expected_margin", "fits_probability", "worst_stage_memory"]
 
 _MOST_CHUNKS = 8
 """Of a stage (`myriad.program.build`)."""
@@ -37,13 +37,18 @@ _AHEAD = 2
 (`myriad.program.passes`, ``overlap.receive_ahead``)."""
 _WAITING_IN_V = 0.7
 """Of the p micro-batches that rank 0 of zero-bubble-v holds, those that wait as products at most."""
-FRAGMENTED = 0.04
-"""Share of what comes and goes that a caching allocator holds without use."""
-_DEVIATION_COMING, _DEVIATION_STAYING = 0.05, 0.01
-"""Standard deviation of what comes and goes, and of what stays, as shares of them."""
-_RESERVED = 0.015
-"""Of a device's memory, what its context and the collectives' own buffers take before a tensor is there: 1.2
-of 80 GiB."""
+_FRAGMENTED = 0.05
+"""Share of what comes and goes that an allocator holds without use: 0.049 on a CPU (fitted to the table of
+`docs/memory.md`). On GPUs others found 0.15 on average with recomputation and offloading, 0.33 at most
+(GMLake, arXiv 2401.08156): two deviations and more from this one."""
+_PROCESS = 164 * 2**20
+"""Of a CPU's rank, beside its tensors: threads, sockets and Python (fitted to the same table)."""
+_CONTEXT, _GROUP = 0.3 * 2**30, 0.6 * 2**30
+"""Of a GPU's rank: the CUDA context (since 11.7; github.com/pytorch/pytorch/issues/107667), and of NCCL's
+groups of each axis of the grid their buffers (544 to 688 MiB on A100; github.com/NVIDIA/nccl/issues/964)."""
+_STAYING, _COMING, _BESIDE = 0.01, 0.05, 0.2
+"""Standard deviations, as shares: of what stays (formula and measurement agree within 0.5 %), of what comes
+and goes, and of the margin (0.15 on a CPU)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Memory:
     buffers: Number
     """Messages between stages, and of data parallelism."""
     margin: Number
-    """What the allocator is expected to hold without use."""
+    """What the allocator is expected to hold without use, and what is there besides tensors."""
 
     @property
     def total(self) -> Number:
@@ -73,7 +78,7 @@ class Memory:
         """Standard deviation of the total."""
         staying = self.weights + self.gradients + self.optimizer
         coming = self.activations + self.logits + self.buffers
-        return np.hypot(_DEVIATION_STAYING * staying, _DEVIATION_COMING * coming)
+        return np.sqrt((_STAYING * staying) ** 2 + (_COMING * coming) ** 2 + (_BESIDE * self.margin) ** 2)
 
     def where(self, condition: npt.NDArray[np.bool_], other: "Memory") -> "Memory":
         """This one where the condition is true, else the other."""
@@ -83,10 +88,16 @@ class Memory:
 
 def fits_probability(memory: Memory, capacity_bytes: Number) -> Number:
     """That a rank with so much memory of its own does not run out of it: the total is taken as normal."""
-    room = np.asarray(capacity_bytes) * (1 - _RESERVED) - memory.total
+    room = np.asarray(capacity_bytes) - memory.total
     share = np.asarray(room / np.maximum(memory.deviation, 1.0))
     values = [0.5 * (1 + erf(x / sqrt(2))) for x in share.ravel()]
     return np.array(values).reshape(share.shape)
+
+
+def expected_margin(coming: Number, num_axes: Number, *, on_cpu: bool) -> Number:
+    """For ``coming`` bytes that come and go on a rank with peers along so many axes of the grid."""
+    beside = _PROCESS if on_cpu else _CONTEXT + _GROUP * num_axes
+    return _FRAGMENTED * coming + beside
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,7 @@ class _Layouts:
     reduce_each: Number
     eager: Number
     zero_bubble: Number
+    on_cpu: bool
     last: bool = False
 
     @cached_property
@@ -178,6 +190,7 @@ def worst_stage_memory(
         reduce_each=_floats(reduce_each),
         eager=_floats(eager),
         zero_bubble=_floats(zero_bubble),
+        on_cpu=on_cpu,
     )
     one, other = _rank_memory(first), _rank_memory(replace(first, last=True))
     return one.where(np.asarray(one.total >= other.total), other)
@@ -191,7 +204,8 @@ def _rank_memory(where: _Layouts) -> Memory:
     weights, gradients, optimizer = _parameters(where)
     activations, logits = _activations(where)
     buffers = _buffers(where)
-    margin = FRAGMENTED * (activations + logits + buffers)
+    num_axes = sum(np.where(ranks > 1, 1.0, 0.0) for ranks in (where.dp, where.tp, where.pp))
+    margin = expected_margin(activations + logits + buffers, num_axes, on_cpu=where.on_cpu)
     return Memory(weights, gradients, optimizer, activations, logits, buffers, margin)
 
 

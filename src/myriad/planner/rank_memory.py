@@ -25,7 +25,7 @@ from myriad.model.activations import LayerKind
 from myriad.planner.activations import Part, layer_held, message_bytes, product_inputs
 from myriad.planner.costs import stage_layers
 from myriad.planner.layer_memory import layer_elements
-from myriad.planner.memory import FRAGMENTED, Memory
+from myriad.planner.memory import Memory, expected_margin
 from myriad.planner.work import Recompute, Work
 from myriad.program.actions import MAKES_WEIGHT_GRADIENT, Action, Kind, Payload, Program
 from myriad.program.build import build_program, count_chunks
@@ -205,7 +205,10 @@ class _Walk:
             buffers=sum(now.arriving.values()) + sum(now.leaving.values()) + rooms + batch,
             margin=0.0,
         )
-        return replace(found, margin=FRAGMENTED * (found.activations + found.logits + found.buffers))
+        coming = found.activations + found.logits + found.buffers
+        layout = work.layout
+        num_axes = sum(ranks > 1 for ranks in (layout.dp, layout.tp, layout.pp))
+        return replace(found, margin=expected_margin(coming, num_axes, on_cpu=self.model.on_cpu))
 
     # parameters and messages
 
