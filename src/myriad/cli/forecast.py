@@ -89,21 +89,17 @@ def _predict(wanted: Wanted, job: "Job", cluster: "Cluster") -> "tuple[Outlook, 
     prediction = simulate(
         costs, slower=slower, jitter=wanted.jitter, seed=wanted.seed, every_replica=wanted.full
     )
-    memory = memory_of_ranks(costs.work, prediction.program, on_cpu=_is_cpu(cluster))
+    memory = memory_of_ranks(costs.work, prediction.program, on_cpu=cluster.on_cpu)
     capacity = float(cluster.accelerator.memory_bytes)
     fits = [float(fits_probability(one, capacity)) for one in memory]
     return outlook(costs, prediction, memory, fits), predicted_spans(prediction, job.layout)
-
-
-def _is_cpu(cluster: "Cluster") -> bool:
-    return cluster.accelerator.name.startswith("CPU")
 
 
 def _work_of(job: "Job", cluster: "Cluster") -> "Work":
     from myriad.planner.work import Work
 
     precision = job.train.precision
-    single = precision == "float32" or (precision == "auto" and _is_cpu(cluster))
+    single = precision == "float32" or (precision == "auto" and cluster.on_cpu)
     return Work(
         job.model,
         job.layout,

@@ -164,6 +164,11 @@ class Cluster(Config):
     """For one accelerator; off: unknown."""
 
     @property
+    def on_cpu(self) -> bool:
+        """An accelerator is a core, and ranks talk by gloo."""
+        return self.shared_cores is not None or self.accelerator.name.startswith("CPU")
+
+    @property
     def world(self) -> int:
         """Accelerators."""
         return self.nodes * self.accelerators_per_node

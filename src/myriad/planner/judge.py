@@ -102,6 +102,7 @@ def _plot_memory(plot: Plot) -> tuple[Memory, tuple[int, ...]]:
         eager=_those(names, lambda name: name.startswith("eager"))[schedule],
         zero_bubble=_those(names, lambda name: "zero-bubble" in name)[schedule],
         value_bytes=problem.value_bytes,
+        on_cpu=problem.cluster.on_cpu,
     )
     held = np.where(flood, num / np.minimum(num, plot.pp), 1.0)  # gpipe holds all micro-batches
     return replace(memory, activations=memory.activations * held), shape
