@@ -3,8 +3,9 @@
     python benchmarks/planner_memory.py [WORLD ...]        default 1 2 4
 
 Measured is what tensors hold after every operator of a step (`live_bytes.py`), the second one; predicted is
-`myriad.planner.rank_memory`, without the allocator's margin. Beside it stands by how much the process grew
-(VmHWM, from before the model is built): that has the allocator's, gloo's and Python's own memory too.
+`myriad.planner.rank_memory`, without the margin. Beside it stands by how much the process grew (VmHWM, from
+before the model is built), which has the allocator's, gloo's and Python's own memory too, against the
+prediction with the margin.
 """
 
 import multiprocessing
@@ -41,7 +42,8 @@ LLAMA = ModelConfig(
     activation="swiglu", tied=False,
 )  # fmt: skip
 PARALLEL = MODEL.model_copy(update={"block": "parallel", "layers": 6, "window": 256})
-MODELS = {"serial": MODEL, "gpt2": GPT2, "llama": LLAMA, "parallel": PARALLEL}
+LARGE = ModelConfig(layers=12, hidden=768, heads=12, sequence=1024, vocabulary=16384)
+MODELS = {"large": LARGE, "serial": MODEL, "gpt2": GPT2, "llama": LLAMA, "parallel": PARALLEL}
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ CASES = (
     Case({"micro_batch": 2}, "llama", value_bytes=2),
     Case({"micro_batch": 2}, "parallel"),
     Case({"schedule": "gpipe"}),
+    Case({}, "large", 2, value_bytes=2),
     Case({"pp": 2}),
     Case({"pp": 2, "micro_batch": 2}, value_bytes=2),
     Case({"pp": 2, "virtual_stages": 2, "micro_batch": 2}, "llama"),
@@ -95,6 +98,7 @@ CASES = (
     Case({"dp": 2, "zero": 2, "reduce": "each"}, "llama"),
     Case({"dp": 2, "zero": 3}, "llama", value_bytes=2),
     Case({"dp": 2, "zero": 3, "reduce": "each"}),
+    Case({"pp": 2}, "large", 2),
     Case({"pp": 4}, micro_batches=8),
     Case({"pp": 4, "schedule": "eager-1f1b"}, "gpt2", 8),
     Case({"pp": 4, "virtual_stages": 2}, "serial", 8, value_bytes=2),
@@ -155,9 +159,10 @@ def _high_water() -> int:
     return int(line.split()[1]) * 1024
 
 
-def predicted(case: Case) -> list[float]:
-    """Bytes of each pipeline rank."""
-    return [float(one.total - one.margin) for one in memory_of_ranks(case.work, on_cpu=True)]
+def predicted(case: Case) -> list[tuple[float, float]]:
+    """Bytes of each pipeline rank: of tensors, and with the margin."""
+    ranks = memory_of_ranks(case.work, on_cpu=True)
+    return [(float(one.total - one.margin), float(one.total)) for one in ranks]
 
 
 def _rank(rank: int, port: int, case: Case) -> Measured:
@@ -178,38 +183,57 @@ def measure_ranks(case: Case) -> list[Measured]:
 
 
 def errors_of(case: Case, ranks: Sequence[Measured]) -> list[float]:
-    """Of each rank: predicted / measured - 1."""
+    """Of each rank's tensors: predicted / measured - 1."""
+    return [expected[0] / found.peak - 1 for expected, found in _pairs(case, ranks)]
+
+
+def growth_errors_of(case: Case, ranks: Sequence[Measured]) -> list[float]:
+    """The same of the processes, against the prediction with its margin."""
+    return [expected[1] / found.grown - 1 for expected, found in _pairs(case, ranks)]
+
+
+def _pairs(case: Case, ranks: Sequence[Measured]) -> list[tuple[tuple[float, float], Measured]]:
     layout, expected = case.work.layout, predicted(case)
-    return [expected[rank // layout.tp % layout.pp] / found.peak - 1 for rank, found in enumerate(ranks)]
+    return [(expected[rank // layout.tp % layout.pp], found) for rank, found in enumerate(ranks)]
 
 
-def row(case: Case, ranks: Sequence[Measured], errors: Sequence[float]) -> str:
-    """A line of the table: the rank with the most memory, the worst error."""
+def row(case: Case, ranks: Sequence[Measured]) -> str:
+    """A line of the table: the rank with the most memory, and the worst error of all."""
     top = max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
-    worst = max(errors, key=abs)
-    sizes = (ranks[top].peak * (1 + errors[top]), ranks[top].peak, ranks[top].grown)
+    expected, found = _pairs(case, ranks)[top]
+    errors, growth = errors_of(case, ranks), growth_errors_of(case, ranks)
     cells = [case.model, "bf16" if case.value_bytes == 2 else "float32", str(case), str(top)]
-    cells += [f"{size / 2**20:,.1f}" for size in sizes]
-    cells += [f"{errors[top]:+.1%}", f"{worst:+.1%}"]
+    cells += [f"{size / 2**20:,.1f}" for size in (expected[0], found.peak)]
+    cells += [f"{errors[top]:+.1%}", f"{max(errors, key=abs):+.1%}"]
+    cells += [f"{size / 2**20:,.0f}" for size in (expected[1], found.grown)]
+    cells += [f"{growth[top]:+.0%}"]
     return "| " + " | ".join(cells) + " |"
+
+
+def summary(what: str, errors: Sequence[float], within: float) -> str:
+    """Of all ranks."""
+    sizes = [abs(error) for error in errors]
+    inside = sum(size <= within for size in sizes)
+    words = f"{what} of {len(errors)} ranks: median error {median(sizes):.1%}, "
+    words += f"worst {max(errors, key=abs):+.1%}, mean {sum(errors) / len(errors):+.1%}; "
+    return words + f"{inside} within {within:.0%}"
 
 
 def main(arguments: Sequence[str]) -> None:
     """Prints the table, and the median and worst error over all ranks."""
     worlds = [int(argument) for argument in arguments] or [1, 2, 4]
-    names = "model, type, layout, rank, predicted MiB, tensors MiB, process grew MiB, error, worst rank"
-    print("| " + names.replace(", ", " | ") + " |\n" + "|---" * 9 + "|")
-    every: list[float] = []
+    names = "model, type, layout, rank, predicted MiB, tensors MiB, error, worst rank, with margin MiB, "
+    names += "process grew MiB, error"
+    print("| " + names.replace(", ", " | ") + " |\n" + "|---" * 11 + "|")
+    tensors: list[float] = []
+    processes: list[float] = []
     for case in CASES:
         if case.work.layout.world in worlds:
             ranks = measure_ranks(case)
-            errors = errors_of(case, ranks)
-            every += errors
-            print(row(case, ranks, errors), flush=True)
-    sizes = [abs(error) for error in every]
-    within = sum(size <= 0.05 for size in sizes)
-    print(f"\n{len(every)} ranks: median error {median(sizes):.1%}, worst {max(every, key=abs):+.1%},")
-    print(f"mean {sum(every) / len(every):+.1%}; {within} of {len(every)} within 5 %.")
+            tensors += errors_of(case, ranks)
+            processes += growth_errors_of(case, ranks)
+            print(row(case, ranks), flush=True)
+    print(f"\n{summary('Tensors', tensors, 0.05)}.\n{summary('Processes', processes, 0.15)}.")
 
 
 if __name__ == "__main__":
