@@ -1,5 +1,5 @@
-"""Whether others use the machine's cores meanwhile: from the kernel's counters of the whole machine, less what
-this process and the children it has waited for took.
+"""Whether others use the machine's cores meanwhile: from the kernel's counters of the whole machine, less
+what this process and the children it has waited for took.
 
     wait_for_quiet(60)
     with others_at_work() as others:
@@ -17,7 +17,7 @@ from pathlib import Path
 __all__ = ["QUIET_RATIO", "others_at_work", "wait_for_quiet"]
 
 QUIET_RATIO = 0.1
-"""Share of the cores' time that others may take: interrupts and the kernel's own threads take a third of it."""
+"""Share of the cores' time that others may take; interrupts and the kernel's own threads take a third."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 

@@ -84,7 +84,8 @@ def summary(lines: Sequence[Line]) -> str:
     errors = [abs(line.error) for line in lines]
     return (
         f"{len(lines)} layouts, rank correlation {correlation:.3f}, "
-        f"median error {statistics.median(errors):.1%}, mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}"
+        f"median error {statistics.median(errors):.1%}, mean {statistics.mean(errors):.1%}, "
+        f"worst {max(errors):.1%}"
     )
 
 

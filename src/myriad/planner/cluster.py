@@ -99,6 +99,9 @@ class Link(Config):
     launch_seconds: float = Field(38e-6, ge=0)
     """Until a collective has begun (NCCL on A100: 46 us for two ranks, 79 us for eight, the rest is
     steps)."""
+    skew_seconds: float = Field(4e-5, ge=0)
+    """Ranks of a tensor-parallel group wait so long for the last of them at each collective that nothing
+    hides: fit to what the parallel block gained in MegaScale's table 3, which halves their number."""
     achievable_ratio: float | None = Field(None, gt=0, le=1)
     """Share of the rate that large messages reach; off: 0.77 in a node, 0.90 between nodes."""
     busy_ratio: float = Field(0.15, ge=0, le=2)
@@ -114,6 +117,9 @@ class Links(Config):
     """Between accelerators of one node."""
     network: Link | None = None
     """Between nodes."""
+    tensor: Link | None = None
+    """What tensor-parallel gathers and scatters see inside a node, with the copies before and after them,
+    where that was measured; off: as node."""
     spine: Link | None = None
     """Between switches of nodes_per_switch nodes each; off: as wide as the network."""
 
@@ -160,6 +166,9 @@ class Cluster(Config):
     shared_cores: int | None = Field(None, ge=1)
     """Cores that all accelerators take turns on, rank r on core r modulo their number, where one machine
     rehearses a cluster; off: each computes by itself."""
+    turns_ratio: float = Field(0.0, ge=0)
+    """How much longer compute takes on a core that another rank computes on too, besides taking turns:
+    caches are shared."""
     dollars_per_hour: float | None = Field(None, ge=0)
     """For one accelerator; off: unknown."""
 

@@ -9,14 +9,14 @@ has several shares.
     tree   2 log2(n) steps, each rank sends all of it twice           small sums
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from myriad.planner.cluster import Cluster
 from myriad.planner.operators import Number
 
-__all__ = ["Group", "group_along", "half_sum_seconds", "message_seconds", "sum_seconds"]
+__all__ = ["Group", "group_along", "half_sum_seconds", "message_seconds", "sum_seconds", "tensor_group"]
 
 
 _SMALL_LOSS = 0.37
@@ -56,6 +56,24 @@ def group_along(cluster: Cluster, size: Number, stride: Number) -> Group:
         latency_seconds=np.where(crosses, network.latency_seconds, node.latency_seconds),
         launch_seconds=np.where(crosses, network.launch_seconds, node.launch_seconds),
         busy_ratio=np.where(crosses, network.busy_ratio, node.busy_ratio),
+    )
+
+
+def tensor_group(cluster: Cluster, size: Number) -> Group:
+    """Neighbours that cut matrices among them."""
+    group, link = group_along(cluster, size, 1.0), cluster.links.tensor
+    if link is None:
+        skew = cluster.links.node.skew_seconds
+        return replace(group, launch_seconds=np.asarray(group.launch_seconds) + skew)
+    # between nodes the copies come on top of the way
+    crosses = np.asarray(size) > cluster.accelerators_per_node
+    both = 1 / (1 / np.asarray(group.bytes_per_second) + 1 / link.bytes_per_second)
+    return Group(
+        size=size,
+        bytes_per_second=np.where(crosses, both, link.bytes_per_second),
+        latency_seconds=group.latency_seconds,
+        launch_seconds=np.maximum(group.launch_seconds, link.launch_seconds),
+        busy_ratio=np.where(crosses, group.busy_ratio, link.busy_ratio),
     )
 
 

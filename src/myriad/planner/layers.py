@@ -19,16 +19,13 @@ import numpy as np
 
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster import Accelerator, Cluster
-from myriad.planner.collectives import group_along, half_sum_seconds, sum_seconds
+from myriad.planner.collectives import half_sum_seconds, sum_seconds, tensor_group
 from myriad.planner.operators import Number, flash_seconds, matmul_seconds, peak_flops, stream_seconds
 from myriad.planner.parts import Parts
 from myriad.planner.work import Practice
 
 __all__ = ["LayerTimes", "Slice", "block_times", "embedding_times", "head_times"]
 
-SKEW_SECONDS = 4e-5
-"""That ranks of a tensor-parallel group wait for the last of them at each collective that nothing hides: fit
-to the parallel block's gain in MegaScale's table 3, which halves their number."""
 _FLASH_SPEED = {"flash": 0.55, "flash2": 1.0, "flash3": 1.4}
 """Against FlashAttention-2: the first is 1.7 to 2 times slower (arXiv 2307.08691, figure 4), the third on
 H100 1.5 to 1.75 times quicker in the backward (arXiv 2407.08608, figure 6)."""
@@ -175,12 +172,11 @@ def _attention(model: ModelConfig, where: Slice, pairs: float) -> tuple[Parts, P
 def _tensor(model: ModelConfig, where: Slice, tokens: Number, entries: int) -> tuple[Number, Number, Number]:
     """Seconds of the gathers and scatters of one direction; of the backward's gather of the inputs for the
     weights' gradients, which always travels behind a product; and of that when nothing hides it."""
-    group = group_along(where.cluster, where.tp, 1.0)
-    skew = np.where(np.asarray(where.tp) > 1, SKEW_SECONDS, 0.0)
+    group = tensor_group(where.cluster, where.tp)
     num_bytes = tokens * model.hidden * where.value_bytes
     if not where.practice.sequence_parallel:
-        return entries * (sum_seconds(group, num_bytes) + skew), 0.0, 0.0
-    one = half_sum_seconds(group, num_bytes) + skew
+        return entries * sum_seconds(group, num_bytes), 0.0, 0.0
+    one = half_sum_seconds(group, num_bytes)
     return 2 * entries * one, entries * one * group.busy_ratio, entries * one
 
 
@@ -188,7 +184,7 @@ def _exposed(where: Slice, comm: Number, behind: Number) -> Number:
     """Of communication cut in chunks behind compute: the first chunk, what is longer than the compute, and
     what it takes from the compute."""
     hidden = np.minimum(comm * (1 - 1 / where.chunks), behind)
-    busy = group_along(where.cluster, where.tp, 1.0).busy_ratio
+    busy = tensor_group(where.cluster, where.tp).busy_ratio
     return np.where(where.overlap, comm - hidden + busy * hidden, comm)
 
 
@@ -196,7 +192,7 @@ def embedding_times(model: ModelConfig, where: Slice) -> LayerTimes:
     """Rows looked up, partial sums scattered."""
     tokens = where.micro_batch * model.sequence
     moved = tokens * model.hidden * where.value_bytes
-    group = group_along(where.cluster, where.tp, 1.0)
+    group = tensor_group(where.cluster, where.tp)
     comm = half_sum_seconds(group, moved)
     look = stream_seconds(where.accelerator, 4 * moved / where.tp + 2 * moved, 3)
     back = stream_seconds(where.accelerator, 4 * moved / where.tp + tokens * model.hidden * 8, 3)
@@ -213,7 +209,7 @@ def head_times(model: ModelConfig, where: Slice) -> LayerTimes:
     norm = 2 * share * model.hidden * value
     fused = where.practice.fused_loss
     scores, back = tokens * rows * _LOSS_FORWARD[fused], tokens * rows * _LOSS_BACKWARD[fused]
-    group = group_along(where.cluster, where.tp, 1.0)
+    group = tensor_group(where.cluster, where.tp)
     comm = half_sum_seconds(group, tokens * model.hidden * value)
     return LayerTimes(
         Parts(products[0], memory=stream_seconds(where.accelerator, norm + scores, 6), tensor=comm),

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from myriad.planner.collectives import group_along
+from myriad.planner.collectives import tensor_group
 from myriad.planner.costs import Costs
 from myriad.planner.simulator import Prediction, Run, program_of, simulate
 from myriad.program.actions import COMPUTE, Action, Kind, Program
@@ -70,7 +70,7 @@ class _SharingRun(Run):
         self.ranks_on = [
             Counter((lane * tp + index) % num_cores for index in range(tp)) for lane in range(len(self.lanes))
         ]
-        tensor = group_along(costs.cluster, float(tp), 1.0)
+        tensor = tensor_group(costs.cluster, float(tp))
         self.tensor_busy_ratio = min(1.0, float(tensor.busy_ratio))
         self.jobs: dict[int, _Job] = {}
         self.transfers: list[_Transfer] = []
@@ -120,9 +120,14 @@ class _SharingRun(Run):
                 for core, count in self.ranks_on[lane].items():
                     busy[core] = busy.get(core, 0.0) + count * transfer.busy_ratio
         return {
-            lane: min(1 / max(1.0, load[core] + busy[core]) for core in self.ranks_on[lane])
+            lane: min(1 / self._slowdown(load[core], busy[core]) for core in self.ranks_on[lane])
             for lane in self.jobs
         }
+
+    def _slowdown(self, num_ranks: int, busy: float) -> float:
+        """Of a core on which so many ranks compute, and on which transfers take ``busy`` of its time."""
+        turns = 1 + self.costs.cluster.turns_ratio if num_ranks > 1 else 1.0
+        return max(1.0, num_ranks * turns + busy)
 
     def _computed(self, lane: int, job: _Job, now: float) -> None:
         self._finish(lane, job.action, job.begin, now + job.idle)

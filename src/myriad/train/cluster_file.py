@@ -25,8 +25,8 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
     when = time.strftime("%Y-%m-%d %H:%M")
     head = (
         f"# Measured on {when} by myriad {__version__}: {cluster.accelerator.name},\n"
-        f"# {cluster.shared_cores} cores, a process of one thread on each, all at once. A rank is a core; ranks\n"
-        "# beyond the cores take turns on them. To measure again: myriad plan --measure\n"
+        f"# {cluster.shared_cores} cores, a process of one thread on each, all at once. A rank is a core;\n"
+        "# ranks beyond the cores take turns on them. To measure again: myriad plan --measure\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")

@@ -12,6 +12,7 @@ accelerators than there are cores.
 import multiprocessing
 import os
 import socket
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from myriad.errors import RunFailedError
 from myriad.planner.cluster import Accelerator, Cluster, Link, Links
 from myriad.planner.machine import TypeTimes, fit_accelerator, fit_line, fit_type
 from myriad.train.cluster_file import CLUSTER_NAME, find_cluster_file, processor_name, write_cluster
-from myriad.train.measure_compute import sweep_bytes_per_second, time_type
+from myriad.train.measure_compute import sweep_bytes_per_second, time_type, turns_ratio
 from myriad.train.measure_links import LinkTimes, time_links
 
 __all__ = ["find_cluster_file", "measure_cluster", "write_cluster"]
@@ -48,6 +49,7 @@ class _Answer:
     bfloat16: TypeTimes
     sweep_bytes_per_second: float
     links: LinkTimes
+    turns_ratio: float
 
 
 def measure_cluster(tell: Tell = lambda what, done: None) -> Cluster:
@@ -72,7 +74,8 @@ def _fit(answers: Sequence[_Answer], cores: int) -> Cluster:
         nodes=1,
         accelerators_per_node=_RANKS_PER_CORE * cores,
         accelerator=accelerator,
-        links=Links(node=_link([answer.links for answer in answers])),
+        links=_links([answer.links for answer in answers]),
+        turns_ratio=max(0.0, statistics.median(answer.turns_ratio for answer in answers)),
         shared_cores=cores,
     ).check()
 
@@ -86,6 +89,16 @@ def _together(times: Sequence[TypeTimes]) -> TypeTimes:
     )
 
 
+def _links(ranks: Sequence[LinkTimes]) -> Links:
+    node = _link(ranks)
+    crossing = fit_line(*zip(*(row for rank in ranks for row in rank.crossings), strict=True))
+    tensor = {
+        "bytes_per_second": crossing.bytes_per_second / 2,
+        "launch_seconds": max(0.0, crossing.empty_seconds - node.latency_seconds),
+    }
+    return Links(node=node, tensor=node.model_copy(update=tensor))
+
+
 def _link(ranks: Sequence[LinkTimes]) -> Link:
     """Of two ranks: a message is latency and bytes; a gather or a reduce-scatter also begins, and moves half
     of its bytes."""
@@ -97,6 +110,7 @@ def _link(ranks: Sequence[LinkTimes]) -> Link:
         bytes_per_second=rate,
         latency_seconds=latency,
         launch_seconds=max(0.0, halves.empty_seconds - latency),
+        skew_seconds=0.0,
         achievable_ratio=1.0,
         busy_ratio=min(1.0, sum(rank.busy_ratio for rank in ranks) / len(ranks)),
     )
@@ -183,6 +197,7 @@ def _measure_rank(world: int, tell: Tell) -> _Answer:
     float32 = time_type(torch.float32, together)
     tell("products, attention and layers in bfloat16", 0.7)
     bfloat16 = time_type(torch.bfloat16, together)
-    tell("done", 1.0)
+    tell("two ranks on a core", 0.95)
+    turns = turns_ratio(together)
     close_world()
-    return _Answer(float32, bfloat16, sweep, links)
+    return _Answer(float32, bfloat16, sweep, links, turns)

@@ -6,6 +6,8 @@ of one's own, and hardly moved by what else the machine does.
 Legend: m, n, k of a product ``[m, k] x [k, n]``.
 """
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -42,6 +44,7 @@ _HEAD_WIDTH = 64
 _SLOW_FLOPS = 2e10
 """Per second: a core without instructions for a type is timed at the smallest sizes only."""
 _SWEEP_ELEMENTS = 2**23
+_TURNS_LAYER, _TURNS_SECONDS = (256, 256, 4), 0.2
 
 
 def _best(function: Callable[[], object], least_seconds: float = 1.5e-3, rounds: int = 8) -> float:
@@ -59,11 +62,36 @@ def _best(function: Callable[[], object], least_seconds: float = 1.5e-3, rounds:
     return min(found)
 
 
+def _mean(function: Callable[[], object], least_seconds: float = 0.5) -> float:
+    """Seconds of one call, with all that comes between: the smallest would be of a call undisturbed."""
+    calls, start = 0, time.thread_time()
+    while time.thread_time() - start < least_seconds:
+        function()
+        calls += 1
+    return (time.thread_time() - start) / calls
+
+
 def sweep_bytes_per_second(together: Group | None) -> float:
     """Of reading and writing memory that no cache holds."""
     a, b = torch.ones(_SWEEP_ELEMENTS), torch.ones(_SWEEP_ELEMENTS)
     dist.barrier(together)
     return 3 * 4 * _SWEEP_ELEMENTS / _best(lambda: torch.add(a, b, out=a), 2e-2)
+
+
+def turns_ratio(together: Group | None) -> float:
+    """How much longer a layer takes while a process of the same kind computes on the same core."""
+    alone = _layer(torch.float32, *_TURNS_LAYER, None).seconds
+    dist.barrier(together)
+    beside = os.fork()
+    if beside == 0:
+        while True:
+            _layer(torch.float32, *_TURNS_LAYER, None)
+    try:
+        time.sleep(_TURNS_SECONDS)
+        return _layer(torch.float32, *_TURNS_LAYER, None, _mean).seconds / alone - 1
+    finally:
+        os.kill(beside, signal.SIGKILL)
+        os.waitpid(beside, 0)
 
 
 def time_type(dtype: torch.dtype, together: Group | None) -> TypeTimes:
@@ -111,7 +139,12 @@ def _attention(
 
 
 def _layer(
-    dtype: torch.dtype, hidden: int, sequence: int, micro_batch: int, together: Group | None
+    dtype: torch.dtype,
+    hidden: int,
+    sequence: int,
+    micro_batch: int,
+    together: Group | None,
+    clock: Callable[[Callable[[], object]], float] = _best,
 ) -> LayerTime:
     """One block, its gradients going where a runtime sends them."""
     model = _model(hidden, sequence)
@@ -124,6 +157,7 @@ def _layer(
     x = torch.randn(micro_batch, sequence, hidden).to(dtype).requires_grad_()
     tokens = torch.zeros(micro_batch, sequence, dtype=torch.int64)
     context, gradient = Context(targets=tokens, samples=tokens[:, 0]), torch.randn(x.shape).to(dtype)
-    dist.barrier(together)
-    seconds = _best(lambda: layer(x, context).backward(gradient))
+    if together is not None:
+        dist.barrier(together)
+    seconds = clock(lambda: layer(x, context).backward(gradient))
     return LayerTime(model, micro_batch, seconds)

@@ -3,8 +3,9 @@
 The clock's seconds, the smallest of several: a rank that waits for its peer has no processor time to count.
 """
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,11 +14,14 @@ import torch.distributed as dist
 
 from myriad.comm.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from myriad.comm.groups import Group, Groups
+from myriad.parallel.tensor import GroupBoundary
+from myriad.telemetry.spans import Recorder
 
 __all__ = ["LinkTimes", "time_links"]
 
 _ELEMENTS = (2**8, 2**12, 2**14, 2**16, 2**18, 2**20)
 _REPEATS = 7
+_WIDTH, _CROSSING_ROWS, _CROSSINGS = 256, (64, 256, 1024, 2048), 15
 _TAG = 2**21
 
 
@@ -29,6 +33,8 @@ class LinkTimes:
     """Sent and received at the same time."""
     half_sums: Sequence[tuple[float, float]]
     """Gathers and reduce-scatters, by the bytes of the whole; all-reduces, as two of them."""
+    crossings: Sequence[tuple[float, float]]
+    """Gathers and scatters as tensor parallelism does them, copies included, by the bytes of the whole."""
     busy_ratio: float
     """Processor time of the rank, all its threads, for each second of a large transfer."""
 
@@ -51,7 +57,23 @@ def time_links(groups: Groups) -> LinkTimes:
             if count == _ELEMENTS[-1]:
                 busy.append(processor / seconds)
         messages.append((4.0 * count, _best(partial(_swap, whole, other, pair), pair)[0]))
-    return LinkTimes(messages, halves, sum(busy) / len(busy))
+    return LinkTimes(messages, halves, list(_crossings(pair)), sum(busy) / len(busy))
+
+
+def _crossings(pair: Group) -> Iterator[tuple[float, float]]:
+    """The median: what gathers many times in each layer meets the usual case, not the best."""
+    boundary = GroupBoundary(pair, pair.rank(), 2, Recorder())
+    for rows in _CROSSING_ROWS:
+        whole, part = torch.zeros(1, rows, _WIDTH), torch.zeros(1, rows // 2, _WIDTH)
+        for start, tensor in ((boundary.start_enter, part), (boundary.start_leave, whole)):
+            found = []
+            for _ in range(_CROSSINGS):
+                fresh = tensor + 1
+                dist.barrier(pair)
+                begun = time.perf_counter()
+                start(fresh).wait()
+                found.append(time.perf_counter() - begun)
+            yield 4.0 * rows * _WIDTH, statistics.median(found)
 
 
 def _gather(whole: torch.Tensor, part: torch.Tensor, pair: Group) -> None:
