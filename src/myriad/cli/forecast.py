@@ -105,7 +105,6 @@ def _work_of(job: "Job", cluster: "Cluster") -> "Work":
         job.layout,
         job.train.global_batch,
         overlap=job.overlap,
-        recompute=job.layout.recompute,
         optimizer=job.optimizer.name,
         value_bytes=4 if single else 2,
     )

@@ -132,7 +132,8 @@ def _gpt(hidden: int, heads: int, layers: int, sequence: int, vocabulary: int) -
 def _work(
     model: ModelConfig, layout: Layout, batch: int, system: System, recompute: Recompute = "none"
 ) -> Work:
-    return Work(model, layout, batch, system.overlap, system.practice, recompute)
+    layout = layout.model_copy(update={"recompute": recompute})
+    return Work(model, layout, batch, system.overlap, system.practice)
 
 
 def _open_layouts(layout: Layout, layers: int, batch: int) -> Iterator[Layout]:

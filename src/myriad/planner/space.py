@@ -78,7 +78,6 @@ class Candidate:
             global_batch=problem.global_batch,
             overlap=self.overlap,
             practice=problem.practice,
-            recompute=self.layout.recompute,
             optimizer=problem.optimizer,
             value_bytes=problem.value_bytes,
         )

@@ -50,10 +50,14 @@ class Work:
     """Sequences."""
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     practice: Practice = Practice()
-    recompute: Recompute = "none"
     optimizer: Literal["adamw", "lamb"] = "adamw"
     value_bytes: int = 2
     """Of one element of what is computed with: 2 is bfloat16."""
+
+    @property
+    def recompute(self) -> Recompute:
+        """What the backward computes again."""
+        return self.layout.recompute
 
     @property
     def num_micro_batches(self) -> int:

@@ -91,7 +91,8 @@ def test_a_fit_is_a_probability() -> None:
 )
 def test_arrays_say_nearly_what_the_program_says(keys: dict[str, Any], recompute: Recompute) -> None:
     layout = Layout(micro_batch=2, **keys)
-    work = Work(GPT, layout, 2 * layout.dp * 16, recompute=recompute)
+    layout = layout.model_copy(update={"recompute": recompute})
+    work = Work(GPT, layout, 2 * layout.dp * 16)
     exact = max(float(one.total) for one in memory_of_ranks(work))
     found = total(
         **{key: getattr(layout, key) for key in ("dp", "tp", "pp", "virtual_stages", "zero")},

@@ -67,8 +67,8 @@ def test_every_legal_layout_is_in_the_space(nodes: int, batch: int) -> None:
 @given(candidates())
 @SLOW
 def test_the_closed_form_is_near_the_simulator(candidate: Candidate) -> None:
-    """All overlaps on, nothing computed again, nothing gathered or reduced for every micro-batch: within 12 %.
-    Else within 50 %: there it only has to put a layout far from the best."""
+    """All overlaps on, nothing computed again, nothing gathered or reduced for every micro-batch: within 12
+    %. Else within 50 %: there it only has to put a layout far from the best."""
     overlap, layout = candidate.overlap, candidate.layout
     simulated = simulate(Costs(candidate.work(problem_of()), problem_of().cluster), spans=False).seconds
     plain = layout.zero < 3 and layout.reduce == "last" and layout.schedule_name != "zero-bubble-v"
