@@ -12,7 +12,7 @@ from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.planner.costs import Costs
 from myriad.planner.explain import Help, helps, waterfall
-from myriad.planner.judge import judge
+from myriad.planner.judge import FITS, judge
 from myriad.planner.neighbours import neighbours
 from myriad.planner.placement import Placement, place, traffic_of
 from myriad.planner.questions import Answer, best_of, describe
@@ -155,7 +155,9 @@ def tell(
     near = []
     for what, candidate in neighbours(problem, best.candidate):
         if _is_legal(job, candidate):
-            near.append((what, waterfall(problem, candidate, simulations)))
+            fits = judge(problem, candidate).fits >= FITS
+            told = what if fits else f"{what}: does not fit"
+            near.append((told, waterfall(problem, candidate, simulations)))
     return Told(
         job=job,
         answer=answer,

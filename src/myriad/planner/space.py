@@ -4,7 +4,8 @@
     pp            any divisor of what is left, up to a stage for each layer, embedding and head
     dp            the rest; it divides the batch
     micro_batch   divides what a replica gets of the batch
-    schedule      with one pipeline rank they are all the same; `interleaved` with one stage a rank is 1f1b
+    schedule      `interleaved` with one stage a rank is 1f1b; on one pipeline rank those of one stage are all
+                  the same
     zero, reduce  with one replica there is nothing to cut
     overlaps      each switch only where it changes the program
 
@@ -190,21 +191,24 @@ def _divisors(number: int) -> list[int]:
 
 
 def _schedules(problem: Problem, pp: int) -> Iterator[tuple[str, int]]:
-    if pp == 1:
-        if _can_be_cut(problem, 1):
-            yield "1f1b", 1
-        return
     for virtual_stages in range(1, (problem.model.layers + 2) // pp + 1):
         if not _can_be_cut(problem, pp * virtual_stages):
             continue
         for name in SCHEDULES:
-            if (name, virtual_stages) == ("interleaved", 1):
+            if (name, virtual_stages) == ("interleaved", 1) or (
+                pp == 1 and name not in _alone(virtual_stages)
+            ):
                 continue
             try:
                 check_virtual_stages(name, virtual_stages)
             except BadInputError:
                 continue
             yield name, virtual_stages
+
+
+def _alone(virtual_stages: int) -> tuple[str, ...]:
+    """Schedules that one pipeline rank runs differently: with more stages ZeRO 3 gathers one at a time."""
+    return ("1f1b",) if virtual_stages == 1 else ("interleaved", "gpipe")
 
 
 def _can_be_cut(problem: Problem, num_stages: int) -> bool:

@@ -34,8 +34,10 @@ def _counted_by_hand(world: int, batch: int) -> int:
         for v, size in itertools.product(range(1, 17), range(1, batch + 1)):
             if batch % (dp * size) or pp * v > MODEL.layers + 2:
                 continue
-            if (name, v) == ("interleaved", 1) or (pp == 1 and (name, v) != ("1f1b", 1)):
+            if (name, v) == ("interleaved", 1):
                 continue  # the same program as 1f1b
+            if pp == 1 and (name, v) != ("1f1b", 1) and not (v > 1 and name in ("interleaved", "gpipe")):
+                continue  # nobody to wait for
             for zero, reduce in itertools.product(range(4), ("last", "each")):
                 layout = Layout(
                     dp=dp,
