@@ -196,7 +196,7 @@ def _block_passing(
     ups = 2 if model.activation == "swiglu" else 1
     gathered = np.where(np.asarray(part.tp) > 1, whole, 0.0)
     again = inner if recompute == "selective" else 0.0
-    product = _product_bytes(model.hidden * model.ffn_width / part.tp, value)
+    product = _product_bytes(model.hidden * model.ffn_width / part.tp, part)
     at_down = inner + again + product
     at_activation = inner * (ups + (1 if ups == 2 else 0)) + again
     backward = stream + gathered + np.maximum(at_down, at_activation)
@@ -206,16 +206,19 @@ def _block_passing(
     return whole + gathered, backward
 
 
-def _product_bytes(elements: Number, value_bytes: int) -> Number:
-    """A weight's gradient on its way to the float32 sum: where values are float32 it is added in place."""
-    return 0.0 if value_bytes == 4 else elements * value_bytes
+def _product_bytes(elements: Number, part: Part) -> Number:
+    """A weight's gradient on its way to the float32 sum: only a CPU's bfloat16 is not added in place."""
+    return elements * part.value_bytes if part.on_cpu and part.value_bytes < 4 else 0.0
 
 
 def _embedding_held(model: ModelConfig, practice: Practice, part: Part) -> Held:
     tokens = part.tokens(model)
     kept = _ours_kept(model, "embedding", 0, part, "none") if is_ours(practice) else 8.0 * tokens
     whole = tokens * model.hidden * part.value_bytes
+    # a CPU adds rows to the sum, in float32; a GPU makes the whole table's gradient
     wide = tokens * model.hidden * (4.0 if part.value_bytes == 2 else 0.0)
+    if not part.on_cpu:
+        wide = model.padded_vocabulary() * model.hidden / part.tp * part.value_bytes
     gathered = np.where(np.asarray(part.tp) > 1, whole, 0.0)
     stream = message_bytes(model, practice, part)
     return Held(kept, gathered, stream + gathered + wide)
@@ -237,7 +240,7 @@ def _head_held(model: ModelConfig, practice: Practice, part: Part) -> Held:
     limit = np.where(several, np.minimum(limit, np.ceil(tokens / 2)), limit)
     chunk = np.minimum(np.maximum(_FEWEST_TOKENS, np.floor(limit)), tokens)
     logits = chunk * rows * (4.0 * np.where(several, 2.0, 1.0) + (value if value == 2 else 0.0))
-    product = _product_bytes(rows * model.hidden, value)
+    product = _product_bytes(rows * model.hidden, part)
     return Held(kept, whole + logits + product, whole + np.where(several, whole, 0.0))
 
 
