@@ -22,7 +22,7 @@ from myriad.planner.cluster import Cluster
 from myriad.recipes import read_recipe
 from rehearsal import PATIENCE_SECONDS, spearman
 from rehearsal_cases import MODEL, Case, Measured, Rehearsal, read, write
-from rehearsal_predict import predicted_seconds
+from rehearsal_predict import measure_way, predicted_seconds
 
 __all__ = ["all_cases"]
 
@@ -111,7 +111,8 @@ def main() -> None:
     machine = Cluster.model_validate(read_recipe("clusters", str(options.cluster), "--cluster")).check()
     batch = int(str(MODEL["train.global_batch"]))
     cases = {case.name: case for case in all_cases(options.ranks, batch)}
-    predicted = {name: predicted_seconds(case.job, machine, options.link) for name, case in cases.items()}
+    way = measure_way(options.link)
+    predicted = {name: predicted_seconds(case.job, machine, way) for name, case in cases.items()}
     chosen = min(predicted, key=lambda name: predicted[name])
     if options.slower:
         limit = options.slower * predicted[chosen]

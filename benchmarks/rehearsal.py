@@ -27,7 +27,7 @@ from myriad.planner.cluster import Cluster
 from myriad.recipes import read_recipe
 from rehearsal_cases import CASES, LOOPBACK, MODEL, Measured, Rehearsal, read, write
 from rehearsal_chart import Dot, dots_svg
-from rehearsal_predict import predicted_seconds
+from rehearsal_predict import measure_way, predicted_seconds
 
 PATIENCE_SECONDS = 60.0
 
@@ -53,7 +53,8 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float:
 def lines_of(found: Sequence[Measured], machine: Cluster) -> list[Line]:
     """With what is predicted for each."""
     jobs = {case.name: case.job for case in CASES}
-    return [Line(one, predicted_seconds(jobs[one.case], machine, one.links)) for one in found]
+    ways = {link: measure_way(link) for link in sorted({one.links for one in found})}
+    return [Line(one, predicted_seconds(jobs[one.case], machine, ways[one.links])) for one in found]
 
 
 def table(lines: Sequence[Line]) -> str:

@@ -1,16 +1,21 @@
 """A rehearsal's iterations as the planner predicts them: the machine as it was measured, its links as set."""
 
-from functools import cache
+from dataclasses import dataclass
 
-from hosts import bits_per_second
+import torch
+
+from hosts import Hosts, bits_per_second
+from myriad.comm.groups import close_world, open_world
+from myriad.comm.layout import Layout
 from myriad.job import Job
-from myriad.planner.cluster import Cluster, Links
+from myriad.planner.cluster import Cluster
 from myriad.planner.costs import Costs
 from myriad.planner.sharing import predict
 from myriad.planner.work import Practice, Work
+from myriad.train.measure_links import LinkTimes, time_links
 from rehearsal_cases import LOOPBACK
 
-__all__ = ["predicted_seconds", "work_of"]
+__all__ = ["Way", "measure_way", "predicted_seconds", "work_of"]
 
 _PAYLOAD = 0.956
 """Of what a shaped link carries: the rest are headers of Ethernet, IP and TCP (`hosts.py --check`)."""
@@ -29,20 +34,40 @@ def work_of(job: Job) -> Work:
     )
 
 
-def predicted_seconds(job: Job, machine: Cluster, link: str) -> float:
-    """Of one iteration on ``machine``: all ranks in one host, or each in its own behind a link."""
-    cluster = _cluster(machine, link, job.layout.world)
+@dataclass(frozen=True)
+class Way:
+    """How ranks reach each other: all in one host, or each in its own behind a link of a rate."""
+
+    name: str
+    busy_ratio: float = 0.0
+    """Of a transfer over the link, what it takes of a core."""
+
+
+def measure_way(name: str) -> Way:
+    """What a link takes of the cores is measured between two hosts, without any layout; its rate is known."""
+    if name == LOOPBACK:
+        return Way(name)
+    with Hosts(2, rate=name) as hosts:
+        ranks = hosts.run_ranks(_time_links, world=2)
+    return Way(name, sum(rank.busy_ratio for rank in ranks) / 2)
+
+
+def _time_links() -> LinkTimes:
+    times = time_links(open_world(Layout(tp=2), torch.device("cpu")))
+    close_world()
+    return times
+
+
+def predicted_seconds(job: Job, machine: Cluster, way: Way) -> float:
+    """Of one iteration on ``machine``."""
+    cluster = _cluster(machine, way, job.layout.world)
     return predict(Costs(work_of(job), cluster), spans=False).seconds
 
 
-@cache
-def _cluster(machine: Cluster, link: str, world: int) -> Cluster:
-    if link == LOOPBACK:
+def _cluster(machine: Cluster, way: Way, world: int) -> Cluster:
+    if way.name == LOOPBACK:
         return machine.model_copy(update={"accelerators_per_node": world})
-    loop = machine.links.node
-    rate = bits_per_second(link) / 8 * _PAYLOAD
-    # a byte costs a core what it costs on the loopback
-    busy = loop.busy_ratio * rate / loop.bytes_per_second
-    network = loop.model_copy(update={"bytes_per_second": rate, "busy_ratio": min(1.0, busy)})
-    links = Links(node=loop, network=network)
+    rate = bits_per_second(way.name) / 8 * _PAYLOAD
+    measured = {"bytes_per_second": rate, "busy_ratio": way.busy_ratio}
+    links = machine.links.model_copy(update={"network": machine.links.node.model_copy(update=measured)})
     return machine.model_copy(update={"nodes": world, "accelerators_per_node": 1, "links": links})

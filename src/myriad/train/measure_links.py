@@ -21,7 +21,7 @@ __all__ = ["LinkTimes", "time_links"]
 
 _ELEMENTS = (2**8, 2**12, 2**14, 2**16, 2**18, 2**20)
 _REPEATS = 7
-_WIDTH, _CROSSING_ROWS, _CROSSINGS = 256, (64, 256, 1024, 2048), 15
+_WIDTH, _CROSSING_ROWS, _CROSSINGS = 256, (64, 256, 1024, 2048), 40
 _TAG = 2**21
 
 
