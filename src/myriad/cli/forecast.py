@@ -42,12 +42,13 @@ class Wanted:
 
 def forecast(wanted: Wanted) -> None:
     """Predicts, writes and prints. Raises `BadInputError`."""
+    from myriad.cli.measure import cluster_path
     from myriad.job import load_job
     from myriad.recipes.cluster import load_cluster
 
     if not 0 <= wanted.jitter <= _MOST_JITTER:
         raise BadInputError("--jitter", wanted.jitter, f"0 to {_MOST_JITTER}: a share of each compute's time")
-    job, cluster = load_job(wanted.job, wanted.overrides), load_cluster(wanted.cluster)
+    job, cluster = load_job(wanted.job, wanted.overrides), load_cluster(cluster_path(wanted.cluster))
     _check_place(job, cluster)
     if wanted.spans is not None:
         _check_folder(wanted.spans)

@@ -8,7 +8,7 @@ from myriad.errors import BadInputError
 if TYPE_CHECKING:
     from myriad.planner.cluster import Cluster
 
-__all__ = ["measure_to_file", "this_machine"]
+__all__ = ["cluster_path", "measure_to_file", "tell_measured"]
 
 
 def measure_to_file(out: Path | None = None, *, quiet: bool = False) -> "tuple[Cluster, Path]":
@@ -33,13 +33,24 @@ def measure_to_file(out: Path | None = None, *, quiet: bool = False) -> "tuple[C
     return cluster, path
 
 
-def this_machine(*, quiet: bool = False) -> "Cluster":
-    """As measured before; measured now where it never was."""
-    from myriad.planner.cluster import Cluster
-    from myriad.recipes import read_recipe
-    from myriad.train.cluster_file import find_cluster_file
+def cluster_path(name: str, *, quiet: bool = False) -> str:
+    """Where a cluster's file is: of ``this-machine`` where it was measured, which is now if it never was; of
+    all others their name."""
+    from myriad.train.cluster_file import CLUSTER_NAME, find_cluster_file
 
+    if name != CLUSTER_NAME:
+        return name
     path = find_cluster_file()
     if not path.is_file():
-        return measure_to_file(quiet=quiet)[0]
-    return Cluster.model_validate(read_recipe("clusters", str(path), "--cluster")).check()
+        measure_to_file(quiet=quiet)
+    return str(path)
+
+
+def tell_measured(cluster: "Cluster", path: Path) -> str:
+    """One line."""
+    core = cluster.accelerator
+    rates = f"{core.peak_flops_per_second / 1e9:.0f} GFLOP/s bfloat16"
+    if core.float32_flops_per_second:
+        rates += f", {core.float32_flops_per_second / 1e9:.0f} float32"
+    link = cluster.links.node.bytes_per_second / 1e9
+    return f"{core.name}, {cluster.shared_cores} cores of {rates}; {link:.2g} GB/s between ranks\n{path}"

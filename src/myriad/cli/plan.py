@@ -30,10 +30,18 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     context: typer.Context,
-    job: Annotated[str, typer.Argument(metavar="JOB", help="A job file, or a recipe's name.")],
+    job: Annotated[
+        str | None, typer.Argument(metavar="JOB", help="A job file, or a recipe's name.", show_default=False)
+    ] = None,
     cluster: Annotated[
-        str, typer.Option(metavar="CLUSTER", help="A cluster file, or a recipe's name.")
+        str, typer.Option(metavar="CLUSTER", help="A cluster file, a recipe's name, or this-machine.")
     ] = "laptop",
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Measure this machine first, for some seconds: --cluster this-machine."
+        ),
+    ] = False,
     gpus: Annotated[
         str | None,
         typer.Option(
@@ -84,7 +92,21 @@ def plan(
         raise BadInputError("--out", str(out), "a file name that ends in .toml")
     if picture is not None and picture.suffix != ".svg":
         raise BadInputError("--picture", str(picture), "a file name that ends in .svg")
+    if measure:
+        from myriad.cli.measure import measure_to_file, tell_measured
+
+        measured = tell_measured(*measure_to_file(None if job else out, quiet=console is None))
+        if job is None:
+            typer.echo(json.dumps({"out": measured.splitlines()[-1]}) if as_json else measured)
+            return
+        cluster = "this-machine"
+    if job is None:
+        raise BadInputError("JOB", None, "needed: a job file, or a recipe's name; or --measure alone")
     asked = _Asked.read(context, job, cluster, gpus, what_if, straggler)
+    if out is not None:
+        from myriad.cli.plan_job import check_plan_file
+
+        check_plan_file(out, asked.job)
     if days is not None:
         told = _fewest(asked, days, console)
     elif len(asked.sizes) > 1:
@@ -117,9 +139,11 @@ class _Asked:
         what_if: Sequence[str] | None,
         straggler: Sequence[str] | None,
     ) -> "_Asked":
+        from myriad.cli.measure import cluster_path
         from myriad.job import load_job
         from myriad.recipes.cluster import load_cluster, scale_cluster
 
+        cluster = cluster_path(cluster)
         loaded = load_job(job, OverrideCommand.of(context))
         changes = [change for text in what_if or () for change in text.split()]
         wanted, plain = load_cluster(cluster, changes), load_cluster(cluster) if changes else None

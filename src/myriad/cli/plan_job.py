@@ -14,7 +14,7 @@ from myriad.planner.rescore import Plan
 from myriad.planner.space import Candidate, Problem, Shards
 from myriad.units import format_bytes
 
-__all__ = ["as_written", "job_of", "problem_of", "write_plan"]
+__all__ = ["as_written", "check_plan_file", "job_of", "problem_of", "write_plan"]
 
 _HEAD = "# A plan by `myriad plan`"
 
@@ -59,7 +59,7 @@ def job_of(job: Job, candidate: Candidate) -> Job:
 def write_plan(path: Path, job: Job, plan: Plan, problem: Problem, placement: Placement | None) -> None:
     """A complete job file that `myriad train` takes. An older plan of the same job is replaced, anything else
     is not."""
-    _refuse_other(path, job)
+    check_plan_file(path, job)
     cluster, candidate = problem.cluster, plan.candidate
     memory = format_bytes(candidate.memory_bytes)
     lines = [
@@ -79,7 +79,10 @@ def write_plan(path: Path, job: Job, plan: Plan, problem: Problem, placement: Pl
         raise BadInputError("--out", str(path), f"cannot be written: {error.strerror}") from None
 
 
-def _refuse_other(path: Path, job: Job) -> None:
+def check_plan_file(path: Path, job: Job) -> None:
+    """Raises `BadInputError` for a file that is something else, or another job's plan."""
+    if not path.parent.is_dir():
+        raise BadInputError("--out", str(path), f"there is no folder {path.parent}")
     if not path.exists():
         return
     text = path.read_text(encoding="utf-8", errors="replace")
