@@ -2,19 +2,20 @@
 
 import pytest
 
-from myriad.cli.measure import measure_to_file, this_machine
+from myriad.cli.measure import cluster_path, measure_to_file
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner.costs import Costs
 from myriad.planner.sharing import predict
 from myriad.planner.work import Work
+from myriad.recipes.cluster import load_cluster
 
 
 @pytest.mark.timeout(240)
 def test_this_machine_is_measured_kept_and_planned_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cluster = this_machine(quiet=True)
+    cluster = load_cluster(cluster_path("this-machine", quiet=True))
     core, link = cluster.accelerator, cluster.links.node
     for core_in in (core, core.of(4)):
         for name in ("launch_seconds", "stream_bytes_per_second", "flash_ratio", "flash_backward"):
@@ -23,7 +24,7 @@ def test_this_machine_is_measured_kept_and_planned_for(tmp_path, monkeypatch):
     assert min(link.bytes_per_second, link.latency_seconds, link.busy_ratio) > 0
     text = (tmp_path / "myriad" / "this-machine.toml").read_text()
     assert text.startswith("# Measured on 20")
-    assert this_machine(quiet=True) == cluster, "found, not measured again"
+    assert load_cluster(cluster_path("this-machine", quiet=True)) == cluster, "found, not measured again"
     model = ModelConfig(layers=2, hidden=64, heads=4, sequence=64, vocabulary=512)
     work = Work(model, Layout(dp=2, tp=2), 8, value_bytes=4)
     assert predict(Costs(work, cluster)).seconds > 0
