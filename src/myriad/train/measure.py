@@ -11,12 +11,14 @@ accelerators than there are cores.
 
 import multiprocessing
 import os
+import queue
 import socket
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ __all__ = ["find_cluster_file", "measure_cluster", "write_cluster"]
 _RANKS_PER_CORE = 8
 """That plans for this machine may use."""
 _MOST_PROCESSES = 32
-_TIMEOUT_SECONDS = 120.0
+_TIMEOUT_SECONDS = 300.0
 
 Tell = Callable[[str, float], None]
 """Gets what is being measured, and the share that is done."""
@@ -130,28 +132,32 @@ def _ask_processes(world: int, tell: Tell) -> list[_Answer]:
     for process in processes:
         process.start()
     try:
-        return _collect(world, messages, tell)
+        return _collect(processes, messages, tell)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _collect(world: int, messages: Any, tell: Tell) -> list[_Answer]:
+def _collect(processes: Sequence[SpawnProcess], messages: Any, tell: Tell) -> list[_Answer]:
     found: dict[int, _Answer] = {}
     deadline = time.monotonic() + _TIMEOUT_SECONDS
-    while len(found) < world:
+    while len(found) < len(processes):
         try:
-            rank, kind, value = messages.get(timeout=max(0.1, deadline - time.monotonic()))
-        except Exception:
-            raise RunFailedError(f"measuring this machine: no answer in {_TIMEOUT_SECONDS:g} s") from None
+            rank, kind, value = messages.get(timeout=1.0)
+        except queue.Empty:
+            if time.monotonic() > deadline:
+                raise RunFailedError(f"measuring this machine: no answer in {_TIMEOUT_SECONDS:g} s") from None
+            if codes := [process.exitcode for process in processes if process.exitcode]:
+                raise RunFailedError(f"measuring this machine: a process died with {codes[0]}") from None
+            continue
         if kind == "progress":
             tell(*value)
         elif kind == "failed":
             raise RunFailedError(f"measuring this machine: process {rank} failed: {value}")
         else:
             found[rank] = value
-    return [found[rank] for rank in range(world)]
+    return [found[rank] for rank in range(len(processes))]
 
 
 def _be_rank(rank: int, world: int, port: int, messages: Any) -> None:

@@ -82,10 +82,11 @@ def turns_ratio(together: Group | None) -> float:
     """How much longer a layer takes while a process of the same kind computes on the same core."""
     alone = _layer(torch.float32, *_TURNS_LAYER, None).seconds
     dist.barrier(together)
-    beside = os.fork()
+    parent, beside = os.getpid(), os.fork()
     if beside == 0:
-        while True:
+        while os.getppid() == parent:
             _layer(torch.float32, *_TURNS_LAYER, None)
+        os._exit(0)
     try:
         time.sleep(_TURNS_SECONDS)
         return _layer(torch.float32, *_TURNS_LAYER, None, _mean).seconds / alone - 1
