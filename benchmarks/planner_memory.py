@@ -64,7 +64,6 @@ class Case:
             layout,
             self.micro_batches * layout.dp * layout.micro_batch,
             overlap=OverlapConfig(**(self.overlap or {})),
-            recompute=layout.recompute,
             value_bytes=self.value_bytes,
         )
 
