@@ -136,7 +136,10 @@ def _print(results: "Sequence[TableResult]", *, rows: bool) -> None:
     console = Console()
     if rows:
         for result in results:
-            console.print(_rows(result))
+            console.print(_rows(result), "")
+        console.print(
+            "chosen: micro-batch and virtual stages, where the source leaves them open.\n", style="dim"
+        )
     title = "Errors of predicted iteration times"
     grid = Grid(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     grid.add_column("table", no_wrap=True)
@@ -174,12 +177,14 @@ def _mean(score: "Score | None") -> str:
 def _rows(result: "TableResult") -> Any:
     from rich.table import Table as Grid
 
-    grid = Grid(title=f"{result.table.title} ({result.table.source})", title_justify="left")
-    for name in ("row", "published s", "predicted s", "error", "MFU", "predicted", "left open, chosen"):
-        grid.add_column(name, justify="left" if name.startswith(("row", "left")) else "right")
+    title = f"{result.table.title} ({result.table.source})"
+    grid = Grid(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    grid.add_column("row", overflow="fold")
+    for name in ("seconds", "predicted", "error", "MFU", "predicted"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    grid.add_column("chosen", no_wrap=True)
     for one in result.rows:
         layout, row = one.work.layout, one.row
-        chosen = f"micro-batch {layout.micro_batch}, {layout.virtual_stages} virtual stages"
         grid.add_row(
             row.name,
             f"{row.seconds:.3f}",
@@ -187,6 +192,6 @@ def _rows(result: "TableResult") -> Any:
             f"{one.error:+.1%}",
             f"{row.mfu(row.seconds):.1%}",
             f"{row.mfu(one.seconds):.1%}",
-            chosen if len(row.works) > 1 else "",
+            f"mb {layout.micro_batch}, v {layout.virtual_stages}" if len(row.works) > 1 else "",
         )
     return grid

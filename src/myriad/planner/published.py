@@ -296,7 +296,7 @@ def _vtrain(cells: _Cells, clusters: Clusters) -> Iterator[Row]:
     model = _gpt(hidden, heads, layers, sequence, 51200)
     work = _work(model, Layout(dp=dp, tp=tp, pp=pp, micro_batch=micro_batch), batch, MEGATRON_2021, "full")
     size, seconds = cells["Parameters (billion)"], float(cells["iteration time (ms)"]) / 1e3
-    name = f"{size}B dp {dp} tp {tp} pp {pp} micro-batch {micro_batch}"
+    name = f"{size}B dp{dp} tp{tp} pp{pp} mb{micro_batch}"
     yield Row(
         name, size, (work,), clusters("vtrain-512xa100", int(cells["# GPUs"])), seconds, work.model_flops
     )

@@ -20,7 +20,9 @@ from math import log
 import numpy as np
 import numpy.typing as npt
 
+from myriad.planner.activations import RECOMPUTE
 from myriad.planner.costs import Costs
+from myriad.planner.memory import fits_probability, worst_stage_memory
 from myriad.planner.published import Row, Table
 from myriad.planner.rescore import Simulations
 from myriad.planner.work import Work
@@ -119,11 +121,32 @@ def predict_table(table: Table, progress: Callable[[], None] | None = None) -> T
     )
 
 
+def _fits(work: Work, row: Row) -> bool:
+    """More likely than not."""
+    layout = work.layout
+    memory = worst_stage_memory(
+        work.model,
+        work.practice,
+        dp=layout.dp,
+        tp=layout.tp,
+        pp=layout.pp,
+        virtual_stages=layout.virtual_stages,
+        micro_batch=layout.micro_batch,
+        num_micro_batches=work.num_micro_batches,
+        zero=layout.zero,
+        reduce_each=layout.reduce == "each",
+        recompute=RECOMPUTE.index(layout.recompute),
+        eager=layout.schedule_name.startswith("eager"),
+        zero_bubble="zero-bubble" in layout.schedule_name,
+        value_bytes=work.value_bytes,
+    )
+    return float(fits_probability(memory, float(row.cluster.accelerator.memory_bytes))) > 0.5
+
+
 def _predict(row: Row, simulations: Simulations) -> Predicted:
-    every = [
-        (simulations.seconds(costs), costs) for costs in (Costs(work, row.cluster) for work in row.works)
-    ]
-    seconds, costs = min(every, key=lambda one: one[0])
+    works = [work for work in row.works if _fits(work, row)] or row.works
+    every = [Costs(work, row.cluster) for work in works]
+    seconds, costs = min(((simulations.seconds(one), one) for one in every), key=lambda one: one[0])
     return Predicted(row, costs.work, seconds, _parts(costs, seconds))
 
 
