@@ -2,10 +2,11 @@
 
     python benchmarks/plan_search.py --calculon FOLDER [--gpus 12288] [--seconds 120]
 
-FOLDER is a checkout of Calculon with its own requirements (psutil) installed beside. Calculon searches in
+FOLDER is a checkout of Calculon with its own requirements (psutil, pandas) on the path. Calculon searches in
 processes, for hours at this size, and reports at the end: so it is given one process and a limit of seconds,
-over its own list of searches in a random order, and its rate is what it did in that time. All its layouts are
-counted by its own dry run. Each tool's times are of its own model: they cannot be compared, its rate can.
+over its own list of searches in a random order, and its rate is what it did in that time. Seconds are of one
+core (`process_time`), so that what else runs on the machine does not count. All its layouts are counted by
+its own dry run. Each tool's times are of its own model: they cannot be compared, its rate can.
 """
 
 import argparse
@@ -49,13 +50,13 @@ for tp in Llm.get_all_tensor_parallelisms(gpus, app.hidden, app.attn_heads):
                            kind, [True], False, True, True))
 total = sum(Search.search(True, 1, False, *one)[1] for one in params)
 random.Random(1).shuffle(params)
-tried, best, start = 0, [], time.perf_counter()
+tried, best, start = 0, [], time.process_time()
 for one in params:
-  if time.perf_counter() - start > limit:
+  if time.process_time() - start > limit:
     break
   found = Search.search(False, 1, False, *one)
   tried, best = tried + found[1], Search.update_list(best, found[0], 1)
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(json.dumps({"total": total, "tried": tried, "seconds": seconds, "best": best[0][1] if best else None,
                   "batch_seconds": best[0][1]["batch_size"] / best[0][0] if best else None}))
 """
@@ -63,15 +64,15 @@ print(json.dumps({"total": total, "tried": tried, "seconds": seconds, "best": be
 
 def ours(problem: Problem) -> dict[str, Any]:
     """The search alone, then the first hundred by the simulator."""
-    start = time.perf_counter()
+    start = time.process_time()
     found = search(problem)
-    searched = time.perf_counter() - start
+    searched = time.process_time() - start
     best = rescore(problem, found.best)[0]
     return {
         "total": found.num_layouts,
         "tried": found.num_layouts,
         "seconds": searched,
-        "simulated_seconds": time.perf_counter() - start - searched,
+        "simulated_seconds": time.process_time() - start - searched,
         "best": describe(best.candidate),
         "batch_seconds": best.seconds,
     }

@@ -7,7 +7,7 @@ that may be in flight before a slow rank holds up the others, from 6 p on; the l
 the same rest divided by p, because interleaving goes in rounds. Programs of layouts that differ only in sizes
 are the same, and are made once.
 
-    T(m) = T(a) + (m - a) (T(b) - T(a)) / (b - a)        a = 2 p + m mod p,  b = a + p
+    T(m) = T(a) + (m - a) (T(b) - T(a)) / (b - a)        a = 2 p + m mod p (at least 6),  b = a + p
 """
 
 from collections.abc import Callable, Iterable
@@ -24,6 +24,8 @@ __all__ = ["Plan", "Simulations", "rescore"]
 
 _DEEP = {"eager-1f1b": 6, "zero-bubble": 3, "eager-zero-bubble": 6, "zero-bubble-v": 4}
 """Micro-batches for each pipeline rank until an iteration is steady, where it is not 2."""
+_FEWEST = 6
+"""Micro-batches of the shorter one, with however few ranks."""
 _KEPT = 64
 """Programs."""
 
@@ -55,14 +57,14 @@ class Simulations:
             return predict(costs, spans=False).seconds
         layout, whole = costs.work.layout, costs.work.num_micro_batches
         deep = _DEEP.get(layout.schedule_name, 2)
-        short = deep * layout.pp + whole % layout.pp
+        short = max(_FEWEST, deep * layout.pp) + whole % layout.pp
         if whole % layout.pp and layout.virtual_stages > 1:
             short += 2 * layout.pp  # rounds of unequal length: let there be several
-        longer = short + layout.pp
+        longer = short + max(2, layout.pp)
         if whole <= longer:
             return self._simulated(costs, whole)
         first, second = self._simulated(costs, short), self._simulated(costs, longer)
-        return first + (whole - short) * (second - first) / layout.pp
+        return first + (whole - short) * (second - first) / (longer - short)
 
     def _simulated(self, costs: Costs, num_micro_batches: int) -> float:
         return simulate(costs, program=self._program(costs, num_micro_batches), spans=False).seconds

@@ -1,6 +1,7 @@
 """If these fail, `myriad plan` proposes a layout that is not the best, not legal, or does not fit."""
 
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from myriad.comm.layout import Layout, check_layout
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.planner.costs import Costs
-from myriad.planner.judge import FITS
+from myriad.planner.judge import FITS, judge
 from myriad.planner.questions import answer, sizes_between
 from myriad.planner.rescore import Simulations
 from myriad.planner.search import search
@@ -69,13 +70,28 @@ def test_every_legal_layout_is_in_the_space(nodes: int, batch: int) -> None:
 @given(candidates())
 @SLOW
 def test_the_closed_form_is_near_the_simulator(candidate: Candidate) -> None:
-    """All overlaps on, nothing computed again, nothing gathered or reduced for every micro-batch: within 12
+    """All overlaps on, nothing computed again, nothing gathered or reduced for every micro-batch: within 20
     %. Else within 50 %: there it only has to put a layout far from the best."""
     overlap, layout = candidate.overlap, candidate.layout
     simulated = simulate(Costs(candidate.work(problem_of()), problem_of().cluster), spans=False).seconds
     plain = layout.zero < 3 and layout.reduce == "last" and layout.schedule_name != "zero-bubble-v"
     tight = plain and overlap.pipeline and overlap.data and layout.recompute == "none"
-    assert candidate.seconds == pytest.approx(simulated, rel=0.12 if tight else 0.5)
+    assert candidate.seconds == pytest.approx(simulated, rel=0.2 if tight else 0.5)
+
+
+def test_the_closed_form_is_mostly_much_nearer() -> None:
+    """Of layouts with all overlaps: half within 3 %, nine of ten within 15 %."""
+    problem, errors = problem_of(), []
+    chosen = random.Random(1)
+    for plot in plots(problem):
+        for _ in range(6):
+            free = [chosen.randrange(count) for count in plot.axes[:4]]
+            layout, overlap = plot.at((*free, 0, 0, 0))
+            candidate = judge(problem, Candidate(layout, overlap, 0.0, 0.0, 0.0))
+            seconds = simulate(Costs(candidate.work(problem), problem.cluster), spans=False).seconds
+            errors.append(abs(candidate.seconds / seconds - 1))
+    assert np.quantile(errors, 0.5) < 0.03
+    assert np.quantile(errors, 0.9) < 0.15
 
 
 @given(candidates())
@@ -89,7 +105,7 @@ def test_a_few_micro_batches_tell_of_many(candidate: Candidate) -> None:
 
 
 def test_what_is_proposed_fits_and_is_sorted() -> None:
-    found = search(problem_of("accelerator.memory_bytes=6 GiB"))
+    found = search(problem_of("accelerator.memory_bytes=2 GiB"))
     assert 0 < found.num_fitting < found.num_layouts
     assert all(candidate.fits >= FITS for candidate in found.best)
     seconds = [candidate.seconds for candidate in found.best]
@@ -110,7 +126,7 @@ def test_faster_links_never_make_the_best_slower(link: str) -> None:
 
 
 def test_more_memory_is_never_worse() -> None:
-    sizes = [search(problem_of(f"accelerator.memory_bytes={size} GiB")) for size in (5, 8, 16, 80)]
+    sizes = [search(problem_of(f"accelerator.memory_bytes={size} GiB")) for size in (1, 1.5, 2, 80)]
     best = [found.best[0].seconds for found in sizes if found.best]
     assert len(best) > 2 and best == pytest.approx(sorted(best, reverse=True), rel=1e-3)
     assert [found.num_fitting for found in sizes] == sorted(found.num_fitting for found in sizes)
@@ -135,7 +151,7 @@ def test_every_proposed_plan_passes_the_jobs_own_check(job: str, cluster: str) -
 
 def test_what_fits_nowhere_is_refused_with_what_is_missing() -> None:
     with pytest.raises(BadInputError, match=r"nothing fits: of .* layouts the leanest \(dp .*too much"):
-        answer(problem_of("accelerator.memory_bytes=1 GiB"))
+        answer(problem_of("accelerator.memory_bytes=0.2 GiB"))
 
 
 def test_a_number_of_accelerators_without_a_layout_is_refused() -> None:
