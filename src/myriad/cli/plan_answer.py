@@ -53,8 +53,15 @@ class Told:
         return self.answer.plans[0]
 
     def ranking(self) -> list[tuple[str, Plan]]:
-        """The first few, the layout as written at its place among all, and the best without --what-if."""
-        rows = [(str(rank), plan) for rank, plan in enumerate(self.answer.plans[: self.top], 1)]
+        """The first few, the layout as written at its place among all, and the best without --what-if. Of
+        layouts that differ only in shards, recomputation and overlaps the best one."""
+        distinct: dict[tuple[object, ...], Plan] = {}
+        for plan in self.answer.plans:
+            layout = plan.candidate.layout
+            grid = (layout.dp, layout.tp, layout.pp, layout.virtual_stages)
+            distinct.setdefault((*grid, layout.schedule_name, layout.micro_batch), plan)
+        first = list(distinct.values())[: self.top]
+        rows = [(str(rank), plan) for rank, plan in enumerate(first, 1)]
         if self.written is not None:
             rows.append(("as written", self.written))
             rows.sort(key=lambda row: row[1].seconds)

@@ -82,7 +82,6 @@ def _plot_memory(plot: Plot) -> tuple[Memory, tuple[int, ...]]:
     problem, shape = plot.problem, plot.axes[:4]
     batch, schedule, shard, again = (axis.ravel() for axis in np.indices(shape))
     names = [name for name, _ in plot.schedules]
-    flood = _those(names, lambda name: name == "gpipe")[schedule]
     size = np.array(plot.micro_batches, dtype=float)[batch]
     num = problem.global_batch / plot.dp / size
     stages = np.array([float(v) for _, v in plot.schedules])
@@ -93,7 +92,7 @@ def _plot_memory(plot: Plot) -> tuple[Memory, tuple[int, ...]]:
         dp=plot.dp * one,
         tp=plot.tp * one,
         pp=plot.pp * one,
-        virtual_stages=np.where(flood, 1.0, stages[schedule]),
+        virtual_stages=stages[schedule],
         micro_batch=size,
         num_micro_batches=num,
         zero=np.array([zero for zero, _ in plot.shards])[shard],
@@ -101,11 +100,11 @@ def _plot_memory(plot: Plot) -> tuple[Memory, tuple[int, ...]]:
         recompute=np.array([RECOMPUTES.index(name) for name in problem.recomputes])[again],
         eager=_those(names, lambda name: name.startswith("eager"))[schedule],
         zero_bubble=_those(names, lambda name: "zero-bubble" in name)[schedule],
+        gpipe=_those(names, lambda name: name == "gpipe")[schedule],
         value_bytes=problem.value_bytes,
         on_cpu=problem.cluster.on_cpu,
     )
-    held = np.where(flood, num / np.minimum(num, plot.pp), 1.0)  # gpipe holds all micro-batches
-    return replace(memory, activations=memory.activations * held), shape
+    return memory, shape
 
 
 def _those(names: list[str], rule: Callable[[str], bool]) -> npt.NDArray[np.bool_]:

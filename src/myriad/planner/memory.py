@@ -117,6 +117,7 @@ class _Layouts:
     reduce_each: Number
     eager: Number
     zero_bubble: Number
+    gpipe: Number
     on_cpu: bool
     last: bool = False
 
@@ -138,7 +139,7 @@ class _Layouts:
         round_ = np.ceil(m / np.maximum(1, np.floor(m / p)))
         interleaved = ((v - 1) * round_ + 2 * behind + 1) / v
         several = np.where(self.zero_bubble > 0, p, interleaved)
-        return np.minimum(np.where(v > 1, several, single), m)
+        return np.where(self.gpipe > 0, m, np.minimum(np.where(v > 1, several, single), m))
 
     @property
     def waiting(self) -> tuple[Number, Number]:
@@ -170,10 +171,11 @@ def worst_stage_memory(
     eager: Number,
     zero_bubble: Number,
     value_bytes: int,
+    gpipe: Number = 0.0,
     on_cpu: bool = False,
 ) -> Memory:
     """Of the rank that needs the most, with the default overlaps. ``recompute``: 0 none, 1 selective, 2 full;
-    ``reduce_each``, ``eager`` and ``zero_bubble``: 0 or 1."""
+    ``reduce_each``, ``eager``, ``zero_bubble`` and ``gpipe``: 0 or 1."""
     first = _Layouts(
         model,
         practice,
@@ -190,6 +192,7 @@ def worst_stage_memory(
         reduce_each=_floats(reduce_each),
         eager=_floats(eager),
         zero_bubble=_floats(zero_bubble),
+        gpipe=_floats(gpipe),
         on_cpu=on_cpu,
     )
     one, other = _rank_memory(first), _rank_memory(replace(first, last=True))
