@@ -5,13 +5,14 @@ asked, it is the best of the first ten.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from myriad.errors import BadInputError
 from myriad.planner.cluster import Cluster
 from myriad.planner.rescore import Plan, Simulations, rescore
 from myriad.planner.search import Found, Objective, search
 from myriad.planner.space import Candidate, Problem, tensor_degrees
+from myriad.planner.verify import verified
 from myriad.units import format_bytes
 
 __all__ = ["Answer", "Progress", "answer", "best_of", "describe", "fewest_accelerators", "sizes_between"]
@@ -52,6 +53,7 @@ def answer(
     )
     _refuse_nothing(problem, found)
     done = iter(range(1, count + 1))
+    simulations = simulations or Simulations()
     plans = rescore(
         problem,
         found.best,
@@ -60,13 +62,15 @@ def answer(
     )
     if objective == "memory":
         plans.sort(key=lambda plan: (plan.candidate.memory_bytes, plan.seconds))
-    return Answer(problem, found, tuple(plans))
+    fitting = tuple(verified(problem, plans, simulations))
+    _refuse_nothing(problem, found if fitting else replace(found, best=()))
+    return Answer(problem, found, fitting)
 
 
 def best_of(problem: Problem, simulations: Simulations) -> Plan | None:
     """The quickest plan, with fewer layouts simulated; ``None`` where nothing fits."""
     plans = rescore(problem, search(problem, count=_FEW).best, simulations)
-    return plans[0] if plans else None
+    return next(verified(problem, plans, simulations), None)
 
 
 def _refuse_nothing(problem: Problem, found: Found) -> None:

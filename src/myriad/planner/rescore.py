@@ -67,9 +67,10 @@ class Simulations:
         return first + (whole - short) * (second - first) / (longer - short)
 
     def _simulated(self, costs: Costs, num_micro_batches: int) -> float:
-        return simulate(costs, program=self._program(costs, num_micro_batches), spans=False).seconds
+        return simulate(costs, program=self.program(costs, num_micro_batches), spans=False).seconds
 
-    def _program(self, costs: Costs, num_micro_batches: int) -> Program:
+    def program(self, costs: Costs, num_micro_batches: int) -> Program:
+        """Of so many micro-batches."""
         layout, overlap = costs.work.layout, costs.work.overlap
         key = (
             layout.schedule_name,

@@ -14,6 +14,7 @@ from myriad.job import load_job
 from myriad.planner.costs import Costs
 from myriad.planner.judge import FITS, judge
 from myriad.planner.questions import answer, sizes_between
+from myriad.planner.rank_memory import memory_of_ranks
 from myriad.planner.rescore import Simulations
 from myriad.planner.search import search
 from myriad.planner.simulator import simulate
@@ -147,6 +148,15 @@ def test_every_proposed_plan_passes_the_jobs_own_check(job: str, cluster: str) -
         planned = job_of(loaded, candidate)
         assert planned.layout.world == problem.cluster.world
         assert planned.num_micro_batches >= 1
+
+
+def test_what_is_proposed_fits_by_its_own_program() -> None:
+    problem = problem_of("accelerator.memory_bytes=2 GiB")
+    for plan in answer(problem).plans[:6]:
+        work = plan.candidate.work(problem)
+        fullest = max(float(memory.total) for memory in memory_of_ranks(work))
+        assert plan.candidate.memory_bytes == pytest.approx(fullest)
+        assert fullest < 2 * 2**30
 
 
 def test_what_fits_nowhere_is_refused_with_what_is_missing() -> None:
