@@ -2,10 +2,10 @@
 
 With many micro-batches an iteration has a steady part, in which one more costs the same as the last one:
 two short iterations are simulated, and the rest is a straight line. A pipeline of p ranks is steady from
-about 2 p micro-batches on, with zero-bubble schedules from 3 or 4 p on, with the eager ones, which fill all
-that may be in flight before a slow rank holds up the others, from 6 p on; the lengths differ by p and leave
-the same rest divided by p, because interleaving goes in rounds. Programs of layouts that differ only in sizes
-are the same, and are made once.
+about 2 p micro-batches on, with interleaving from 3 p, with zero-bubble schedules from 3 or 4 p, with the
+eager ones, which fill all that may be in flight before a slow rank holds up the others, from 6 p on; the
+lengths differ by p and leave the same rest divided by p, because interleaving goes in rounds. Programs of
+layouts that differ only in sizes are the same, and are made once.
 
     T(m) = T(a) + (m - a) (T(b) - T(a)) / (b - a)        a = 2 p + m mod p (at least 6),  b = a + p
 """
@@ -22,7 +22,7 @@ from myriad.program.actions import Program
 
 __all__ = ["Plan", "Simulations", "rescore"]
 
-_DEEP = {"eager-1f1b": 6, "zero-bubble": 3, "eager-zero-bubble": 6, "zero-bubble-v": 4}
+_DEEP = {"interleaved": 3, "eager-1f1b": 6, "zero-bubble": 3, "eager-zero-bubble": 6, "zero-bubble-v": 4}
 """Micro-batches for each pipeline rank until an iteration is steady, where it is not 2."""
 _FEWEST = 6
 """Micro-batches of the shorter one, with however few ranks."""

@@ -63,7 +63,7 @@ def timings(core, call_seconds=0.0):
     return TypeTimes(4, products, attentions, layers)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)  # within tolerances, not exactly
 @given(
     rate=st.floats(2e10, 2e12),
     saturation=st.floats(1.0, 200.0),

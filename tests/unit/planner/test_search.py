@@ -23,7 +23,7 @@ from myriad.program.config import OverlapConfig
 from myriad.program.schedules import SCHEDULES
 from myriad.recipes.cluster import load_cluster
 
-SLOW = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+SLOW = settings(derandomize=True, max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def _counted_by_hand(world: int, batch: int) -> int:
