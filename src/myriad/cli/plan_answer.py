@@ -75,7 +75,7 @@ class Told:
         console.print(
             f"{self.job.name} on {cluster.name}: {cluster.world} x {cluster.accelerator.name}, peak "
             f"{cluster.accelerator.peak_flops_per_second / 1e12:g} TFLOP/s. {found.num_layouts:,} layouts, "
-            f"{found.num_fitting:,} fit, {len(self.answer.plans)} simulated.",
+            f"{found.num_fitting:,} fit, {len(found.best)} simulated.",
             highlight=False,
         )
         steps = self.job.train.steps
