@@ -183,7 +183,8 @@ class Costs:
         count = float(self.work.num_micro_batches)
         return parts.times(count), again.times(count)
 
-    def message(self, inside: bool) -> float:
+    @cached_property
+    def message(self) -> float:
         """One activation or gradient to the next stage."""
         work = self.work
         tokens = work.layout.micro_batch * work.model.sequence

@@ -50,8 +50,9 @@ class _Without(Costs):
             stages = [replace(stage, update=0.0) for stage in stages]
         return stages
 
-    def message(self, inside: bool) -> float:
-        return 0.0 if "messages" in self._gone else super().message(inside)
+    @cached_property
+    def message(self) -> float:
+        return 0.0 if "messages" in self._gone else super().message
 
     def clip(self, parameters: float) -> float:
         return 0.0 if "optimizer" in self._gone else super().clip(parameters)

@@ -38,7 +38,7 @@ def predict(costs: Costs, *, spans: bool = True) -> Prediction:
     first = run.iterate()
     run.keep = spans
     second = run.iterate()
-    return Prediction(max(second) - max(first), program, tuple(run.spans), {})
+    return Prediction(max(second) - max(first), program, tuple(run.spans))
 
 
 @dataclass

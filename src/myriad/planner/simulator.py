@@ -57,8 +57,6 @@ class Prediction:
     seconds: float
     program: Program
     spans: tuple[SimulatedSpan, ...]
-    exposed: Mapping[str, float]
-    """Seconds of the busiest rank's waiting, by name of action."""
 
 
 def simulate(
@@ -87,7 +85,7 @@ def simulate(
     run.keep = spans
     second = run.iterate()
     seconds = max(second) - max(first)
-    return Prediction(seconds, program, tuple(run.spans), {})
+    return Prediction(seconds, program, tuple(run.spans))
 
 
 def program_of(costs: Costs, num_micro_batches: int) -> Program:
@@ -362,7 +360,7 @@ class Run:
         _, posted = others.popleft()
         begin = max(self.clock[lane], posted, channel.free)
         busy = float(self.costs.pipeline.busy_ratio)
-        channel.free = begin + self._travel(begin, self.costs.message(False), busy, (lane, other))
+        channel.free = begin + self._travel(begin, self.costs.message, busy, (lane, other))
         replica = lane // self.num_ranks
         self.arrived[replica, self._code(transfer)] = channel.free
         self.movable.append(other)
