@@ -145,7 +145,7 @@ class _Asked:
 
         cluster = cluster_path(cluster)
         loaded = load_job(job, OverrideCommand.of(context))
-        changes = [change for text in what_if or () for change in text.split()]
+        changes = list(what_if or ())
         wanted, plain = load_cluster(cluster, changes), load_cluster(cluster) if changes else None
         sizes = _sizes(gpus, wanted.world)
         if len(sizes) == 1:

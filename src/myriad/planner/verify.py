@@ -19,7 +19,7 @@ __all__ = ["verified"]
 
 _FIRST = 12
 """That are counted."""
-_MOST_COMPUTES = 40_000
+_MOST_COMPUTES = 12_000
 """Of a program that is made for this."""
 
 
