@@ -94,7 +94,9 @@ class Told:
         if placed is None:
             return
         if placed.is_plain:
-            console.print("nodes: in their own order; no other is predicted to be quicker", highlight=False)
+            console.print(
+                "nodes: in their own order; of the others that were tried none is quicker", highlight=False
+            )
             return
         gain = 1 - placed.seconds / placed.plain_seconds
         console.print(f"nodes, in the order in which to start ranks on them ({gain:.1%} quicker):")

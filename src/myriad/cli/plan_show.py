@@ -56,31 +56,55 @@ def figures(problem: Problem, plan: Plan, steps: int) -> Figures:
 def show_ranking(
     console: "Console", problem: Problem, rows: Sequence[tuple[str, Plan]], steps: int, *, title: str
 ) -> None:
-    """A line for each plan; what stands before it is its rank."""
-    from rich.table import Table
-
-    table = Table(box=None, title=title, title_justify="left", title_style="bold", padding=(0, 1))
-    table.add_column("", justify="right")
-    table.add_column("layout")
-    priced = problem.cluster.dollars_per_hour is not None
-    for name in ("s/iter", "MFU", "memory", "fits", "tokens/s", "days", *(["cost"] if priced else [])):
-        table.add_column(name, justify="right", no_wrap=True)
+    """Two lines for each plan; what stands before it is its rank."""
+    names = ("s/iteration", "MFU", "memory", "fits", "tokens/s", "days", "cost")
+    lines = []
     for rank, plan in rows:
         found = figures(problem, plan, steps)
-        cost = () if found.dollars is None else (f"${format_count(found.dollars)}",)
-        table.add_row(
-            rank,
-            found.layout + _switched_off(plan),
+        cells = (
             f"{found.seconds:.4g}",
             f"{found.mfu:.1%}",
             format_bytes(found.memory_bytes),
             f"{found.fits_probability:.0%}",
             format_count(found.tokens_per_second),
             _days(found.days),
-            *cost,
-            style="bold" if rank == "1" else None,
+            _cost(found),
         )
-    console.print(table)
+        lines.append(_Line(rank, found.layout + _switched_off(plan), cells))
+    _show_lines(console, title, names, lines)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A plan in a list: a layout is too long to stand in one line with its figures."""
+
+    rank: str
+    layout: str
+    cells: tuple[str, ...]
+    note: str = ""
+
+
+def _show_lines(console: "Console", title: str, names: Sequence[str], lines: Sequence[_Line]) -> None:
+    from rich.text import Text
+
+    used = [i for i in range(len(names)) if any(line.cells[i : i + 1] > ("",) for line in lines)]
+    widths = {i: max(len(names[i]), *(len("".join(line.cells[i : i + 1])) for line in lines)) for i in used}
+    margin = max(len(line.rank) for line in lines)
+    head = "  ".join(names[i].rjust(widths[i]) for i in used)
+    console.print(Text(title, style="bold"))
+    console.print(Text(f"{'':>{margin}}  {head}", style="dim"))
+    for line in lines:
+        style = "bold" if line.rank == "1" else ""
+        console.print(Text(f"{line.rank:>{margin}}  {line.layout}", style=style), soft_wrap=True)
+        figures_line = "  ".join("".join(line.cells[i : i + 1]).rjust(widths[i]) for i in used)
+        if line.cells:
+            console.print(Text(f"{'':>{margin}}  {figures_line}", style=style))
+        if line.note:
+            console.print(Text(f"{'':>{margin}}  published: {line.note}", style="dim"), soft_wrap=True)
+
+
+def _cost(found: Figures) -> str:
+    return "" if found.dollars is None else f"${format_count(found.dollars)}"
 
 
 def _switched_off(plan: Plan) -> str:
@@ -153,27 +177,27 @@ def show_curve(
     points: Sequence[CurvePoint],
     steps: int,
 ) -> None:
-    """A line for each number of accelerators, with what was published of it."""
-    from rich.table import Table
-
-    table = Table(box=None, title="by number of accelerators", title_justify="left", title_style="bold")
-    names = ["accelerators", "layout", "s/iteration", "MFU", "tokens/s", "days", "cost"]
-    for name in names if not points else [*names, "published: MFU, tokens/s (batch)"]:
-        table.add_column(name, justify="left" if name in ("layout", names[-1]) else "right")
+    """What each number of accelerators comes to, with what was published of it."""
+    names = ("s/iteration", "MFU", "tokens/s", "days", "cost")
+    lines = []
     for problem, plan in rows:
         world = problem.cluster.world
         told = "; ".join(_published(point) for point in points if point.accelerators == world)
         if plan is None:
-            table.add_row(str(world), "nothing fits", "", "", "", "", "", told)
+            lines.append(_Line(str(world), "nothing fits", (), told))
             continue
         found = figures(problem, plan, steps)
-        cost = "" if found.dollars is None else f"${format_count(found.dollars)}"
-        values = (f"{found.seconds:.4g}", f"{found.mfu:.1%}", format_count(found.tokens_per_second))
-        cells = (str(world), found.layout, *values, _days(found.days), cost)
-        table.add_row(*cells, *([told] if points else []))
-    console.print(table)
+        cells = (
+            f"{found.seconds:.4g}",
+            f"{found.mfu:.1%}",
+            format_count(found.tokens_per_second),
+            _days(found.days),
+            _cost(found),
+        )
+        lines.append(_Line(str(world), found.layout, cells, told))
+    _show_lines(console, "by number of accelerators", names, lines)
 
 
 def _published(point: CurvePoint) -> str:
     rate = format_count(point.tokens_per_second)
-    return f"{point.system} {point.mfu:.1%}, {rate} ({point.global_batch})"
+    return f"{point.system} {point.mfu:.1%}, {rate} tokens/s, batch {point.global_batch}"

@@ -29,7 +29,7 @@ PARTS = (
     "pipeline messages",
     "data parallelism",
     "optimizer",
-    "other",
+    "slow nodes, host",
 )
 """Of a waterfall, in order. other: the batch that is waited for, and slow nodes."""
 
