@@ -31,7 +31,7 @@ PARTS = (
     "optimizer",
     "slow nodes, host",
 )
-"""Of a waterfall, in order. other: the batch that is waited for, and slow nodes."""
+"""Of a waterfall, in order. Slow nodes, host: the batch that is waited for, and slow nodes."""
 
 
 class _Without(Costs):
