@@ -7,7 +7,7 @@ whose memory fits, the one that is predicted to be the quickest, as its authors 
 
 import csv
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from myriad.planner.systems import (
     MEGATRON_CORE,
     System,
 )
-from myriad.planner.work import Practice, Recompute, Work
+from myriad.planner.work import Recompute, Work
 
 __all__ = ["Clusters", "Row", "Table", "read_table", "ready_tables"]
 
@@ -194,11 +194,9 @@ def _megascale_step(cells: _Cells, clusters: Clusters) -> Iterator[Row]:
     overlap = MEGATRON_2023.overlap.model_copy(
         update={"tensor": step >= 3, "pipeline": step >= 4, "data": step >= 5}
     )
-    practice = MEGASCALE.practice if step >= 7 else MEGATRON_2023.practice
-    if step in (5, 6):
-        host = MEGATRON_2023.practice.host_seconds
-        attention = MEGASCALE.practice.attention if step >= 6 else MEGATRON_2023.practice.attention
-        practice = Practice(attention=attention, fused_loss=False, host_seconds=host)
+    practice = MEGASCALE.practice if step >= 6 else MEGATRON_2023.practice
+    if step == 6:
+        practice = replace(practice, host_seconds=MEGATRON_2023.practice.host_seconds)
     layout = Layout(dp=4, zero=2 if step >= 5 else 1, **_MEGASCALE_LAYOUT)
     batch = 768 if step >= 8 else 256
     work = Work(model, layout, batch, overlap, practice, optimizer="lamb" if step >= 8 else "adamw")

@@ -56,14 +56,15 @@ def test_times_are_predicted_from_data_sheets(name: str, mean: float, worst: flo
 def test_the_mfu_of_llama_3_is_predicted() -> None:
     (one,) = result("llama3_405b_table4.csv").rows
     assert one.row.mfu(one.row.seconds) == pytest.approx(0.43, abs=0.0005)
-    assert one.row.mfu(one.seconds) == pytest.approx(0.43, abs=0.025)
+    assert one.row.mfu(one.seconds) == pytest.approx(0.43, abs=0.02)
 
 
 def test_each_technique_of_the_ablation_gains_what_it_gained() -> None:
     rows = result("megascale_table3.csv").rows
     points = np.diff([100 * one.row.mfu(one.row.seconds) for one in rows])
     predicted = np.diff([100 * one.row.mfu(one.seconds) for one in rows])
-    assert np.abs(predicted - points).max() < 1.25
+    assert np.abs(predicted - points).max() < 1.0
+    assert abs(predicted.sum() - points.sum()) < 1.5
 
 
 def test_factors_fitted_to_some_rows_hold_for_the_others() -> None:
