@@ -88,7 +88,7 @@ def test_what_is_computed_again_has_the_same_bits(
     model: str, layout: dict[str, Any], overlap: dict[str, Any]
 ) -> None:
     def with_mode(mode: str) -> Bits:
-        return train(Case(layout=layout | {"recompute": mode}, model=MODELS[model], overlap=overlap, steps=3))
+        return train(Case(layout=layout | {"recompute": mode}, model=MODELS[model], overlap=overlap, steps=2))
 
     losses, parameters = with_mode("none")
     for mode in ("selective", "full"):
@@ -101,7 +101,7 @@ def test_what_is_computed_again_has_the_same_bits(
 def test_in_bfloat16_too() -> None:
     layout, model = {"tp": 2, "pp": 2, "micro_batch": 2}, MODELS["gpt2"]
     modes = [
-        train(Case(layout=layout | {"recompute": mode}, model=model, dtype=torch.bfloat16, steps=3))[0]
+        train(Case(layout=layout | {"recompute": mode}, model=model, dtype=torch.bfloat16, steps=2))[0]
         for mode in ("none", "selective", "full")
     ]
     assert modes[0] == modes[1] == modes[2]
