@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from myriad.cli.files import check_picture, write_picture
 from myriad.cli.overrides import OverrideCommand
 from myriad.errors import BadInputError
 
@@ -90,8 +91,8 @@ def plan(
     console = None if as_json else Console()
     if out is not None and out.suffix != ".toml":
         raise BadInputError("--out", str(out), "a file name that ends in .toml")
-    if picture is not None and picture.suffix != ".svg":
-        raise BadInputError("--picture", str(picture), "a file name that ends in .svg")
+    if picture is not None:
+        check_picture("--picture", picture)
     if measure:
         from myriad.cli.measure import measure_to_file, tell_measured
 
@@ -107,6 +108,11 @@ def plan(
         from myriad.cli.plan_job import check_plan_file
 
         check_plan_file(out, asked.job)
+    if days is not None or len(asked.sizes) > 1:
+        for option, given in (("--out", out), ("--picture", picture), ("--straggler", straggler)):
+            if given:
+                told_of = "of one number of accelerators: without --days, and --gpus is no range"
+                raise BadInputError(option, str(given), told_of)
     if days is not None:
         told = _fewest(asked, days, console)
     elif len(asked.sizes) > 1:
@@ -213,17 +219,10 @@ def _best(
     if out is not None:
         write_plan(out, asked.job, best, problem, told.placement)
     if picture is not None:
-        _write(picture, told.picture())
+        write_picture("--picture", picture, told.picture())
     if console is not None:
         told.show(console, [str(path) for path in files if path is not None])
     return told.as_json()
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise BadInputError("--picture", str(path), f"cannot be written: {error.strerror}") from None
 
 
 def _curve(asked: _Asked, objective: str, console: "Console | None") -> dict[str, Any]:

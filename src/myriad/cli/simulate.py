@@ -2,12 +2,12 @@
 (``--cluster``: `myriad.cli.forecast`)."""
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from myriad.cli.files import check_picture, write_picture
 from myriad.cli.overrides import OverrideCommand
 from myriad.errors import BadInputError
 
@@ -75,8 +75,8 @@ def simulate(
     With --program: the program that the pipeline ranks run, checked, with its bubble (time in which a rank
     computes nothing, in forwards of a rank) and the most micro-batches in flight.
     """
-    if out is not None and out.suffix != ".svg":
-        raise BadInputError("--out", str(out), "a file name that ends in .svg")
+    if out is not None:
+        check_picture("--out", out)
     overrides = OverrideCommand.of(context)
     if cluster is not None and not program:
         from myriad.cli.forecast import Wanted, forecast
@@ -104,24 +104,15 @@ def _show(job_name: str, overrides: list[str], out: Path | None, as_json: bool) 
     )
     report, times = check(program), timeline(program)
     if out is not None:
-        _write(out, program, times, report)
+        from myriad.program.draw import draw_svg
+
+        write_picture("--out", out, draw_svg(program, times, report))
     if as_json:
         typer.echo(json.dumps(_as_json(program, times, report, out)))
     elif out is None:
         _print(program, times, report)
     else:
         typer.echo(f"{_summary(program, report)}\n{out}")
-
-
-def _write(out: Path, program: "Program", times: "Timeline", report: "Report") -> None:
-    from myriad.program.draw import draw_svg
-
-    beside = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        beside.write_text(draw_svg(program, times, report))
-        beside.replace(out)
-    except OSError as error:
-        raise BadInputError("--out", str(out), f"cannot be written: {error.strerror}") from None
 
 
 def _summary(program: "Program", report: "Report") -> str:

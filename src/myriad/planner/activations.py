@@ -19,6 +19,7 @@ micro-batch, h hidden, a heads, f width of the MLP.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
@@ -38,7 +39,7 @@ __all__ = [
     "softmax_block",
 ]
 
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 """By the number that stands for it in arrays."""
 _BLOCK, _MOST_KEYS = 64, 512
 """Of `myriad.kernels.attention_blocks`, which runs on a CPU in float32 and short spans."""

@@ -23,7 +23,7 @@ from myriad.program.build import count_chunks
 from myriad.program.partition import cut_ranges, partition_layers
 from myriad.program.schedules import stage_owners
 
-__all__ = ["Costs", "StageCosts", "layer_parameters", "optimizer_bytes", "stage_layers"]
+__all__ = ["Costs", "StageCosts", "computed_pairs", "layer_parameters", "optimizer_bytes", "stage_layers"]
 
 
 def layer_parameters(model: ModelConfig) -> list[int]:

@@ -7,9 +7,10 @@ from dataclasses import fields, replace
 import numpy as np
 import numpy.typing as npt
 
+from myriad.planner.activations import RECOMPUTE
 from myriad.planner.closed_form import plot_seconds
 from myriad.planner.memory import Memory, fits_probability, worst_stage_memory
-from myriad.planner.space import RECOMPUTES, Candidate, Plot, Problem
+from myriad.planner.space import Candidate, Plot, Problem
 from myriad.planner.stage_times import Array, LayerTable, PlotTimes
 
 __all__ = ["FITS", "judge", "judge_plot", "layout_memory"]
@@ -97,7 +98,7 @@ def _plot_memory(plot: Plot) -> tuple[Memory, tuple[int, ...]]:
         num_micro_batches=num,
         zero=np.array([zero for zero, _ in plot.shards])[shard],
         reduce_each=np.array([reduce == "each" for _, reduce in plot.shards])[shard],
-        recompute=np.array([RECOMPUTES.index(name) for name in problem.recomputes])[again],
+        recompute=np.array([RECOMPUTE.index(name) for name in problem.recomputes])[again],
         eager=_those(names, lambda name: name.startswith("eager"))[schedule],
         zero_bubble=_those(names, lambda name: "zero-bubble" in name)[schedule],
         gpipe=_those(names, lambda name: name == "gpipe")[schedule],

@@ -1,7 +1,7 @@
 """Seconds of one layer for one micro-batch on one rank: forward, and the two halves of the backward.
 
-    block     norm | gather | QKV | attention | output | scatter | residual | norm | gather | up | act | down
-    | scatter
+    block     norm | gather | QKV | attention | output | scatter | residual
+              norm | gather | up | act | down | scatter | residual
     parallel  norm | gather | QKV, up | attention, act | output + down | scatter | residual
 
 A matrix product has three turns of equal FLOPs: forward, gradient of its input, gradient of its weight (which
@@ -133,10 +133,10 @@ def _products(model: ModelConfig, where: Slice, tokens: Number) -> tuple[Number,
         (ups * model.ffn_width / tp, hidden),
         (hidden, model.ffn_width / tp),
     )
-    return three_turns(where, tokens, shapes)
+    return _three_turns(where, tokens, shapes)
 
 
-def three_turns(
+def _three_turns(
     where: Slice, tokens: Number, shapes: Sequence[tuple[Number, Number]]
 ) -> tuple[Number, Number, Number]:
     """Of matrices ``[out, in]``."""
@@ -204,7 +204,7 @@ def head_times(model: ModelConfig, where: Slice) -> LayerTimes:
     tokens = where.micro_batch * model.sequence
     share = tokens / where.tp if where.practice.sequence_parallel else tokens
     rows = model.padded_vocabulary() / where.tp
-    products = three_turns(where, tokens, ((rows, float(model.hidden)),))
+    products = _three_turns(where, tokens, ((rows, float(model.hidden)),))
     value = where.value_bytes
     norm = 2 * share * model.hidden * value
     fused = where.practice.fused_loss

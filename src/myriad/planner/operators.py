@@ -2,15 +2,12 @@
 
 Every function takes numbers or arrays of them, so that a million layouts cost one call.
 
-    matrix product   [m, k] x [k, n]: tiles of `tile` x `tile` go to `num_units` units in waves. Tiles cut at
-    the
-                     edges and the last, partly filled wave are lost; so is the start and end of each tile,
-                     which weighs more the shorter k is. Reading and writing the matrices overlaps with that,
-                     but not wholly: the two are joined by a p-norm.
+    matrix product   [m, k] x [k, n]: tiles of `tile` x `tile` go to `num_units` units in waves. Tiles cut
+                     at the edges and the last, partly filled wave are lost; so is the start and end of each
+                     tile, which weighs more the shorter k is. Reading and writing the matrices overlaps with
+                     that, but not wholly: the two are joined by a p-norm.
     memory-bound     bytes over the bandwidth that streams reach
-    attention        counted by attended pairs; or, without a flash kernel, as batched products and passes
-    over
-                     the matrix of scores
+    attention        with a flash kernel, counted by attended pairs (without one: `layers`)
 """
 
 from typing import TypeAlias

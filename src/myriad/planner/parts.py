@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, fields
 
-import numpy as np
-
 from myriad.planner.operators import Number
 
 __all__ = ["Parts"]
@@ -26,10 +24,6 @@ class Parts:
     def times(self, factor: Number) -> "Parts":
         """Each part so many times."""
         return Parts(*(getattr(self, one.name) * factor for one in fields(self)))
-
-    def where(self, condition: Number) -> "Parts":
-        """Nothing where the condition is false."""
-        return Parts(*(np.where(condition, getattr(self, one.name), 0.0) for one in fields(self)))
 
     @property
     def total(self) -> Number:

@@ -20,15 +20,15 @@ from typing import Literal
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
+from myriad.planner.activations import RECOMPUTE
 from myriad.planner.cluster import Cluster
 from myriad.planner.work import Practice, Recompute, Work
 from myriad.program.config import OverlapConfig
 from myriad.program.partition import partition_layers
 from myriad.program.schedules import SCHEDULES, check_virtual_stages
 
-__all__ = ["RECOMPUTES", "Candidate", "Plot", "Problem", "plots", "tensor_degrees"]
+__all__ = ["Candidate", "Plot", "Problem", "plots", "tensor_degrees"]
 
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 Shards = tuple[int, Literal["last", "each"]]
 """`zero` and `reduce`."""
 _SHARDS: tuple[Shards, ...] = ((0, "last"), (1, "last"), (2, "last"), (2, "each"), (3, "last"), (3, "each"))
@@ -51,7 +51,7 @@ class Problem:
     partition: str = "uniform"
     shards: tuple[Shards, ...] = _SHARDS
     """Those that the rest of the job allows."""
-    recomputes: tuple[Recompute, ...] = RECOMPUTES
+    recomputes: tuple[Recompute, ...] = RECOMPUTE
 
     def with_cluster(self, cluster: Cluster) -> "Problem":
         """The same on another cluster."""

@@ -98,6 +98,8 @@ def test_what_is_printed_has_every_part(tmp_path: Path, capsys: pytest.CaptureFi
         (["tiny", "--straggler", "17"], "node=17:1.1x"),
         (["tiny", "--out", "plan.json"], "ends in .toml"),
         (["tiny", "--picture", "plan.png"], "ends in .svg"),
+        (["tiny", "--days", "2", "--out", "plan.toml"], "of one number of accelerators"),
+        (["tiny", "--gpus", "1..4", "--picture", "plan.svg"], "of one number of accelerators"),
         (["llama3-405b", "--cluster", "one-node-8xh100"], "nothing fits"),
         (
             ["tiny", "--gpus", "4", "--train.global_batch", "1", "--model.heads", "1", "--model.layers", "1"],
