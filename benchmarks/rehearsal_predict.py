@@ -11,7 +11,7 @@ from myriad.job import Job
 from myriad.planner.cluster import Cluster
 from myriad.planner.costs import Costs
 from myriad.planner.sharing import predict
-from myriad.planner.work import Practice, Work
+from myriad.planner.work import Work
 from myriad.train.measure_links import LinkTimes, time_links
 from rehearsal_cases import LOOPBACK
 
@@ -28,7 +28,6 @@ def work_of(job: Job) -> Work:
         job.layout,
         job.train.global_batch,
         job.overlap,
-        Practice(tensor_chunks=job.overlap.tensor_chunks),
         optimizer=job.optimizer.name,
         value_bytes=4,
     )

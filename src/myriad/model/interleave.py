@@ -28,13 +28,9 @@ from torch import nn
 
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Context
+from myriad.model.parts import num_parts
 
 __all__ = ["SteppedLayer", "Steps", "Whole", "run_layers"]
-
-_MORE_PARTS = 2
-"""Times as many parts of positions as of sequences: what travels when they meet has nothing to hide behind,
-and it is one part. Six layers of 512 and 1,024 positions whose transfers take as long as the compute: steps
-1.38 x as fast with 2 parts, 1.47 x with 4, 1.52 x with 8, counting products and bytes alone."""
 
 
 class Whole:
@@ -203,17 +199,17 @@ def _choose_cut(layer: SteppedLayer, x: torch.Tensor) -> Cut | None:
     if boundary.chunks == 1 or boundary.size == 1 or x.is_meta:
         return None
     share = x.shape[1] // boundary.size if layer.takes_tokens else x.shape[1]
-    most = len(x) * share * layer.position_bytes(x) // boundary.message_bytes
+    chunks, least = boundary.chunks, boundary.message_bytes
+    parts = int(num_parts(len(x), share, layer.position_bytes(x), chunks=chunks, message_bytes=least))
+    if parts == 1:
+        return None
     if len(x) > 1:
-        sizes = _sizes(len(x), min(most, boundary.chunks))
-        return _Sequences(sizes) if len(sizes) > 1 else None
-    sizes = _sizes(share, min(most, _MORE_PARTS * boundary.chunks))
-    return _Positions(sizes, boundary.rank, boundary.size) if len(sizes) > 1 else None
+        return _Sequences(_sizes(len(x), parts))
+    return _Positions(_sizes(share, parts), boundary.rank, boundary.size)
 
 
-def _sizes(length: int, most: int) -> list[int]:
-    """``length`` in at most ``most`` parts as equal as can be, longer ones first."""
-    parts = max(1, min(length, most))
+def _sizes(length: int, parts: int) -> list[int]:
+    """``length`` in parts as equal as can be, longer ones first."""
     return [length // parts + (part < length % parts) for part in range(parts)]
 
 

@@ -90,8 +90,8 @@ class Costs:
             float(layout.tp),
             float(layout.micro_batch),
             work.value_bytes,
+            overlap,
             float(overlap.tensor),
-            float(practice.tensor_chunks),
         )
         self.pipeline = group_along(cluster, float(layout.pp), float(layout.tp))
         self.data = group_along(cluster, float(layout.dp), float(layout.tp * layout.pp))

@@ -6,7 +6,7 @@
 
 A matrix product has three turns of equal FLOPs: forward, gradient of its input, gradient of its weight (which
 is added to a float32 sum). Tensor-parallel communication is a gather and a scatter for each entry into the
-parallel part, in each direction (Megatron-LM, arXiv 2205.05198, section 4.2); cut in chunks, all but one
+parallel part, in each direction (Megatron-LM, arXiv 2205.05198, section 4.2); cut in parts, all but one
 travel behind the products around them (MegaScale, arXiv 2402.15627, section 3.2), which they slow.
 
 Legend: t tokens of a micro-batch, s sequence, h hidden, f inner width of the MLP, V vocabulary.
@@ -18,11 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from myriad.model.config import ModelConfig
+from myriad.model.parts import num_parts
 from myriad.planner.cluster import Accelerator, Cluster
 from myriad.planner.collectives import half_sum_seconds, sum_seconds, tensor_group
 from myriad.planner.operators import Number, flash_seconds, matmul_seconds, peak_flops, stream_seconds
 from myriad.planner.parts import Parts
 from myriad.planner.work import Practice
+from myriad.program.config import OverlapConfig
 
 __all__ = ["LayerTimes", "Slice", "block_times", "embedding_times", "head_times"]
 
@@ -53,9 +55,9 @@ class Slice:
     tp: Number
     micro_batch: Number
     value_bytes: int
-    overlap: Number
+    overlap: OverlapConfig
+    hides: Number
     """Whether tensor-parallel communication travels behind compute: 1 or 0."""
-    chunks: Number
 
     @property
     def accelerator(self) -> Accelerator:
@@ -112,11 +114,11 @@ def block_times(model: ModelConfig, where: Slice, pairs: float) -> LayerTimes:
     if where.practice.attention != "plain":  # Myriad's: outputs of norms and of the activation
         remade = stream_seconds(where.accelerator, value * (2 * norms + (ups + 1) * inner), entries + 1)
         again = Parts(memory=remade, tensor=gathers)
-    hidden = products[0] + attend.attention
-    hidden_back = products[1] + attend_back.attention
+    exposed = _exposed(model, where, comm, products[0] + attend.attention)
+    exposed_back = _exposed(model, where, comm, products[1] + attend_back.attention)
     return LayerTimes(
-        Parts(products[0], memory=stream, tensor=_exposed(where, comm, hidden)) + attend,
-        Parts(products[1], memory=back, tensor=_exposed(where, comm, hidden_back) + rest) + attend_back,
+        Parts(products[0], memory=stream, tensor=exposed) + attend,
+        Parts(products[1], memory=back, tensor=exposed_back + rest) + attend_back,
         Parts(products[2]),
         again,
     )
@@ -180,12 +182,20 @@ def _tensor(model: ModelConfig, where: Slice, tokens: Number, entries: int) -> t
     return 2 * entries * one, entries * one * group.busy_ratio, entries * one
 
 
-def _exposed(where: Slice, comm: Number, behind: Number) -> Number:
-    """Of communication cut in chunks behind compute: the first chunk, what is longer than the compute, and
+def _exposed(model: ModelConfig, where: Slice, comm: Number, behind: Number) -> Number:
+    """Of communication cut in parts behind compute: the first part, what is longer than the compute, and
     what it takes from the compute."""
-    hidden = np.minimum(comm * (1 - 1 / where.chunks), behind)
+    hidden = np.minimum(comm * (1 - 1 / _parts(model, where)), behind)
     busy = tensor_group(where.cluster, where.tp).busy_ratio
-    return np.where(where.overlap, comm - hidden + busy * hidden, comm)
+    return np.where(where.hides, comm - hidden + busy * hidden, comm)
+
+
+def _parts(model: ModelConfig, where: Slice) -> Number:
+    if where.practice.tensor_parts is not None:
+        return where.practice.tensor_parts
+    chunks, message_bytes = where.overlap.tensor_chunks, where.overlap.tensor_message
+    positions, position_bytes = model.sequence / where.tp, model.hidden * where.value_bytes
+    return num_parts(where.micro_batch, positions, position_bytes, chunks=chunks, message_bytes=message_bytes)
 
 
 def embedding_times(model: ModelConfig, where: Slice) -> LayerTimes:

@@ -22,6 +22,7 @@ from myriad.planner.cluster import Accelerator, Cluster, Float32, Link, Links
 from myriad.planner.costs import computed_pairs
 from myriad.planner.layers import Slice, block_times
 from myriad.planner.work import Practice
+from myriad.program.config import OverlapConfig
 
 __all__ = [
     "AttentionTime",
@@ -246,7 +247,7 @@ def block_seconds(one: LayerTime, value_bytes: int, accelerator: Accelerator) ->
     cluster = Cluster(
         name="fit", nodes=1, accelerators_per_node=1, accelerator=accelerator, links=Links(node=nowhere)
     )
-    where = Slice(cluster, Practice(), 1.0, float(one.micro_batch), value_bytes, 1.0, 1.0)
+    where = Slice(cluster, Practice(), 1.0, float(one.micro_batch), value_bytes, OverlapConfig(), 0.0)
     times = block_times(one.model, where, computed_pairs(one.model, 0))
     parts = times.forward, times.backward_input, times.backward_weight
     return float(sum(part.total for part in parts))

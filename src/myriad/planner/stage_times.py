@@ -50,9 +50,9 @@ class LayerTable:
         """``[turn, kind, tp, micro-batch, tensor]``."""
         problem, model = self.problem, self.problem.model
         grid = np.meshgrid(self.degrees, self.sizes, [1.0, 0.0], indexing="ij")
-        tp, size, overlap = (axis.astype(float) for axis in grid)
-        chunks = float(problem.practice.tensor_chunks)
-        where = Slice(problem.cluster, problem.practice, tp, size, problem.value_bytes, overlap, chunks)
+        tp, size, hides = (axis.astype(float) for axis in grid)
+        value = problem.value_bytes
+        where = Slice(problem.cluster, problem.practice, tp, size, value, problem.overlap, hides)
         first = {kind: layer - 1 for layer, kind in reversed(list(enumerate(self.layer_kinds)))}
         kinds = [embedding_times(model, where), head_times(model, where)]
         for kind in range(2, self.num_kinds):

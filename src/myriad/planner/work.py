@@ -36,8 +36,9 @@ class Practice:
     at_the_ends: bool = False
     """Data-parallel communication that is not overlapped comes in one piece, before the first compute and
     after the last one (Megatron-LM), not stage by stage between them."""
-    tensor_chunks: int = 4
-    """Pieces that a tensor-parallel gather or scatter is cut in to hide it."""
+    tensor_parts: int | None = None
+    """In which a micro-batch's products are cut so that tensor-parallel communication travels behind them;
+    off: those of `myriad.model.parts`."""
 
 
 @dataclass(frozen=True)

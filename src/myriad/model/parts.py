@@ -1,0 +1,30 @@
+"""Into how many parts a micro-batch is cut, so that the tensors of one travel while another computes.
+
+No torch here: the runtime cuts by it (`myriad.model.interleave`), the planner predicts by it.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["num_parts"]
+
+_MORE_PARTS = 2
+"""Times as many parts of positions as of sequences: what travels when they meet has nothing to hide behind,
+and it is one part. Six layers of 512 and 1,024 positions whose transfers take as long as the compute: steps
+1.38 x as fast with 2 parts, 1.47 x with 4, 1.52 x with 8, counting products and bytes alone."""
+
+Number = float | npt.NDArray[np.float64]
+
+
+def num_parts(
+    sequences: Number, positions: Number, position_bytes: Number, *, chunks: Number, message_bytes: Number
+) -> Number:
+    """Of a micro-batch of ``sequences``, each with ``positions`` of ``position_bytes`` on this rank: as many
+    as ``chunks`` when whole sequences can be cut, more of a single one, none smaller than
+    ``message_bytes``."""
+    most = sequences * positions * position_bytes // message_bytes
+    is_single = np.less_equal(sequences, 1)
+    wanted = np.where(is_single, _MORE_PARTS * chunks, chunks)
+    pieces = np.where(is_single, positions, sequences)
+    parts: npt.NDArray[np.float64] = np.maximum(1.0, np.minimum(np.minimum(most, wanted), pieces))
+    return parts
