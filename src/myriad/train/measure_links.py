@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from myriad.comm.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from myriad.comm.groups import Group, Groups
@@ -23,6 +24,9 @@ _ELEMENTS = (2**8, 2**12, 2**14, 2**16, 2**18, 2**20)
 _REPEATS = 7
 _WIDTH, _CROSSING_ROWS, _CROSSINGS = 256, (64, 256, 1024, 2048), 40
 _TAG = 2**21
+_AT_ONCE, _BESIDE_SECONDS, _COMPUTES = 2, 0.3, 20
+"""Transfers under way, and for how long in all, while something computes beside them; what it is compared
+with."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +40,15 @@ class LinkTimes:
     crossings: Sequence[tuple[float, float]]
     """Gathers and scatters as tensor parallelism does them, copies included, by the bytes of the whole."""
     busy_ratio: float
-    """Processor time of the rank, all its threads, for each second of a large transfer."""
+    """Seconds by which a second of large transfers, as long as they take alone, delays what computes beside
+    them."""
 
 
 def time_links(groups: Groups) -> LinkTimes:
     """Over the tensor-parallel pair of each rank."""
     pair = groups.along("tp")
     assert pair is not None, "two ranks at least"
-    messages, halves, busy = [], [], []
+    messages, halves = [], []
     for count in _ELEMENTS:
         whole, part, other = torch.zeros(count), torch.zeros(count // 2), torch.zeros(count)
         collectives: tuple[tuple[Callable[[], object], float], ...] = (
@@ -52,12 +57,9 @@ def time_links(groups: Groups) -> LinkTimes:
             (partial(_sum, whole, pair), 0.5),
         )
         for function, weight in collectives:
-            seconds, processor = _best(function, pair)
-            halves.append((4.0 * count, weight * seconds))
-            if count == _ELEMENTS[-1]:
-                busy.append(processor / seconds)
-        messages.append((4.0 * count, _best(partial(_swap, whole, other, pair), pair)[0]))
-    return LinkTimes(messages, halves, list(_crossings(pair)), sum(busy) / len(busy))
+            halves.append((4.0 * count, weight * _best(function, pair)))
+        messages.append((4.0 * count, _best(partial(_swap, whole, other, pair), pair)))
+    return LinkTimes(messages, halves, list(_crossings(pair)), _taken_ratio(pair))
 
 
 def _crossings(pair: Group) -> Iterator[tuple[float, float]]:
@@ -99,13 +101,53 @@ def _swap(outgoing: torch.Tensor, incoming: torch.Tensor, pair: Group) -> None:
         work.wait()
 
 
-def _best(function: Callable[[], object], pair: Group) -> tuple[float, float]:
-    """Clock and processor seconds of the quickest repeat; the first one opens connections."""
+def _best(function: Callable[[], object], pair: Group) -> float:
+    """Seconds of the quickest repeat; the first one opens connections."""
     function()
     found = []
     for _ in range(_REPEATS):
         dist.barrier(pair)
-        start, processor = time.perf_counter(), time.process_time()
-        function()
-        found.append((time.perf_counter() - start, time.process_time() - processor))
+        found.append(_clocked(function))
     return min(found)
+
+
+def _taken_ratio(pair: Group) -> float:
+    """What transfers take from compute is more than their threads' processor time: interrupts, and caches
+    that hold other data after each (a fifth of a core against a third, at 1 Gbit/s)."""
+    tensors = [torch.zeros(_ELEMENTS[-1]) for _ in range(_AT_ONCE)]
+    alone = _best(partial(_sum, tensors[0], pair), pair)
+    wanted = torch.tensor([_BESIDE_SECONDS / alone / pair.size()])
+    dist.all_reduce(wanted, group=pair)
+    num_transfers = max(_AT_ONCE, int(wanted.item()))
+    compute = _feed_forward()
+    compute_seconds = statistics.median(_clocked(compute) for _ in range(_COMPUTES))
+    dist.barrier(pair)
+    start, calls = time.perf_counter(), 0
+    works = [_post(tensor, pair) for tensor in tensors]
+    left = num_transfers - len(works)
+    while left or not all(work.is_completed() for work in works):
+        compute()
+        calls += 1
+        for index, work in enumerate(works):
+            if left and work.is_completed():
+                works[index], left = _post(tensors[index], pair), left - 1
+    delayed = time.perf_counter() - start - calls * compute_seconds
+    return max(0.0, delayed) / (num_transfers * alone)
+
+
+def _clocked(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _post(tensor: torch.Tensor, pair: Group) -> dist.Work:
+    work = dist.all_reduce(tensor, group=pair, async_op=True)
+    assert work is not None, "asynchronous"
+    return work
+
+
+def _feed_forward() -> Callable[[], object]:
+    rows, inner = torch.randn(4 * _WIDTH, _WIDTH), 4 * _WIDTH
+    up, down = torch.randn(inner, _WIDTH), torch.randn(_WIDTH, inner)
+    return lambda: F.linear(F.gelu(F.linear(rows, up)), down)
