@@ -13,20 +13,21 @@ written down:
                    its EXCHANGE's
     a compute      what its layers hold on the way
 
-Chunks are those of the program, with the layers that the runtime gives them, tied parameters apart.
+Chunks are those of the program, with the layers that the runtime gives them, tied parameters apart. Sums are
+kept up to date as things come and go, so the time taken is linear in the number of actions.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
+from typing import Generic, TypeVar
 
-from myriad.model.activations import LayerKind
-from myriad.planner.activations import Part, layer_held, message_bytes, product_inputs
 from myriad.planner.costs import stage_layers
-from myriad.planner.layer_memory import layer_elements
 from myriad.planner.memory import Memory, expected_margin
-from myriad.planner.work import Recompute, Work
+from myriad.planner.stage_bytes import StageBytes, StageHeld
+from myriad.planner.work import Work
 from myriad.program.actions import MAKES_WEIGHT_GRADIENT, Action, Kind, Payload, Program
 from myriad.program.build import build_program, count_chunks
 from myriad.program.partition import cut_ranges
@@ -38,6 +39,8 @@ _REDUCES = (Kind.REDUCE, Kind.START_REDUCE)
 _GATHERS = (Kind.GATHER, Kind.START_GATHER)
 _REDUCING = 2
 """Chunks that are being reduced at a time: what was posted earlier is done."""
+_HIGHER = 1 + 1e-12
+"""By how much a moment must be above an earlier one: less may be rounding."""
 
 
 def memory_of_ranks(work: Work, program: Program | None = None, *, on_cpu: bool = False) -> list[Memory]:
@@ -56,85 +59,44 @@ def memory_of_ranks(work: Work, program: Program | None = None, *, on_cpu: bool 
             num_chunks=num_chunks,
         )
     layers = cut_ranges(layers_of_stage, num_chunks)
-    model = _Model(work, layers, on_cpu)
+    model = StageBytes(work, layers, on_cpu)
     return [_Walk(model, program, rank).peak() for rank in range(program.num_ranks)]
 
 
-@dataclass(frozen=True)
-class _Bytes:
-    """`myriad.planner.activations.Held`, as numbers."""
-
-    kept: float
-    forward: float
-    backward: float
+_Key = TypeVar("_Key", bound=Hashable)
 
 
-class _Model:
-    """Bytes of everything that a rank may hold."""
+class _Pile(Generic[_Key]):
+    """Bytes of several things, and their sum."""
 
-    def __init__(self, work: Work, layers: Sequence[range], on_cpu: bool) -> None:
-        self.work, self.layers, self.on_cpu = work, layers, on_cpu
-        layout = work.layout
-        self.part = Part(
-            float(layout.tp), float(layout.micro_batch), work.value_bytes, on_cpu, work.overlap.tensor
-        )
-        self._held: dict[tuple[int, Recompute], _Bytes] = {}
-        self.message = float(message_bytes(work.model, work.practice, self.part))
+    __slots__ = ("bytes_of", "total")
 
-    def kind(self, layer: int) -> LayerKind:
-        if layer == 0:
-            return "embedding"
-        return "head" if layer == self.work.model.layers + 1 else "block"
+    def __init__(self) -> None:
+        self.bytes_of: dict[_Key, float] = {}
+        self.total = 0.0
 
-    def held(self, layer: int, recompute: Recompute) -> "_Bytes":
-        key = layer, recompute
-        if key not in self._held:
-            model, practice, kind = self.work.model, self.work.practice, self.kind(layer)
-            found = layer_held(model, practice, kind, max(layer - 1, 0), self.part, recompute)
-            self._held[key] = _Bytes(float(found.kept), float(found.forward), float(found.backward))
-        return self._held[key]
+    def put(self, key: _Key, num_bytes: float) -> None:
+        self.drop(key)
+        self.bytes_of[key] = num_bytes
+        self.total += num_bytes
 
-    def padded(self, elements: float) -> float:
-        ranks = self.work.layout.dp
-        return -(-int(elements) // ranks) * ranks
-
-    @cached_property
-    def table(self) -> float:
-        """Elements of what the first and the last stage share."""
-        model = self.work.model
-        return model.padded_vocabulary() * model.hidden / self.work.layout.tp if model.tied else 0.0
-
-    def chunk(self, stage: int) -> float:
-        """Elements of a stage of the program, without shared ones."""
-        every = 0.0
-        for kind in map(self.kind, self.layers[stage]):
-            every += float(layer_elements(self.work.model, kind, self.work.layout.tp))
-            every -= self.table if kind != "block" else 0.0
-        return self.padded(every)
-
-    def products(self, stage: int) -> float:
-        """Of one micro-batch, what is kept from the first half of a backward to the second."""
-        blocks = sum(self.kind(layer) == "block" for layer in self.layers[stage])
-        return blocks * float(product_inputs(self.work.model, self.part))
-
-    def room(self, elements: float) -> float:
-        """For what arrives of other ranks' gradients while a chunk is reduced."""
-        ranks = self.work.layout.dp
-        return 4 * elements * (ranks - 1 if self.on_cpu else min(ranks - 1, 1)) / ranks
+    def drop(self, key: _Key) -> None:
+        """If it is there."""
+        self.total -= self.bytes_of.pop(key, 0.0)
 
 
 @dataclass
 class _Now:
     """What a rank holds at a moment, in bytes, by what it is for."""
 
-    values: dict[int, float] = field(default_factory=dict)
-    sums: dict[int, float] = field(default_factory=dict)
-    rooms: list[float] = field(default_factory=list)
-    kept: dict[tuple[int, int], float] = field(default_factory=dict)
-    of_head: dict[tuple[int, int], float] = field(default_factory=dict)
-    products: dict[tuple[int, int], float] = field(default_factory=dict)
-    arriving: dict[tuple[Payload, int, int], float] = field(default_factory=dict)
-    leaving: dict[tuple[Payload, int, int], float] = field(default_factory=dict)
+    values: _Pile[int] = field(default_factory=_Pile)
+    sums: _Pile[int] = field(default_factory=_Pile)
+    rooms: deque[float] = field(default_factory=deque)
+    kept: _Pile[tuple[int, int]] = field(default_factory=_Pile)
+    of_head: _Pile[tuple[int, int]] = field(default_factory=_Pile)
+    products: _Pile[tuple[int, int]] = field(default_factory=_Pile)
+    arriving: _Pile[tuple[Payload, int, int]] = field(default_factory=_Pile)
+    leaving: _Pile[tuple[Payload, int, int]] = field(default_factory=_Pile)
 
 
 _TIED = -1
@@ -144,7 +106,7 @@ _TIED = -1
 class _Walk:
     """Of one rank."""
 
-    def __init__(self, model: _Model, program: Program, rank: int) -> None:
+    def __init__(self, model: StageBytes, program: Program, rank: int) -> None:
         self.model, self.work = model, model.work
         self.program, self.actions = program, program.ranks[rank]
         self.stages = [stage for stage, owner in enumerate(program.stage_rank) if owner == rank]
@@ -163,13 +125,13 @@ class _Walk:
 
     def peak(self) -> Memory:
         """At the highest moment of an iteration."""
-        best: Memory | None = None
+        best, highest = None, -1.0
         self._begin()
         for index, action in enumerate(self.actions):
             self._before(index, action)
-            for passing, of_head in self._passing(action):
-                now = self._memory(passing, of_head)
-                best = now if best is None or now.total > best.total else best
+            passing, of_head = self._passing(action)
+            if (total := self._total(passing)) > highest * _HIGHER:
+                best, highest = self._memory(passing, of_head), total
             self._after(action)
         assert best is not None, "every rank does something"
         return best
@@ -182,33 +144,55 @@ class _Walk:
         """What lives from iteration to iteration."""
         for key, elements in self.chunks.items():
             if self._zero < 3:
-                self.now.values[key] = elements * self.work.value_bytes
+                self.now.values.put(key, elements * self.work.value_bytes)
             if self._zero < 2:
-                self.now.sums[key] = 4 * elements
+                self.now.sums.put(key, 4 * elements)
+
+    @cached_property
+    def _elements(self) -> float:
+        """Of this rank's part of parameters and optimizer."""
+        elements = sum(self.chunks.values())
+        return elements / self.work.layout.dp if self._zero else elements
+
+    @cached_property
+    def _batch(self) -> float:
+        """Tokens and targets."""
+        work = self.work
+        return 2.0 * 8 * work.num_micro_batches * work.layout.micro_batch * work.model.sequence
+
+    @cached_property
+    def _num_axes(self) -> int:
+        layout = self.work.layout
+        return sum(ranks > 1 for ranks in (layout.dp, layout.tp, layout.pp))
+
+    def _buffers(self) -> float:
+        now = self.now
+        rooms = sum(islice(reversed(now.rooms), _REDUCING))
+        return now.arriving.total + now.leaving.total + rooms + self._batch
+
+    def _margin(self, coming: float) -> float:
+        return float(expected_margin(coming, self._num_axes, on_cpu=self.model.on_cpu))
+
+    def _total(self, passing: float) -> float:
+        """Of all that comes and goes: the rest is the same at every moment."""
+        now = self.now
+        coming = now.kept.total + now.products.total + now.of_head.total + passing + self._buffers()
+        return now.values.total + now.sums.total + coming + self._margin(coming)
 
     def _memory(self, passing: float, of_head: float) -> Memory:
-        now, work = self.now, self.work
-        elements = sum(self.chunks.values())
-        part = elements / work.layout.dp if self._zero else elements
-        master = 0.0 if work.value_bytes == 4 and self._zero < 3 else 4 * part
-        tokens = work.num_micro_batches * work.layout.micro_batch * work.model.sequence
-        batch = 2 * 8 * tokens  # tokens and targets
-        kept = sum(now.kept.values()) + sum(now.products.values())
-        logits = sum(now.of_head.values()) + of_head
-        rooms = sum(now.rooms[-_REDUCING:])
-        found = Memory(
-            weights=sum(now.values.values()) + master,
-            gradients=sum(now.sums.values()) + (4 * part if self._zero >= 2 else 0.0),
+        now, part = self.now, self._elements
+        master = 0.0 if self.work.value_bytes == 4 and self._zero < 3 else 4 * part
+        activations = now.kept.total + now.products.total + passing - of_head
+        logits, buffers = now.of_head.total + of_head, self._buffers()
+        return Memory(
+            weights=now.values.total + master,
+            gradients=now.sums.total + (4 * part if self._zero >= 2 else 0.0),
             optimizer=8 * part,
-            activations=kept + passing - of_head,
+            activations=activations,
             logits=logits,
-            buffers=sum(now.arriving.values()) + sum(now.leaving.values()) + rooms + batch,
-            margin=0.0,
+            buffers=buffers,
+            margin=self._margin(activations + logits + buffers),
         )
-        coming = found.activations + found.logits + found.buffers
-        layout = work.layout
-        num_axes = sum(ranks > 1 for ranks in (layout.dp, layout.tp, layout.pp))
-        return replace(found, margin=expected_margin(coming, num_axes, on_cpu=self.model.on_cpu))
 
     # parameters and messages
 
@@ -220,16 +204,17 @@ class _Walk:
         if action.kind in _GATHERS and self._zero == 3:
             for key in self._chunks_of(stage):
                 self.users[key].add(stage)
-                now.values[key] = self.chunks[key] * self.work.value_bytes
+                now.values.put(key, self.chunks[key] * self.work.value_bytes)
         if action.kind in (*_BACKWARDS, Kind.SYNC_TIED) and self._zero >= 2:
             for key in self._chunks_of(stage):
-                now.sums.setdefault(key, 4 * self.chunks[key])
+                now.sums.put(key, 4 * self.chunks[key])
         if action.kind in _REDUCES and self.work.layout.dp > 1:
             keys = [stage, _TIED] if index == self.last_reduce else [stage]
             now.rooms.append(sum(self.model.room(self.chunks[key]) for key in keys))
         for transfer in action.transfers:
             if not transfer.sends and action.kind is not Kind.WAIT:
-                now.arriving[transfer.payload, transfer.stage, transfer.micro_batch] = self.model.message
+                payload = (transfer.payload, transfer.stage, transfer.micro_batch)
+                now.arriving.put(payload, self.model.message)
 
     def _after(self, action: Action) -> None:
         now, stage, micro_batch = self.now, action.stage, action.micro_batch
@@ -237,71 +222,54 @@ class _Walk:
             for key in self._chunks_of(stage):
                 self.users[key].discard(stage)
                 if not self.users[key]:
-                    now.values.pop(key, None)
+                    now.values.drop(key)
         elif action.kind in (Kind.REDUCE, Kind.AWAIT_REDUCE):
             if now.rooms:
-                now.rooms.pop(0)
+                now.rooms.popleft()
             if self._zero >= 2:
-                now.sums.pop(stage, None)
+                now.sums.drop(stage)
         elif action.kind is Kind.FORWARD:
-            now.arriving.pop((Payload.ACTIVATION, stage - 1, micro_batch), None)
-            self._keep(stage, micro_batch)
+            now.arriving.drop((Payload.ACTIVATION, stage - 1, micro_batch))
+            self._keep(action)
             self._leave((Payload.ACTIVATION, stage, micro_batch), stage + 1)
         elif action.kind in _BACKWARDS:
-            now.arriving.pop((Payload.GRADIENT, stage + 1, micro_batch), None)
-            now.kept.pop((stage, micro_batch))
-            now.of_head.pop((stage, micro_batch), None)
-            now.leaving.pop((Payload.ACTIVATION, stage, micro_batch), None)
+            now.arriving.drop((Payload.GRADIENT, stage + 1, micro_batch))
+            now.kept.drop((stage, micro_batch))
+            now.of_head.drop((stage, micro_batch))
+            now.leaving.drop((Payload.ACTIVATION, stage, micro_batch))
             self._leave((Payload.GRADIENT, stage, micro_batch), stage - 1)
             if action.kind is Kind.BACKWARD_INPUT:
-                now.products[stage, micro_batch] = self.model.products(stage)
+                now.products.put((stage, micro_batch), self.model.products(stage))
         elif action.kind is Kind.BACKWARD_WEIGHT:
-            now.products.pop((stage, micro_batch))
+            now.products.drop((stage, micro_batch))
         elif action.kind is Kind.EXCHANGE:
             for transfer in action.transfers:
                 if transfer.sends and transfer.payload is Payload.GRADIENT:
-                    now.leaving.pop((transfer.payload, transfer.stage, transfer.micro_batch))
+                    now.leaving.drop((transfer.payload, transfer.stage, transfer.micro_batch))
 
     def _leave(self, key: tuple[Payload, int, int], to: int) -> None:
         """What goes to another rank is kept meanwhile."""
         owners = self.program.stage_rank
         if 0 <= to < self.program.num_stages and owners[to] != owners[key[1]]:
-            self.now.leaving[key] = self.model.message
+            self.now.leaving.put(key, self.model.message)
 
     # activations
 
-    def _modes(self, stage: int, micro_batch: int) -> list[tuple[int, Recompute]]:
-        """Layers with what is recomputed of each: the last one keeps its graph when its backward is next."""
-        layers, recompute = self.model.layers[stage], self.work.recompute
-        turn = (stage, micro_batch) in self.turns
-        return [
-            (i, "none" if turn and i == layers[-1] and recompute == "full" else recompute) for i in layers
-        ]
+    def _held(self, action: Action) -> StageHeld:
+        where = (action.stage, action.micro_batch)
+        return self.model.held(action.stage, turns=self.model.full and where in self.turns)
 
-    def _keep(self, stage: int, micro_batch: int) -> None:
-        for layer, mode in self._modes(stage, micro_batch):
-            kept = self.model.held(layer, mode).kept
-            into = self.now.of_head if self.model.kind(layer) == "head" else self.now.kept
-            into[stage, micro_batch] = into.get((stage, micro_batch), 0.0) + kept
-        self.now.kept.setdefault((stage, micro_batch), 0.0)
+    def _keep(self, action: Action) -> None:
+        held, where = self._held(action), (action.stage, action.micro_batch)
+        self.now.kept.put(where, held.kept)
+        if held.of_head:
+            self.now.of_head.put(where, held.of_head)
 
-    def _passing(self, action: Action) -> Iterator[tuple[float, float]]:
-        """Bytes beyond what is held before the action, layer by layer, and how much of them is the head's."""
+    def _passing(self, action: Action) -> tuple[float, float]:
+        """Most bytes beyond what is held before the action, and how much of them is the head's."""
         if action.kind is Kind.FORWARD:
-            so_far = 0.0
-            for layer, mode in self._modes(action.stage, action.micro_batch):
-                held = self.model.held(layer, mode)
-                own = held.kept + held.forward
-                yield so_far + own, own if self.model.kind(layer) == "head" else 0.0
-                so_far += held.kept
-        elif action.kind in _BACKWARDS:
-            gone = 0.0
-            for layer, mode in reversed(self._modes(action.stage, action.micro_batch)):
-                held = self.model.held(layer, mode)
-                yield held.backward - gone, held.backward if self.model.kind(layer) == "head" else 0.0
-                gone += held.kept
-        else:
-            yield 0.0, 0.0
+            return self._held(action).in_forward
+        return self._held(action).in_backward if action.kind in _BACKWARDS else (0.0, 0.0)
 
 
 def _turns(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:

@@ -5,7 +5,8 @@ two short iterations are simulated, and the rest is a straight line. A pipeline 
 about 2 p micro-batches on, with interleaving from 3 p, with zero-bubble schedules from 3 or 4 p, with the
 eager ones, which fill all that may be in flight before a slow rank holds up the others, from 6 p on; the
 lengths differ by p and leave the same rest divided by p, because interleaving goes in rounds. Programs of
-layouts that differ only in sizes are the same, and are made once.
+layouts that differ only in sizes are the same, and are made once (`straight_line`); layouts that cost the
+same in them are simulated once.
 
     T(m) = T(a) + (m - a) (T(b) - T(a)) / (b - a)        a = 2 p + m mod p (at least 6),  b = a + p
 """
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 from myriad.errors import BadInputError
 from myriad.planner.costs import Costs
 from myriad.planner.sharing import predict
-from myriad.planner.simulator import program_of, simulate
+from myriad.planner.simulator import program_of
 from myriad.planner.space import Candidate, Problem
+from myriad.planner.straight_line import Figures, StraightLine
 from myriad.program.actions import Program
 
 __all__ = ["Plan", "Simulations", "rescore"]
@@ -45,11 +47,33 @@ class Plan:
         return round(self.seconds, 6), self.candidate.memory_bytes
 
 
+_Shape = tuple[object, ...]
+"""What a program depends on."""
+
+
+def _shape(costs: Costs, num_micro_batches: int) -> _Shape:
+    """ZeRO 1 and 2 differ in what is kept, not in what is done."""
+    layout, overlap = costs.work.layout, costs.work.overlap
+    return (
+        layout.schedule_name,
+        layout.pp,
+        layout.virtual_stages,
+        1 if layout.zero == 2 else layout.zero,
+        layout.reduce,
+        layout.dp > 1,
+        costs.num_chunks,
+        num_micro_batches,
+        (overlap.pipeline, overlap.data, overlap.optimizer, overlap.receive_ahead),
+        (costs.work.model.tied, costs.work.practice.at_the_ends),
+    )
+
+
 class Simulations:
-    """Makes each program once."""
+    """Makes each program once, and simulates each program under the same costs once."""
 
     def __init__(self) -> None:
-        self._programs: dict[tuple[object, ...], Program] = {}
+        self._lines: dict[_Shape, StraightLine] = {}
+        self._seconds: dict[tuple[_Shape, Figures], float] = {}
 
     def seconds(self, costs: Costs) -> float:
         """Of one iteration."""
@@ -67,28 +91,23 @@ class Simulations:
         return first + (whole - short) * (second - first) / (longer - short)
 
     def _simulated(self, costs: Costs, num_micro_batches: int) -> float:
-        return simulate(costs, program=self.program(costs, num_micro_batches), spans=False).seconds
+        line = self._line(costs, num_micro_batches)
+        key = _shape(costs, num_micro_batches), line.figures(costs)
+        if key not in self._seconds:
+            self._seconds[key] = line.seconds(key[1])
+        return self._seconds[key]
 
     def program(self, costs: Costs, num_micro_batches: int) -> Program:
         """Of so many micro-batches."""
-        layout, overlap = costs.work.layout, costs.work.overlap
-        key = (
-            layout.schedule_name,
-            layout.pp,
-            layout.virtual_stages,
-            layout.zero,
-            layout.reduce,
-            layout.dp > 1,
-            costs.num_chunks,
-            num_micro_batches,
-            (overlap.pipeline, overlap.data, overlap.optimizer, overlap.receive_ahead),
-            (costs.work.model.tied, costs.work.practice.at_the_ends),
-        )
-        if key not in self._programs:
-            if len(self._programs) >= _KEPT:
-                self._programs.pop(next(iter(self._programs)))
-            self._programs[key] = program_of(costs, num_micro_batches)
-        return self._programs[key]
+        return self._line(costs, num_micro_batches).program
+
+    def _line(self, costs: Costs, num_micro_batches: int) -> StraightLine:
+        shape = _shape(costs, num_micro_batches)
+        if shape not in self._lines:
+            if len(self._lines) >= _KEPT:
+                self._lines.pop(next(iter(self._lines)))
+            self._lines[shape] = StraightLine(program_of(costs, num_micro_batches))
+        return self._lines[shape]
 
 
 def rescore(

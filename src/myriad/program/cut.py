@@ -33,7 +33,7 @@ def _cut_rank(program: Program, actions: Sequence[Action], num_chunks: int) -> I
         tied = chunks[ends[action.stage]] if action.stage in ends else None
         if action.kind in COMPUTE:
             for chunk in chunks if action.kind is Kind.FORWARD else reversed(chunks):
-                yield replace(action, stage=chunk)
+                yield Action(action.kind, chunk, action.micro_batch)
                 if index in reduced and chunk != tied:
                     yield Action(Kind.REDUCE, chunk)
         elif action.kind is Kind.REDUCE:
@@ -43,9 +43,9 @@ def _cut_rank(program: Program, actions: Sequence[Action], num_chunks: int) -> I
             assert tied is not None
             yield Action(Kind.SYNC_TIED, tied)
         elif action.stage >= 0:
-            yield from (replace(action, stage=chunk) for chunk in chunks)
+            yield from (Action(action.kind, chunk, action.micro_batch) for chunk in chunks)
         else:
-            yield replace(action, transfers=tuple(_cut_transfer(t, num_chunks) for t in action.transfers))
+            yield Action(action.kind, transfers=tuple(_cut_transfer(t, num_chunks) for t in action.transfers))
 
 
 def _reduced(actions: Sequence[Action]) -> dict[int, int]:
@@ -64,4 +64,5 @@ def _reduced(actions: Sequence[Action]) -> dict[int, int]:
 def _cut_transfer(transfer: Transfer, num_chunks: int) -> Transfer:
     """An activation leaves a stage's last chunk, a gradient its first."""
     offset = num_chunks - 1 if transfer.payload is Payload.ACTIVATION else 0
-    return replace(transfer, stage=transfer.stage * num_chunks + offset)
+    stage = transfer.stage * num_chunks + offset
+    return Transfer(transfer.payload, stage, transfer.micro_batch, transfer.peer, transfer.sends)

@@ -43,6 +43,11 @@ _MAKES = {
     Kind.BACKWARD_INPUT: Payload.GRADIENT,
 }
 """What there is to send after a compute."""
+_GAP_ENDS = COMPUTE | {Kind.STEP}
+_REPLACED = frozenset({Kind.GATHER, Kind.RELEASE})
+"""By gathers and releases in other places."""
+_MOVED = COMPUTE | {Kind.LOAD, Kind.EXCHANGE}
+"""To their places around what is received and sent."""
 _REDUCE_BEHIND = 1
 """With reductions after each backward, which are there to save memory: computes that one travels behind."""
 
@@ -102,49 +107,54 @@ def _overlapped(program: Program, actions: Sequence[Action]) -> Iterator[Action]
     starts: list[list[Action]] = [[] for _ in gaps]
     waits: list[list[Action]] = [[] for _ in gaps]
     after: list[list[Action]] = [[] for _ in gaps]
-    stages = dict.fromkeys(action.stage for action in actions if action.kind in COMPUTE)
-    for stage in stages if zero >= 1 else ():
+    for stage, spans in _whole_spans(gaps).items() if zero >= 1 else ():
         released = 0
-        for first, last in _whole_spans(gaps, stage):
+        for first, last in spans:
             start = max(released, first - _GATHER_AHEAD) if zero == 3 else 0
             starts[start].append(Action(Kind.START_GATHER, stage))
             waits[first].append(Action(Kind.AWAIT_GATHER, stage))
             if zero == 3:
                 released = last + 1
                 after[released].append(Action(Kind.RELEASE, stage))
-    for index, stage in _reduces(gaps):
+    for index, stage, next_sum in _reduces(gaps):
         latest = index + _REDUCE_BEHIND if program.lowering.reduce == "each" else len(gaps)
-        waits[min(_next_sum(gaps, index, stage), latest)].append(Action(Kind.AWAIT_REDUCE, stage))
+        waits[min(next_sum, latest)].append(Action(Kind.AWAIT_REDUCE, stage))
     for gap, *added in zip(gaps, after, starts, waits, strict=True):
         yield from _overlapped_gap(gap, *added)
 
 
-def _whole_spans(gaps: list[list[Action]], stage: int) -> Iterator[tuple[int, int]]:
-    """First and last compute of each stretch in which a stage's parameters must be whole."""
-    first = last = None
+def _whole_spans(gaps: list[list[Action]]) -> dict[int, list[tuple[int, int]]]:
+    """Of each stage, in the order of first use: first and last compute of each stretch in which its
+    parameters must be whole."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    gathered: set[int] = set()
     for index, gap in enumerate(gaps):
-        if Action(Kind.GATHER, stage) in gap:
-            if first is not None and last is not None:
-                yield first, last
-            first = None
-        if gap and gap[-1].kind in COMPUTE and gap[-1].stage == stage:
-            first, last = index if first is None else first, index
-    if first is not None and last is not None:
-        yield first, last
+        gathered.update(action.stage for action in gap if action.kind is Kind.GATHER)
+        if not gap or gap[-1].kind not in COMPUTE:
+            continue
+        stage = gap[-1].stage
+        own = spans.setdefault(stage, [])
+        if own and stage not in gathered:
+            own[-1] = (own[-1][0], index)
+        else:
+            own.append((index, index))
+        gathered.discard(stage)
+    return spans
 
 
-def _next_sum(gaps: list[list[Action]], index: int, stage: int) -> int:
-    """The gap before the next compute that adds to a stage's gradients; the last one if there is none."""
-    for later in range(index, len(gaps) - 1):
-        compute = gaps[later][-1]
-        if compute.stage == stage and compute.kind in MAKES_WEIGHT_GRADIENT:
-            return later
-    return len(gaps) - 1
-
-
-def _reduces(gaps: list[list[Action]]) -> Iterator[tuple[int, int]]:
-    for index, gap in enumerate(gaps):
-        yield from ((index, action.stage) for action in gap if action.kind is Kind.REDUCE)
+def _reduces(gaps: list[list[Action]]) -> list[tuple[int, int, int]]:
+    """The gap of each reduction, its stage, and the gap before the next compute that adds to that stage's
+    gradients; the last one if there is none."""
+    next_sum: dict[int, int] = {}
+    found = []
+    for index in reversed(range(len(gaps))):
+        gap = gaps[index]
+        if gap and gap[-1].kind in MAKES_WEIGHT_GRADIENT:
+            next_sum[gap[-1].stage] = index
+        for action in reversed(gap):
+            if action.kind is Kind.REDUCE:
+                found.append((index, action.stage, next_sum.get(action.stage, len(gaps) - 1)))
+    return found[::-1]
 
 
 def _overlapped_gap(
@@ -153,15 +163,13 @@ def _overlapped_gap(
     """Gathers start before the batch is loaded; waiting comes just before the compute, or the step."""
     yield from released
     yield from starts
-    dropped = {Kind.GATHER, Kind.RELEASE}
-    ends = COMPUTE | {Kind.STEP}
     for action in gap:
         if action.kind is Kind.REDUCE:
             yield Action(Kind.START_REDUCE, action.stage)
-        elif action.kind not in dropped | ends:
+        elif action.kind not in _REPLACED and action.kind not in _GAP_ENDS:
             yield action
     yield from waits
-    yield from (action for action in gap if action.kind in ends)
+    yield from (action for action in gap if action.kind in _GAP_ENDS)
 
 
 def _decoupled(program: Program, rank: int, ahead: int) -> tuple[Action, ...]:
@@ -226,7 +234,6 @@ def _rewritten(
     yield from (Action(Kind.RECEIVE, transfers=(t,)) for t in posts)
     yield from (a for a in gap if a.kind is Kind.LOAD)
     yield from (Action(Kind.SEND, transfers=(t,)) for t in sends)
-    moved = COMPUTE | {Kind.LOAD, Kind.EXCHANGE}
-    yield from (a for a in gap if a.kind not in moved)
+    yield from (a for a in gap if a.kind not in _MOVED)
     yield from (Action(Kind.WAIT, transfers=(t,)) for t in waits)
     yield from (a for a in gap if a.kind in COMPUTE)
