@@ -19,7 +19,7 @@ kept up to date as things come and go, so the time taken is linear in the number
 
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise
 from typing import Generic, TypeVar
@@ -27,12 +27,13 @@ from typing import Generic, TypeVar
 from myriad.planner.costs import stage_layers
 from myriad.planner.memory import Memory, expected_margin
 from myriad.planner.stage_bytes import StageBytes, StageHeld
+from myriad.planner.steady import SteadyPart
 from myriad.planner.work import Work
 from myriad.program.actions import MAKES_WEIGHT_GRADIENT, Action, Kind, Payload, Program
 from myriad.program.build import build_program, count_chunks
 from myriad.program.partition import cut_ranges
 
-__all__ = ["memory_of_ranks"]
+__all__ = ["memory_of_ranks", "memory_of_repeating_ranks"]
 
 _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _REDUCES = (Kind.REDUCE, Kind.START_REDUCE)
@@ -60,7 +61,22 @@ def memory_of_ranks(work: Work, program: Program | None = None, *, on_cpu: bool 
         )
     layers = cut_ranges(layers_of_stage, num_chunks)
     model = StageBytes(work, layers, on_cpu)
-    return [_Walk(model, program, rank).peak() for rank in range(program.num_ranks)]
+    walks = [_Walk(model, program, rank) for rank in range(program.num_ranks)]
+    return [walk.peak() for walk in walks]
+
+
+def memory_of_repeating_ranks(
+    work: Work, program: Program, steady: Sequence[SteadyPart], *, on_cpu: bool
+) -> list[Memory] | None:
+    """As `memory_of_ranks` of the whole program, by one of fewer micro-batches that has each steady part
+    twice; ``None`` where that does not tell."""
+    layers_of_stage = stage_layers(work)
+    layers = cut_ranges(layers_of_stage, count_chunks(work.layout, work.overlap, layers_of_stage))
+    model = StageBytes(work, layers, on_cpu)
+    walks = [_Walk(model, program, rank) for rank in range(program.num_ranks)]
+    found = [walk.peak_repeating(part) for walk, part in zip(walks, steady, strict=True)]
+    known = [memory for memory in found if memory is not None]
+    return known if len(known) == len(found) else None
 
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -125,9 +141,35 @@ class _Walk:
 
     def peak(self) -> Memory:
         """At the highest moment of an iteration."""
-        best, highest = None, -1.0
         self._begin()
-        for index, action in enumerate(self.actions):
+        return self._peak_of(0, len(self.actions))
+
+    def peak_repeating(self, steady: SteadyPart) -> Memory | None:
+        """As if the steady part were repeated; ``None`` where what is held does not repeat with it. Nothing
+        may grow from one time to the next but what is kept until the iteration's end: then the highest
+        moment is before the second time, or in the last time or later."""
+        self._begin()
+        second = steady.start + steady.length
+        before, held = self._peak_of(0, second), self._held_now()
+        again = self._peak_of(second, second + steady.length)
+        grown = [now - then for now, then in zip(self._held_now(), held, strict=True)]
+        if any(grown[1:]):
+            return None
+        rest = self._peak_of(second + steady.length, len(self.actions))
+        times = (self.work.num_micro_batches - self.program.num_micro_batches) / steady.num_micro_batches
+        last = [self._with_more(one, grown[0] * times) for one in (again, rest)]
+        return max([before, *last], key=lambda memory: float(memory.total))
+
+    def _held_now(self) -> tuple[float, ...]:
+        """What is kept until the iteration's end first."""
+        now = self.now
+        piles = (now.values, now.sums, now.kept, now.of_head, now.products, now.arriving)
+        return now.leaving.total, *(pile.total for pile in piles), sum(now.rooms)
+
+    def _peak_of(self, start: int, stop: int) -> Memory:
+        best, highest = None, -1.0
+        for index in range(start, stop):
+            action = self.actions[index]
             self._before(index, action)
             passing, of_head = self._passing(action)
             if (total := self._total(passing)) > highest * _HIGHER:
@@ -135,6 +177,12 @@ class _Walk:
             self._after(action)
         assert best is not None, "every rank does something"
         return best
+
+    def _with_more(self, memory: Memory, num_bytes: float) -> Memory:
+        """With larger buffers."""
+        buffers = memory.buffers + num_bytes
+        coming = float(memory.activations + memory.logits + buffers)
+        return replace(memory, buffers=buffers, margin=self._margin(coming))
 
     @property
     def _zero(self) -> int:

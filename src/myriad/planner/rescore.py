@@ -13,23 +13,23 @@ same in them are simulated once.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from myriad.errors import BadInputError
 from myriad.planner.costs import Costs
+from myriad.planner.memory import Memory
+from myriad.planner.rank_memory import memory_of_ranks, memory_of_repeating_ranks
 from myriad.planner.sharing import predict
 from myriad.planner.simulator import program_of
 from myriad.planner.space import Candidate, Problem
+from myriad.planner.steady import short_counts, steady_parts
 from myriad.planner.straight_line import Figures, StraightLine
 from myriad.program.actions import Program
 
 __all__ = ["Plan", "Simulations", "rescore"]
 
-_DEEP = {"interleaved": 3, "eager-1f1b": 6, "zero-bubble": 3, "eager-zero-bubble": 6, "zero-bubble-v": 4}
-"""Micro-batches for each pipeline rank until an iteration is steady, where it is not 2."""
-_FEWEST = 6
-"""Micro-batches of the shorter one, with however few ranks."""
 _KEPT = 64
-"""Programs."""
+"""Programs, and straight lines."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Simulations:
     """Makes each program once, and simulates each program under the same costs once."""
 
     def __init__(self) -> None:
+        self._programs: dict[_Shape, Program] = {}
         self._lines: dict[_Shape, StraightLine] = {}
         self._seconds: dict[tuple[_Shape, Figures], float] = {}
 
@@ -79,14 +80,11 @@ class Simulations:
         """Of one iteration."""
         if costs.cluster.shared_cores is not None:
             return predict(costs, spans=False).seconds
-        layout, whole = costs.work.layout, costs.work.num_micro_batches
-        deep = _DEEP.get(layout.schedule_name, 2)
-        short = max(_FEWEST, deep * layout.pp) + whole % layout.pp
-        if whole % layout.pp and layout.virtual_stages > 1:
-            short += 2 * layout.pp  # rounds of unequal length: let there be several
-        longer = short + max(2, layout.pp)
-        if whole <= longer:
+        whole = costs.work.num_micro_batches
+        counts = short_counts(costs.work.layout, whole)
+        if counts is None:
             return self._simulated(costs, whole)
+        short, longer = counts
         first, second = self._simulated(costs, short), self._simulated(costs, longer)
         return first + (whole - short) * (second - first) / (longer - short)
 
@@ -97,17 +95,38 @@ class Simulations:
             self._seconds[key] = line.seconds(key[1])
         return self._seconds[key]
 
+    def memory(self, costs: Costs) -> list[Memory]:
+        """Of each pipeline rank, by the program that it runs, or by the beginning, the end and the steady
+        part of it."""
+        work, on_cpu = costs.work, costs.cluster.on_cpu
+        counts = short_counts(work.layout, work.num_micro_batches)
+        if counts is not None:
+            shorter, longer = (self.program(costs, count) for count in counts)
+            if steady := steady_parts(shorter, longer):
+                found = memory_of_repeating_ranks(work, longer, steady, on_cpu=on_cpu)
+                if found is not None:
+                    return found
+        return memory_of_ranks(work, self.program(costs, work.num_micro_batches), on_cpu=on_cpu)
+
     def program(self, costs: Costs, num_micro_batches: int) -> Program:
         """Of so many micro-batches."""
-        return self._line(costs, num_micro_batches).program
+        shape = _shape(costs, num_micro_batches)
+        if shape not in self._programs:
+            _make_room(self._programs)
+            self._programs[shape] = program_of(costs, num_micro_batches)
+        return self._programs[shape]
 
     def _line(self, costs: Costs, num_micro_batches: int) -> StraightLine:
         shape = _shape(costs, num_micro_batches)
         if shape not in self._lines:
-            if len(self._lines) >= _KEPT:
-                self._lines.pop(next(iter(self._lines)))
-            self._lines[shape] = StraightLine(program_of(costs, num_micro_batches))
+            _make_room(self._lines)
+            self._lines[shape] = StraightLine(self.program(costs, num_micro_batches))
         return self._lines[shape]
+
+
+def _make_room(kept: dict[_Shape, Any]) -> None:
+    if len(kept) >= _KEPT:
+        kept.pop(next(iter(kept)))
 
 
 def rescore(

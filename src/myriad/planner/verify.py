@@ -11,7 +11,6 @@ from dataclasses import replace
 from myriad.planner.costs import Costs
 from myriad.planner.judge import FITS
 from myriad.planner.memory import fits_probability
-from myriad.planner.rank_memory import memory_of_ranks
 from myriad.planner.rescore import Plan, Simulations
 from myriad.planner.space import Problem
 
@@ -41,7 +40,7 @@ def _counted(problem: Problem, plan: Plan, simulations: Simulations) -> Plan:
     layout, count = work.layout, work.num_micro_batches
     if count * layout.num_stages * costs.num_chunks > _MOST_COMPUTES:
         return plan
-    ranks = memory_of_ranks(work, simulations.program(costs, count), on_cpu=cluster.on_cpu)
+    ranks = simulations.memory(costs)
     fullest = max(ranks, key=lambda memory: float(memory.total))
     fits = min(float(fits_probability(memory, cluster.accelerator.memory_bytes)) for memory in ranks)
     candidate = replace(plan.candidate, memory_bytes=float(fullest.total), fits=fits)
