@@ -28,6 +28,8 @@ from myriad.program.actions import Program
 
 __all__ = ["Plan", "Simulations", "rescore"]
 
+_TIMES = (1, 2, 4)
+"""Lengths of the two short programs in which a steady part is looked for."""
 _KEPT = 64
 """Programs, and straight lines."""
 
@@ -99,8 +101,10 @@ class Simulations:
         """Of each pipeline rank, by the program that it runs, or by the beginning, the end and the steady
         part of it."""
         work, on_cpu = costs.work, costs.cluster.on_cpu
-        counts = short_counts(work.layout, work.num_micro_batches)
-        if counts is not None:
+        for times in _TIMES if work.layout.schedule_name != "gpipe" else ():
+            counts = short_counts(work.layout, work.num_micro_batches, times)
+            if counts is None:
+                break
             shorter, longer = (self.program(costs, count) for count in counts)
             if steady := steady_parts(shorter, longer):
                 found = memory_of_repeating_ranks(work, longer, steady, on_cpu=on_cpu)

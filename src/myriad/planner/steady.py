@@ -26,12 +26,14 @@ _FEWEST = 6
 """Micro-batches of the shorter one, with however few ranks."""
 
 
-def short_counts(layout: Layout, whole: int) -> tuple[int, int] | None:
-    """Two numbers of micro-batches that tell of ``whole``; ``None`` where it is not much more itself."""
+def short_counts(layout: Layout, whole: int, times: int = 1) -> tuple[int, int] | None:
+    """Two numbers of micro-batches that tell of ``whole``; ``None`` where it is not much more itself.
+    ``times``: so many times as many as mostly do."""
     rest = whole % layout.pp
-    short = max(_FEWEST, _DEEP.get(layout.schedule_name, 2) * layout.pp) + rest
+    short = times * max(_FEWEST, _DEEP.get(layout.schedule_name, 2) * layout.pp) + rest
     if rest and layout.virtual_stages > 1:
-        short += 2 * layout.pp  # rounds of unequal length: let there be several
+        # As many rounds are longer than the others as the rest is: they and some others must be there.
+        short += max(2, rest - 1) * layout.pp
     longer = short + max(2, layout.pp)
     return None if whole <= longer else (short, longer)
 
@@ -46,7 +48,8 @@ class SteadyPart:
 
 
 def steady_parts(shorter: Program, longer: Program) -> list[SteadyPart] | None:
-    """Of each rank; in the longer program it is there twice. ``None`` where a rank repeats nothing."""
+    """Of each rank; in the longer program it is there twice. ``None`` where a rank repeats nothing, as with
+    GPipe, which has two steady parts of different micro-batches."""
     more = longer.num_micro_batches - shorter.num_micro_batches
     found = [_steady_part(a, b, more) for a, b in zip(shorter.ranks, longer.ranks, strict=True)]
     parts = [part for part in found if part is not None]
