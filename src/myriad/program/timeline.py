@@ -15,6 +15,7 @@ Every rank stuck with actions left is a deadlock.
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from myriad.errors import MyriadError
 from myriad.program.actions import COMPUTE, Action, Kind, Payload, Program, Transfer
@@ -48,8 +49,7 @@ class ProgramError(MyriadError):
         self.what, self.rank, self.index, self.action = what, rank, index, action
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One action on the time axis, waiting included."""
 
     start: float
@@ -121,6 +121,7 @@ class _Execution:
 
     def __init__(self, program: Program, cost: Cost, transfer_cost: TransferCost) -> None:
         self.program, self.cost, self.transfer_cost = program, cost, transfer_cost
+        self.num_micro_batches, self.lowered = program.num_micro_batches, program.lowering is not None
         self.next_action = [0] * program.num_ranks
         self.clock = [0.0] * program.num_ranks
         self.posted = [False] * program.num_ranks
@@ -129,7 +130,7 @@ class _Execution:
         self.arrived: dict[int, float] = {}
         self.synced: list[float] = []
         self.movable: deque[int] = deque(range(program.num_ranks))
-        self.waiting = _COMMUNICATES if program.lowering is not None else frozenset(Kind)
+        self.waiting = _COMMUNICATES if self.lowered else frozenset(Kind)
 
     def run(self) -> Timeline:
         while self.movable:
@@ -138,47 +139,55 @@ class _Execution:
         return Timeline(tuple(tuple(spans) for spans in self.spans))
 
     def _advance(self, rank: int) -> None:
-        actions = self.program.ranks[rank]
-        while (index := self.next_action[rank]) < len(actions):
-            action, start = actions[index], self.clock[rank]
-            ready = self._ready(rank, index, action) if action.kind in self.waiting else 0.0
+        actions, waiting, cost = self.program.ranks[rank], self.waiting, self.cost
+        clock, spans = self.clock, self.spans[rank]
+        for index in range(self.next_action[rank], len(actions)):
+            action, start = actions[index], clock[rank]
+            ready = self._ready(rank, index, action) if action.kind in waiting else start
             if ready is None:
+                self.next_action[rank] = index
                 return
-            # An exchange or a wait is one span with its waiting; a compute that waits leaves a gap.
             ready = ready if ready > start else start
+            # An exchange or a wait is one span with its waiting; a compute that waits leaves a gap.
             begin = ready if action.kind in COMPUTE else start
-            end = ready + self.cost(action)
-            self.spans[rank].append(Span(begin, end - begin, action))
-            self.clock[rank], self.posted[rank] = end, False
-            self.next_action[rank] = index + 1
-            if self.program.lowering is None:
+            clock[rank] = end = ready + cost(action)
+            spans.append(Span(begin, end - begin, action))
+            self.posted[rank] = False
+            if not self.lowered:
                 self._publish(action, end)
+        self.next_action[rank] = len(actions)
 
     def _ready(self, rank: int, index: int, action: Action) -> float | None:
         """When what the action waits for is there; None if that is not known yet."""
         kind = action.kind
-        if kind is Kind.EXCHANGE or kind is Kind.SEND or kind is Kind.RECEIVE:
+        if kind is Kind.SEND or kind is Kind.RECEIVE:
+            self._post(rank, index, action, action.transfers[0])
+            return 0.0
+        if kind is Kind.WAIT:
+            transfer = action.transfers[0]
+            return self.arrived.get(self._code(transfer.payload, transfer.stage, transfer.micro_batch))
+        if kind is Kind.EXCHANGE:
             if not self.posted[rank]:
                 self.posted[rank] = True
                 for transfer in action.transfers:
                     self._post(rank, index, action, transfer)
-            return self._all_arrived(action) if kind is Kind.EXCHANGE else 0.0
-        if kind is Kind.WAIT:
             return self._all_arrived(action)
         if kind is Kind.SYNC_TIED:
             return self._tied(rank)
         return self._input_ready(rank, action)
 
     def _code(self, payload: Payload, stage: int, micro_batch: int) -> int:
-        return (stage * self.program.num_micro_batches + micro_batch) * 2 + (payload is Payload.GRADIENT)
+        return (stage * self.num_micro_batches + micro_batch) * 2 + (payload is Payload.GRADIENT)
 
     def _post(self, rank: int, index: int, action: Action, transfer: Transfer) -> None:
         peer = transfer.peer
         code = self._code(transfer.payload, transfer.stage, transfer.micro_batch)
-        channel = self.channels[(rank, peer) if transfer.sends else (peer, rank)]
-        mine, others = (
-            (channel.sends, channel.receives) if transfer.sends else (channel.receives, channel.sends)
-        )
+        if transfer.sends:
+            channel = self.channels[rank, peer]
+            mine, others = channel.sends, channel.receives
+        else:
+            channel = self.channels[peer, rank]
+            mine, others = channel.receives, channel.sends
         place = len(mine)
         mine.append((code, self.clock[rank]))
         if place >= len(others):
@@ -194,7 +203,7 @@ class _Execution:
 
     def _name(self, code: int) -> str:
         place, is_gradient = divmod(code, 2)
-        stage, micro_batch = divmod(place, self.program.num_micro_batches)
+        stage, micro_batch = divmod(place, self.num_micro_batches)
         return f"the {Payload.GRADIENT if is_gradient else Payload.ACTIVATION} {stage}.{micro_batch}"
 
     def _all_arrived(self, action: Action) -> float | None:
