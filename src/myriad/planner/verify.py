@@ -2,7 +2,7 @@
 
 `memory` judges millions of layouts by formulas: half of them within 1 % of their program's memory, some short
 schedules as far as 20 % away. What is proposed must fit, so the few that are shown are counted action by
-action (`rank_memory`), where that takes less than a second.
+action (`rank_memory`), but for the longest programs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ __all__ = ["verified"]
 _FIRST = 12
 """That are counted."""
 _MOST_COMPUTES = 12_000
-"""Of a program that is made for this."""
+"""Of a program that is counted so: longer ones keep the formulas' bytes."""
 
 
 def verified(problem: Problem, plans: Sequence[Plan], simulations: Simulations) -> Iterator[Plan]:
