@@ -1,9 +1,9 @@
-"""A bar for work that reads or writes many bytes."""
+"""Bars on standard error."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["bytes_bar"]
+__all__ = ["bytes_bar", "share_bar"]
 
 
 @contextmanager
@@ -26,3 +26,15 @@ def bytes_bar(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
             bar.update(task, description=stage, completed=done_bytes, total=total_bytes)
 
         yield show
+
+
+@contextmanager
+def share_bar(title: str, *, quiet: bool) -> Iterator[Callable[[str, float], None]]:
+    """A bar of work whose steps tell what they do; ``tell(what, share_done)`` moves it."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (bars.TextColumn(title + ": {task.description}"), bars.BarColumn(), bars.TimeElapsedColumn())
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda what, done: bar.update(task, description=what, completed=done)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from myriad.cli.bars import share_bar
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -14,18 +15,13 @@ __all__ = ["cluster_path", "measure_to_file", "tell_measured"]
 def measure_to_file(out: Path | None = None, *, quiet: bool = False) -> "tuple[Cluster, Path]":
     """Measures and writes ``out``, or the file where ``--cluster this-machine`` looks. Raises `BadInputError`
     when it cannot be written: before measuring, as far as that can be known."""
-    from rich import progress as bars
-    from rich.console import Console
-
     from myriad.train.measure import find_cluster_file, measure_cluster, write_cluster
 
     path = out or find_cluster_file()
     if path.is_dir() or path.suffix != ".toml":
         raise BadInputError("--out", str(path), "a file name that ends in .toml")
-    columns = (bars.TextColumn("measuring: {task.description}"), bars.BarColumn(), bars.TimeElapsedColumn())
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
-        task = bar.add_task("starting processes", total=1.0)
-        cluster = measure_cluster(lambda what, done: bar.update(task, description=what, completed=done))
+    with share_bar("measuring", quiet=quiet) as tell:
+        cluster = measure_cluster(tell)
     try:
         write_cluster(cluster, path)
     except OSError as error:

@@ -1,0 +1,144 @@
+"""What a check says, and how a measured value becomes a verdict.
+
+A probe gives a `Reading`: a value, and what may be known to be wrong without comparing. `judge` lays it
+beside the cluster's baseline, or where there is none beside an absolute floor that healthy hardware of the
+last ten years clears with ease, and gives the `Item` that a person reads:
+
+    rate    value / expected >= 0.8 ok     >= 0.5 slow     else bad
+    text    equal to the baseline's ok     else bad        (versions, bits of the mini-model)
+
+Why 0.8: a rank counts as a straggler from 1.3 x the step of its peers, which is 0.77 of their speed, so a
+node is called slow just before it would be. SuperBench (ATC 2024) takes 0.95, which needs a machine that
+does nothing else and several runs; one run of a second on a busy node varies by 10 % by itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+__all__ = ["BAD_RATIO", "SLOW_RATIO", "Diagnosis", "Expected", "Item", "Reading", "Verdict", "judge"]
+
+Verdict = Literal["ok", "slow", "bad", "skipped"]
+Expected = Mapping[str, Mapping[str, float | str]]
+"""Hardware to measure to value: what a baseline holds."""
+
+SLOW_RATIO, BAD_RATIO = 0.8, 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a probe has seen."""
+
+    name: str
+    value: float | str | None = None
+    unit: str = ""
+    floor: float | None = None
+    """Least value where there is no baseline; more is better."""
+    hardware: str = ""
+    """Whose baseline counts; empty: it is never compared."""
+    measure: str = ""
+    """Name in the baseline; empty: ``name``."""
+    problem: str = ""
+    """What is wrong, whatever the value is."""
+    skipped: str = ""
+    """Why it was not measured."""
+    note: str = ""
+    """Said beside the value when all is well."""
+    remedy: str = ""
+    """What to do when it is slow, bad or different."""
+    advisory: bool = False
+    """Told, but no decision uses it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One check and its verdict."""
+
+    name: str
+    verdict: Verdict
+    words: str
+    measured: float | str | None = None
+    expected: float | str | None = None
+    unit: str = ""
+    advisory: bool = False
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All checks of a node."""
+
+    items: Sequence[Item]
+    readings: Sequence[Reading] = ()
+    """What a baseline is made of."""
+    seconds: float = 0.0
+
+    @property
+    def complaints(self) -> list[Item]:
+        """The items for which this node should not train."""
+        return [item for item in self.items if item.verdict in ("slow", "bad") and not item.advisory]
+
+    @property
+    def healthy(self) -> bool:
+        """Nothing is slow or bad."""
+        return not self.complaints
+
+    @property
+    def words(self) -> str:
+        """One line."""
+        passed, skipped = (sum(item.verdict == one for item in self.items) for one in ("ok", "skipped"))
+        if self.healthy:
+            return f"healthy: {passed} checks passed, {skipped} skipped"
+        names = ", ".join(f"{item.name} ({item.verdict})" for item in self.complaints)
+        return f"do not use this node: {names}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "healthy": self.healthy,
+            "words": self.words,
+            "seconds": round(self.seconds, 3),
+            "items": [asdict(item) for item in self.items],
+        }
+
+
+def judge(reading: Reading, expected: Expected) -> Item:
+    """The verdict; see the head of the module."""
+    known = expected.get(reading.hardware, {}).get(reading.measure or reading.name)
+    value = reading.value
+    if reading.skipped:
+        return _item(reading, "skipped", reading.skipped)
+    if reading.problem:
+        return _item(reading, "bad", _join(reading.problem, reading.remedy), known)
+    if isinstance(value, str) and isinstance(known, str) and value != known:
+        return _item(reading, "bad", _join(f"the baseline has {known}", reading.remedy), known)
+    if isinstance(value, int | float):
+        if isinstance(known, int | float) and known > 0:
+            return _judge_rate(reading, value / known, known, SLOW_RATIO, "the baseline")
+        if reading.floor is not None:
+            return _judge_rate(reading, value / reading.floor, reading.floor, 1.0, "its floor")
+    return _item(reading, "ok", reading.note, known)
+
+
+def _judge_rate(reading: Reading, ratio: float, expected: float, slow_ratio: float, source: str) -> Item:
+    verdict: Verdict = "ok" if ratio >= slow_ratio else "slow" if ratio >= BAD_RATIO else "bad"
+    compared = f"{ratio:.0%} of {source}" if slow_ratio < 1 or verdict != "ok" else f"above {source}"
+    words = (
+        _join(reading.note, compared) if verdict == "ok" else _join(compared, reading.note, reading.remedy)
+    )
+    return _item(reading, verdict, words, expected)
+
+
+def _item(reading: Reading, verdict: Verdict, words: str, expected: float | str | None = None) -> Item:
+    return Item(
+        name=reading.name,
+        verdict=verdict,
+        words=words,
+        measured=reading.value,
+        expected=expected,
+        unit=reading.unit,
+        advisory=reading.advisory,
+    )
+
+
+def _join(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)

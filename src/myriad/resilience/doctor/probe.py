@@ -1,0 +1,117 @@
+"""A probe is a process of its own, with a deadline: what it tests may hang it (a disk, a device), kill it
+(bad memory) or fill it with somebody's threads, and the doctor goes on and says so.
+
+    python -m myriad.resilience.doctor.probe NAME DESCRIPTOR FOLDER     readings, one JSON a line
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from myriad.resilience.doctor.item import Reading
+
+__all__ = ["PROBES", "run_probe"]
+
+PROBES = {
+    "memory": ("memory", 30.0),
+    "disk": ("disk", 20.0),
+    "network": ("network interfaces", 30.0),
+    "ranks": ("products, bits and all-to-all of ranks", 60.0),
+    "gpu": ("GPUs", 120.0),
+}
+"""Name to what it tests and the seconds that it may take."""
+
+_MOST_BYTES = 2**20
+
+
+def run_probe(name: str, folder: Path, seconds: float | None = None) -> Iterator[Reading]:
+    """Its readings; one more for what kept it from its end. ``seconds``: those of `PROBES` when left out."""
+    what, most = PROBES[name]
+    reader, writer = os.pipe()
+    words = [sys.executable, "-m", "myriad.resilience.doctor.probe", name, str(writer), str(folder)]
+    process = subprocess.Popen(
+        words,
+        pass_fds=[writer],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    os.close(writer)
+    most = most if seconds is None else seconds
+    try:
+        text, ended = _read(reader, most)
+        code = _code(process) if ended else None
+    finally:
+        os.close(reader)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # ranks too; one that hangs in the kernel is left behind
+    yield from (Reading(**json.loads(line)) for line in text.split("\n")[:-1])
+    if code != 0:
+        problem = f"the test died with exit code {code}" if ended else f"no answer in {most:g} s: it hangs"
+        yield Reading(name=what, problem=problem, remedy="look at the kernel's log")
+
+
+def _code(process: "subprocess.Popen[bytes]") -> int | None:
+    """Of a process that has closed its end of the pipe."""
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(5.0)
+    return None
+
+
+def _read(reader: int, seconds: float) -> tuple[str, bool]:
+    """What came, and whether that is all."""
+    text, end = b"", time.monotonic() + seconds
+    while len(text) < _MOST_BYTES:
+        ready, _, _ = select.select([reader], [], [], max(0.0, end - time.monotonic()))
+        if not ready:
+            return text.decode(), False
+        part = os.read(reader, 2**16)
+        if not part:
+            return text.decode(), True
+        text += part
+    return text.decode(), False
+
+
+def _readings(name: str, folder: Path) -> Iterator[Reading]:
+    """Each probe imports what it needs, torch only where it does."""
+    if name == "memory":
+        from myriad.resilience.doctor.memory import check_memory
+
+        return check_memory()
+    if name == "disk":
+        from myriad.resilience.doctor.disk import check_disk
+
+        return check_disk(folder)
+    if name == "network":
+        from myriad.resilience.doctor.network import check_network
+
+        return check_network()
+    if name == "ranks":
+        from myriad.resilience.doctor.ranks import check_ranks
+
+        return check_ranks()
+    from myriad.resilience.doctor.gpu import check_gpus
+
+    return check_gpus()
+
+
+def main(arguments: list[str]) -> None:
+    """Writes a line as soon as it knows it."""
+    name, descriptor, folder = arguments
+    os.set_inheritable(int(descriptor), False)
+    for reading in _readings(name, Path(folder)):
+        os.write(int(descriptor), json.dumps(asdict(reading)).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
