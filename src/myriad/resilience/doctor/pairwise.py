@@ -1,0 +1,176 @@
+"""Every node's part in a pairwise test, and `pairwise`, which is all of it.
+
+    told = pairwise(nodes, index, secret)       on each of the nodes; gives all of them the same answer
+
+The first node coordinates (`myriad.resilience.doctor.coordinator`) and is tested like the others. A node
+listens only while a pair waits for its other half, on its own address of the list, and connects only to
+addresses of the list: a message names a node by its place there.
+"""
+
+import asyncio
+import hmac
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from myriad.errors import RunFailedError
+from myriad.resilience.doctor.cluster import Node
+from myriad.resilience.doctor.coordinator import Coordinator
+from myriad.resilience.doctor.flow import Received, exchange
+from myriad.resilience.doctor.sealed import HEADER_BYTES, HELLO_BYTES, Message, Refused, Seal, hello, proof
+
+__all__ = ["pairwise"]
+
+_CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.1
+_MOST_SECONDS = 30.0
+"""Of one test, whatever a message says."""
+_SILENCE_SECONDS = 600.0
+"""Between messages: rounds in which this node is not asked."""
+
+
+def pairwise(
+    nodes: Sequence[Node],
+    index: int,
+    secret: bytes,
+    *,
+    complaints: Sequence[str] = (),
+    seconds: float = 0.5,
+    wait_seconds: float = 60.0,
+    expected: float | None = None,
+    links: bool = False,
+) -> Message:
+    """What the rounds found, on every node: culprits, expected, rounds, tests, complaints and missing nodes.
+
+    ``complaints``: names of this node's own checks that failed; ``seconds`` of each test; ``wait_seconds``
+    for the others to come; ``expected``: bytes per second of a good pair; ``links``: test every pair. The
+    first node's ``seconds``, ``expected`` and ``links`` count. Raises `BadInputError` when the first node's
+    address cannot be listened on, `RunFailedError` when the first node is not there."""
+    if index:
+        return _take_part(nodes, index, secret, complaints, wait_seconds)
+    return asyncio.run(_coordinate(nodes, secret, complaints, seconds, wait_seconds, expected, links))
+
+
+async def _coordinate(
+    nodes: Sequence[Node],
+    secret: bytes,
+    complaints: Sequence[str],
+    seconds: float,
+    wait_seconds: float,
+    expected: float | None,
+    links: bool,
+) -> Message:
+    """Beside a thread in which this node takes part like any other."""
+    coordinator = Coordinator(nodes, secret, seconds=seconds, wait_seconds=wait_seconds, links=links)
+    server = await coordinator.listen()
+    arguments = (nodes, 0, secret, complaints, wait_seconds)
+    threading.Thread(target=_quietly, args=arguments, daemon=True).start()
+    return await coordinator.run(server, expected)
+
+
+def _quietly(*arguments: object) -> None:
+    """What fails is seen by the coordinator, as with any other node."""
+    with suppress(RunFailedError):
+        _take_part(*arguments)  # type: ignore[arg-type]
+
+
+def _take_part(
+    nodes: Sequence[Node], index: int, secret: bytes, complaints: Sequence[str], wait_seconds: float
+) -> Message:
+    connection = _reach(nodes[0], wait_seconds)
+    try:
+        with connection:
+            return _Member(nodes, index, secret, connection).serve(complaints)
+    except OSError as error:
+        raise RunFailedError(f"the pairwise test ended early: {nodes[0]} is gone ({error})") from None
+
+
+def _reach(first: Node, wait_seconds: float) -> socket.socket:
+    """The first node may still be testing itself."""
+    end = time.monotonic() + wait_seconds
+    while True:
+        try:
+            return socket.create_connection((first.host, first.port), _CONNECT_SECONDS)
+        except OSError as error:
+            if time.monotonic() > end:
+                told = f"{first}, the first of the cluster, cannot be reached: {error}"
+                raise RunFailedError(told) from None
+            time.sleep(_RETRY_SECONDS)
+
+
+class _Member:
+    """Does what the coordinator asks, until it tells the outcome."""
+
+    def __init__(self, nodes: Sequence[Node], index: int, secret: bytes, connection: socket.socket) -> None:
+        self._nodes, self._index, self._secret, self._connection = nodes, index, secret, connection
+        connection.settimeout(_SILENCE_SECONDS)
+        mine = hello()
+        connection.sendall(mine)
+        self._seal = Seal(secret, mine, _exactly(connection, HELLO_BYTES), connects=True)
+
+    def serve(self, complaints: Sequence[str]) -> Message:
+        """Raises `OSError` when the coordinator is gone."""
+        self._send({"op": "hello", "node": self._index, "complaints": [name[:80] for name in complaints[:8]]})
+        while True:
+            message = self._receive()
+            if message.get("op") == "outcome":
+                return message
+            seconds = min(float(message["seconds"]), _MOST_SECONDS)
+            try:
+                found = self._test(message, seconds)
+            except OSError:
+                found = Received(0.0, 0)
+            self._send({"op": "rate", "bytes_per_second": found.bytes_per_second, "wrong": found.wrong_bytes})
+
+    def _test(self, message: Message, seconds: float) -> Received:
+        token = str(message["token"])
+        if message.get("op") == "listen":
+            with self._accept(token) as connection:
+                return exchange(connection, seconds)
+        peer = self._nodes[int(message["peer"]) % len(self._nodes)]
+        source = (self._nodes[self._index].host, 0)
+        with socket.create_connection(
+            (peer.host, int(message["port"])), _CONNECT_SECONDS, source
+        ) as connection:
+            connection.sendall(proof(self._secret, token, "connects"))
+            _check(_exactly(connection, 32), proof(self._secret, token, "listens"))
+            return exchange(connection, seconds)
+
+    def _accept(self, token: str) -> socket.socket:
+        """The peer that knows the token; others are sent away."""
+        with socket.create_server((self._nodes[self._index].host, 0)) as server:
+            self._send({"op": "listening", "port": server.getsockname()[1]})
+            end = time.monotonic() + _CONNECT_SECONDS
+            while True:
+                server.settimeout(max(0.01, end - time.monotonic()))
+                connection, _ = server.accept()
+                try:
+                    connection.settimeout(max(0.01, end - time.monotonic()))
+                    _check(_exactly(connection, 32), proof(self._secret, token, "connects"))
+                    connection.sendall(proof(self._secret, token, "listens"))
+                except OSError:
+                    connection.close()
+                    continue
+                return connection
+
+    def _send(self, message: Message) -> None:
+        self._connection.sendall(self._seal.close(message))
+
+    def _receive(self) -> Message:
+        header = _exactly(self._connection, HEADER_BYTES)
+        return self._seal.open(header, _exactly(self._connection, Seal.length(header)))
+
+
+def _check(found: bytes, right: bytes) -> None:
+    if not hmac.compare_digest(found, right):
+        raise Refused("a peer that does not know the secret")
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        if not (part := connection.recv(count - len(found))):
+            raise Refused("the other end has closed")
+        found += part
+    return found
