@@ -1,29 +1,67 @@
 """``myriad doctor``: this node, check by check, with what to do about what is not well."""
 
 import json as json_format
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from myriad.cli.bars import share_bar
-from myriad.errors import RunFailedError
+from myriad.errors import BadInputError, RunFailedError
 from myriad.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from myriad.resilience.doctor.cluster import Node
+    from myriad.resilience.doctor.findings import Findings
     from myriad.resilience.doctor.item import Diagnosis, Expected, Item
 
 __all__ = ["doctor", "register"]
 
 _BASELINE_ROUNDS = 3
+_NETWORK, _PAIR = "network between nodes", "all-reduce of two"
+"""Where a baseline has what a good pair reaches."""
 _STYLES = {"ok": "green", "slow": "yellow", "bad": "bold red", "skipped": "dim"}
 
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
     app.command("doctor")(doctor)
+
+
+_Cluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOSTS",
+        help="Also test between nodes: all hosts, neighbours side by side, with commas, or a file with one a "
+        "line; the same command on each of them. The first one says who is to blame.",
+    ),
+]
+_Node = Annotated[
+    str | None, typer.Option(metavar="HOST", help="Which of --cluster this is, if its addresses do not tell.")
+]
+_Secret = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="What the nodes know each other by; or in MYRIAD_DOCTOR_SECRET."),
+]
+_Links = Annotated[
+    bool, typer.Option("--links", help="With --cluster: test every pair, not only as many as show bad nodes.")
+]
+_Wait = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="With --cluster: for nodes to come.")]
+
+
+@dataclass(frozen=True)
+class _Others:
+    """The nodes to test with."""
+
+    nodes: "Sequence[Node]"
+    index: int
+    secret: bytes
+    links: bool
+    wait_seconds: float
 
 
 def doctor(
@@ -38,29 +76,59 @@ def doctor(
         bool,
         typer.Option("--save-baseline", help="Measure this node three times and keep what it reaches."),
     ] = False,
+    cluster: _Cluster = None,
+    node: _Node = None,
+    secret_file: _Secret = None,
+    links: _Links = False,
+    wait: _Wait = 60.0,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON object on standard output, for programs.")
     ] = False,
 ) -> None:
     """Test this node in some seconds, and say in words what is wrong with it.
 
-    Memory, disk, network interfaces, its ranks among each other, accelerators, limits, versions, clock. Each
-    check is ok, slow (below 80 % of the baseline), bad or skipped; exit code 1 when any is slow or bad.
+    Memory, disk, network interfaces, its ranks among each other, accelerators, limits, versions, clock; with
+    --cluster also the network between nodes. Each check is ok, slow (below 80 % of the baseline), bad or
+    skipped; exit code 1 when any is slow or bad.
     """
     from myriad.resilience.doctor.baseline import default_path, read_baseline
 
     path = baseline or default_path()
+    others = _others(cluster, node, secret_file, links, wait)
     if save_baseline:
-        _save(folder, path, json=json)
+        _save(folder, path, others, json=json)
         return
     expected = read_baseline(path) if baseline is not None or path.is_file() else {}
     diagnosis = _diagnose(folder, expected, quiet=json)
+    findings = _between(others, diagnosis, expected, quiet=json) if others is not None else None
+    told = path if expected else None
     if json:
-        typer.echo(json_format.dumps(diagnosis.as_json() | {"baseline": str(path) if expected else None}))
+        between = {} if findings is None else {"between_nodes": findings.model_dump(mode="json")}
+        typer.echo(json_format.dumps(diagnosis.as_json() | {"baseline": told and str(told)} | between))
     else:
-        _show(diagnosis, path if expected else None)
-    if not diagnosis.healthy:
+        _show(diagnosis, told)
+        if findings is not None:
+            _show_between(findings)
+    if not diagnosis.healthy or (others is not None and findings is not None and _concerns(findings, others)):
         raise typer.Exit(1)
+
+
+def _others(
+    cluster: str | None, node: str | None, secret_file: Path | None, links: bool, wait: float
+) -> _Others | None:
+    """Everything that can be wrong with them is said before anything is measured."""
+    from myriad.resilience.doctor.cluster import check_listening, find_self, read_nodes, read_secret
+
+    if cluster is None:
+        for key, given in (("--node", node), ("--secret-file", secret_file), ("--links", links or None)):
+            if given is not None:
+                raise BadInputError(key, str(given), "only with --cluster")
+        return None
+    nodes = read_nodes(cluster)
+    index = find_self(nodes, node)
+    if index == 0:
+        check_listening(nodes[0])
+    return _Others(nodes, index, read_secret(secret_file), links, wait)
 
 
 def _diagnose(folder: Path, expected: "Expected", *, quiet: bool, title: str = "testing") -> "Diagnosis":
@@ -70,8 +138,31 @@ def _diagnose(folder: Path, expected: "Expected", *, quiet: bool, title: str = "
         return diagnose(folder, expected, tell=tell)
 
 
-def _save(folder: Path, path: Path, *, json: bool) -> None:
+def _between(others: _Others, diagnosis: "Diagnosis", expected: "Expected", *, quiet: bool) -> "Findings":
+    from myriad.resilience.doctor.pairwise import pairwise
+
+    known = expected.get(_NETWORK, {}).get(_PAIR)
+    with share_bar("testing", quiet=quiet) as tell:
+        tell("between nodes", 0.9)
+        return pairwise(
+            others.nodes,
+            others.index,
+            others.secret,
+            complaints=[item.name for item in diagnosis.complaints],
+            wait_seconds=others.wait_seconds,
+            expected=known if isinstance(known, int | float) else None,
+            links=others.links,
+        )
+
+
+def _concerns(findings: "Findings", others: _Others) -> bool:
+    """The first node speaks for all, each other one for itself."""
+    return not findings.healthy if others.index == 0 else findings.accuses(str(others.nodes[others.index]))
+
+
+def _save(folder: Path, path: Path, others: _Others | None, *, json: bool) -> None:
     from myriad.resilience.doctor.baseline import merge, read_baseline, summarize, write_baseline
+    from myriad.resilience.doctor.item import Reading
 
     old = read_baseline(path) if path.exists() else {}
     rounds = []
@@ -80,6 +171,11 @@ def _save(folder: Path, path: Path, *, json: bool) -> None:
         if not found.healthy:
             raise RunFailedError(f"no baseline was saved, this node is not healthy: {found.words}")
         rounds.append(found.readings)
+    if others is not None:
+        findings = _between(others, found, {}, quiet=json)
+        if not findings.healthy:
+            raise RunFailedError(f"no baseline was saved: {'; '.join(findings.words)}")
+        rounds.append([Reading(name=_PAIR, value=findings.expected, hardware=_NETWORK)])
     new = summarize(rounds)
     write_baseline(path, merge(old, new))
     count = sum(len(measures) for measures in new.values())
@@ -101,6 +197,19 @@ def _show(diagnosis: "Diagnosis", baseline: Path | None) -> None:
         console.print(f"Baseline: {baseline}", style="dim", soft_wrap=True)
     style = "green" if diagnosis.healthy else "bold red"
     console.print(f"{diagnosis.words} ({diagnosis.seconds:.1f} s)", style=style, soft_wrap=True)
+
+
+def _show_between(findings: "Findings") -> None:
+    from rich.console import Console
+
+    console = Console()
+    for line in findings.words or ["between nodes: healthy"]:
+        console.print(
+            line, style="green" if findings.healthy else "bold red", soft_wrap=True, highlight=False
+        )
+    rate = f"{format_bytes(findings.expected)}/s each way at once"
+    told = f"{findings.tests} pairs in {findings.rounds} rounds; a good pair reaches {rate}"
+    console.print(told, style="dim", highlight=False)
 
 
 def _table(diagnosis: "Diagnosis") -> "Table":

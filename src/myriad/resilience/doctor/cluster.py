@@ -10,7 +10,15 @@ from pathlib import Path
 
 from myriad.errors import BadInputError
 
-__all__ = ["DEFAULT_PORT", "SECRET_VARIABLE", "Node", "find_self", "read_nodes", "read_secret"]
+__all__ = [
+    "DEFAULT_PORT",
+    "SECRET_VARIABLE",
+    "Node",
+    "check_listening",
+    "find_self",
+    "read_nodes",
+    "read_secret",
+]
 
 DEFAULT_PORT = 29_517
 SECRET_VARIABLE = "MYRIAD_DOCTOR_SECRET"
@@ -63,6 +71,14 @@ def find_self(nodes: Sequence[Node], named: str | None = None) -> int:
         told = "none of them is this node" if not mine else "several of them are this node"
         raise BadInputError("--cluster", ",".join(map(str, nodes[:8])), f"{told}: say which with --node")
     return mine[0]
+
+
+def check_listening(node: Node) -> None:
+    """Raises `BadInputError` when the address is in use, or is not this machine's."""
+    try:
+        socket.create_server((node.host, node.port)).close()
+    except OSError as error:
+        raise BadInputError("--cluster", str(node), f"cannot be listened on: {error.strerror}") from None
 
 
 def _is_here(host: str) -> bool:

@@ -14,12 +14,12 @@ import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 from myriad.errors import BadInputError
 from myriad.resilience.doctor.cluster import Node
-from myriad.resilience.doctor.rounds import Outcome, Pair, Rounds
+from myriad.resilience.doctor.findings import Findings
+from myriad.resilience.doctor.rounds import Pair, Rounds
 from myriad.resilience.doctor.sealed import HEADER_BYTES, HELLO_BYTES, Message, Refused, Seal, hello
 
 __all__ = ["Coordinator"]
@@ -27,8 +27,6 @@ __all__ = ["Coordinator"]
 _ANSWER_SECONDS = 10.0
 """Beyond what the test itself takes."""
 _HELLO_SECONDS = 5.0
-_MOST_TOLD = 64
-"""Culprits and complaining nodes in the message to all: it has a bound."""
 
 
 class _Line:
@@ -73,7 +71,7 @@ class Coordinator:
         except OSError as error:
             raise BadInputError("--cluster", str(first), f"cannot be listened on: {error.strerror}") from None
 
-    async def run(self, server: asyncio.Server, expected: float | None) -> Message:
+    async def run(self, server: asyncio.Server, expected: float | None) -> Findings:
         """What the nodes are told at the end."""
         async with server:
             with suppress(TimeoutError):
@@ -81,22 +79,15 @@ class Coordinator:
             rounds = Rounds(len(self._nodes), expected=expected, links=self._links)
             while pairs := rounds.next_round():
                 rounds.report(pairs, await self._measure(pairs))
-            told = self._told(rounds.outcome())
-            await asyncio.gather(*(self._tell(line, told) for line in self._lines.values()))
+            names = [str(node) for node in self._nodes]
+            missing = [name for index, name in enumerate(names) if index not in self._complaints]
+            complaints = {names[node]: found for node, found in sorted(self._complaints.items()) if found}
+            findings = Findings.of(rounds.outcome(), names, complaints, missing)
+            message = {"op": "outcome", "findings": findings.model_dump(mode="json")}
+            await asyncio.gather(*(self._tell(line, message) for line in self._lines.values()))
             for line in self._lines.values():
                 line.close()
-        return told
-
-    def _told(self, outcome: Outcome) -> Message:
-        named = [[str(self._nodes[node]), found] for node, found in sorted(self._complaints.items()) if found]
-        missing = [str(node) for index, node in enumerate(self._nodes) if index not in self._lines]
-        return {
-            "op": "outcome",
-            **asdict(outcome),
-            "culprits": [asdict(culprit) for culprit in outcome.culprits[:_MOST_TOLD]],
-            "complaints": named[:_MOST_TOLD],
-            "missing": missing[:_MOST_TOLD],
-        }
+        return findings
 
     async def _tell(self, line: _Line, message: Message) -> None:
         with suppress(OSError, TimeoutError):

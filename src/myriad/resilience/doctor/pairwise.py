@@ -1,6 +1,6 @@
 """Every node's part in a pairwise test, and `pairwise`, which is all of it.
 
-    told = pairwise(nodes, index, secret)       on each of the nodes; gives all of them the same answer
+    findings = pairwise(nodes, index, secret)       on each of the nodes; gives all of them the same answer
 
 The first node coordinates (`myriad.resilience.doctor.coordinator`) and is tested like the others. A node
 listens only while a pair waits for its other half, on its own address of the list, and connects only to
@@ -18,6 +18,7 @@ from contextlib import suppress
 from myriad.errors import RunFailedError
 from myriad.resilience.doctor.cluster import Node
 from myriad.resilience.doctor.coordinator import Coordinator
+from myriad.resilience.doctor.findings import Findings, read_findings
 from myriad.resilience.doctor.flow import Received, exchange
 from myriad.resilience.doctor.sealed import HEADER_BYTES, HELLO_BYTES, Message, Refused, Seal, hello, proof
 
@@ -40,8 +41,8 @@ def pairwise(
     wait_seconds: float = 60.0,
     expected: float | None = None,
     links: bool = False,
-) -> Message:
-    """What the rounds found, on every node: culprits, expected, rounds, tests, complaints and missing nodes.
+) -> Findings:
+    """What the rounds found, on every node.
 
     ``complaints``: names of this node's own checks that failed; ``seconds`` of each test; ``wait_seconds``
     for the others to come; ``expected``: bytes per second of a good pair; ``links``: test every pair. The
@@ -60,7 +61,7 @@ async def _coordinate(
     wait_seconds: float,
     expected: float | None,
     links: bool,
-) -> Message:
+) -> Findings:
     """Beside a thread in which this node takes part like any other."""
     coordinator = Coordinator(nodes, secret, seconds=seconds, wait_seconds=wait_seconds, links=links)
     server = await coordinator.listen()
@@ -77,7 +78,7 @@ def _quietly(*arguments: object) -> None:
 
 def _take_part(
     nodes: Sequence[Node], index: int, secret: bytes, complaints: Sequence[str], wait_seconds: float
-) -> Message:
+) -> Findings:
     connection = _reach(nodes[0], wait_seconds)
     try:
         with connection:
@@ -109,13 +110,13 @@ class _Member:
         connection.sendall(mine)
         self._seal = Seal(secret, mine, _exactly(connection, HELLO_BYTES), connects=True)
 
-    def serve(self, complaints: Sequence[str]) -> Message:
+    def serve(self, complaints: Sequence[str]) -> Findings:
         """Raises `OSError` when the coordinator is gone."""
         self._send({"op": "hello", "node": self._index, "complaints": [name[:80] for name in complaints[:8]]})
         while True:
             message = self._receive()
             if message.get("op") == "outcome":
-                return message
+                return read_findings(message.get("findings"))
             seconds = min(float(message["seconds"]), _MOST_SECONDS)
             try:
                 found = self._test(message, seconds)
