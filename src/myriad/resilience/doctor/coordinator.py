@@ -27,6 +27,8 @@ __all__ = ["Coordinator"]
 _ANSWER_SECONDS = 10.0
 """Beyond what the test itself takes."""
 _HELLO_SECONDS = 5.0
+_MOST_STRANGERS = 256
+"""Connections beyond the nodes' that have not proved themselves yet."""
 
 
 class _Line:
@@ -62,6 +64,7 @@ class Coordinator:
         self._lines: dict[int, _Line] = {}
         self._complaints: dict[int, list[str]] = {}
         self._all_here = asyncio.Event()
+        self._strangers = 0
 
     async def listen(self) -> asyncio.Server:
         """Raises `BadInputError` when the first node's address cannot be listened on."""
@@ -97,10 +100,15 @@ class Coordinator:
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Whoever does not prove within seconds that it knows the secret is sent away, unheard."""
+        self._strangers += 1
         try:
+            if self._strangers > _MOST_STRANGERS + len(self._nodes):
+                raise Refused("too many at once")
             await asyncio.wait_for(self._take(reader, writer), _HELLO_SECONDS)
         except (OSError, EOFError, TimeoutError):
             writer.close()
+        finally:
+            self._strangers -= 1
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         mine = hello()

@@ -84,7 +84,9 @@ def _take_part(
         with connection:
             return _Member(nodes, index, secret, connection).serve(complaints)
     except OSError as error:
-        raise RunFailedError(f"the pairwise test ended early: {nodes[0]} is gone ({error})") from None
+        raise RunFailedError(
+            f"the pairwise test ended early: {nodes[0]} is gone, or has another secret ({error})"
+        ) from None
 
 
 def _reach(first: Node, wait_seconds: float) -> socket.socket:
@@ -117,10 +119,9 @@ class _Member:
             message = self._receive()
             if message.get("op") == "outcome":
                 return read_findings(message.get("findings"))
-            seconds = min(float(message["seconds"]), _MOST_SECONDS)
             try:
-                found = self._test(message, seconds)
-            except OSError:
+                found = self._test(message, min(float(message["seconds"]), _MOST_SECONDS))
+            except (OSError, KeyError, TypeError, ValueError, OverflowError):
                 found = Received(0.0, 0)
             self._send({"op": "rate", "bytes_per_second": found.bytes_per_second, "wrong": found.wrong_bytes})
 

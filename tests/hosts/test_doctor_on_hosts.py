@@ -1,0 +1,90 @@
+"""The one bad node among many, on links that really are slow, cut or slow between two only; and disks that really
+are full or cannot be written. If these fail, the wrong node is evicted, or none."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hosts import Hosts
+from myriad.errors import RunFailedError
+from myriad.resilience.doctor.cluster import Node
+from myriad.resilience.doctor.findings import Findings
+from myriad.resilience.doctor.pairwise import pairwise
+
+SECRET = b"a secret of many letters"
+SIZE = 6
+
+
+def take_part(links: bool) -> Findings | None:
+    nodes = [Node(f"10.77.0.{host + 1}") for host in range(SIZE)]
+    try:
+        rank = int(os.environ["RANK"])
+        return pairwise(nodes, rank, SECRET, seconds=0.15, wait_seconds=3, links=links)
+    except RunFailedError:
+        return None
+
+
+def findings(made: Hosts, *, links: bool = False) -> list[Findings | None]:
+    return made.run_ranks(take_part, links, timeout_seconds=60)
+
+
+def named(found: Findings) -> list[tuple[str, tuple[str, ...]]]:
+    return [(one.kind, one.nodes) for one in found.culprits]
+
+
+def slow_between(made: Hosts, a: int, b: int) -> None:
+    """What ``a`` sends to ``b`` goes through a class of its own; all other traffic keeps its rate."""
+    tc = ["tc", "-n", made.namespace(a)]
+    u32 = ["protocol", "ip", "parent", "1:", "u32", "match", "ip", "dst", made.address(b), "flowid", "1:2"]
+    for words in (
+        ["qdisc", "replace", "dev", "eth0", "root", "handle", "1:", "htb", "default", "1"],
+        ["class", "add", "dev", "eth0", "parent", "1:", "classid", "1:1", "htb", "rate", "200mbit"],
+        ["class", "add", "dev", "eth0", "parent", "1:", "classid", "1:2", "htb", "rate", "20mbit"],
+        ["filter", "add", "dev", "eth0", *u32],
+    ):
+        subprocess.run([*tc, *words], check=True, capture_output=True)
+
+
+def test_the_slow_the_lost_and_the_badly_connected_are_told_apart(hosts):
+    made = hosts(SIZE, rate="200mbit")
+    healthy = findings(made)
+    assert all(found is not None and found.healthy for found in healthy)
+
+    made.set_rate("50mbit", [3])
+    slow = findings(made)
+    assert all(named(found) == [("node", ("10.77.0.4",))] for found in slow)
+    assert slow[0].rounds == 3 and slow[0].accuses("10.77.0.4") and not slow[0].accuses("10.77.0.3")
+    made.set_rate("200mbit")
+
+    made.set_link(5, up=False)
+    *others, lost = findings(made)
+    assert lost is None
+    assert all(named(found) == [("node", ("10.77.0.6",))] for found in others)
+    assert others[0].missing == ("10.77.0.6",)
+    made.set_link(5, up=True)
+
+    slow_between(made, 1, 4)
+    between = findings(made, links=True)
+    assert all(named(found) == [("link", ("10.77.0.2", "10.77.0.5"))] for found in between)
+
+
+WRITE = """
+from pathlib import Path
+from myriad.resilience.doctor.disk import check_disk
+print([reading.problem for reading in check_disk(Path("{folder}")) if reading.name == "disk write"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "says"), [("size=1m", "the disk is full"), ("ro", "the disk can only be read")]
+)
+def test_a_disk_that_cannot_be_written_is_told_with_its_reason(tmp_path, options, says):
+    script = f"mount -t tmpfs -o {options} tmpfs {tmp_path} && exec '{sys.executable}' -c '{{}}'"
+    code = WRITE.replace("{folder}", str(tmp_path)).replace('"', '\\"')
+    words = ["unshare", "--mount", "sh", "-c", script.replace("'{}'", f'"{code}"')]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    if "Operation not permitted" in done.stderr or "permission denied" in done.stderr.lower():
+        pytest.skip("mounting needs root")
+    assert says in done.stdout, done.stderr

@@ -1,0 +1,127 @@
+"""``myriad doctor`` as a person and a scheduler see it: what it says, its exit code, and what it refuses; and what
+happens when strangers reach the port of a pairwise test."""
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from ranks import free_port
+
+from myriad.errors import BadInputError, RunFailedError
+from myriad.resilience.doctor.cluster import Node, find_self, read_nodes, read_secret
+from myriad.resilience.doctor.hardware import cpu_key
+from myriad.resilience.doctor.pairwise import pairwise
+from myriad.resilience.doctor.sealed import hello
+
+SECRET = b"a secret of many letters"
+
+
+def doctor(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "myriad.cli.main", "doctor", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env={**os.environ, **environment}
+    )
+
+
+def test_a_node_that_differs_from_the_baseline_is_unfit_and_told_why(tmp_path):
+    baseline = tmp_path / "baseline.json"
+    known = {"version of torch": "0.1", "memory bandwidth, memory node 0": 1e3}
+    baseline.write_text(json.dumps({"format": 1, "hardware": {cpu_key(): known}}))
+    done = doctor("--json", "--baseline", str(baseline), "--folder", str(tmp_path / "runs"))
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    items = {item["name"]: item for item in found["items"]}
+    assert items["version of torch"]["verdict"] == "bad" and items["version of torch"]["expected"] == "0.1"
+    assert items["memory bandwidth, memory node 0"]["expected"] == 1e3
+    assert "version of torch (bad)" in found["words"] and not found["healthy"]
+    assert {
+        "disk write",
+        "matrix product of a core",
+        "mini-model, bit for bit",
+        "all-to-all among ranks",
+    } <= set(items)
+    assert items["mini-model, bit for bit"]["verdict"] == "ok"
+    assert [path.name for path in tmp_path.iterdir()] == ["baseline.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--baseline", "/nowhere/baseline.json"], "--baseline = '/nowhere/baseline.json': cannot be read"),
+        (["--node", "a"], "--node = 'a': only with --cluster"),
+        (["--cluster", "127.0.0.1"], "2 to 16384 hosts"),
+        (
+            ["--cluster", "127.0.0.1:1,192.0.2.1"],
+            "MYRIAD_DOCTOR_SECRET = '': a secret of 16 characters or more",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_measures_nothing(arguments, says):
+    start = time.monotonic()
+    done = doctor(*arguments, MYRIAD_DOCTOR_SECRET="")
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert says in done.stderr and len(done.stderr.splitlines()) == 1
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("text", ["a,a", "a,b c", "a,b:0", "a,b:70000", "a,::1", "", "a"])
+def test_hosts_that_cannot_be_are_refused(text):
+    with pytest.raises(BadInputError, match="--cluster"):
+        read_nodes(text)
+
+
+def test_hosts_are_read_with_commas_or_from_a_file_and_this_one_is_found(tmp_path):
+    (tmp_path / "hosts").write_text("192.0.2.1:77  # the first\n127.0.0.1\n\n")
+    nodes = read_nodes(str(tmp_path / "hosts"))
+    assert nodes == read_nodes("192.0.2.1:77,127.0.0.1") == [Node("192.0.2.1", 77), Node("127.0.0.1")]
+    assert find_self(nodes) == 1 and find_self(nodes, "192.0.2.1:77") == 0
+    for two in ("127.0.0.1,127.0.0.1:2", "192.0.2.1,192.0.2.2"):
+        with pytest.raises(BadInputError, match="say which with --node"):
+            find_self(read_nodes(two))
+    (tmp_path / "secret").write_text("short\n")
+    with pytest.raises(BadInputError, match="16 characters"):
+        read_secret(tmp_path / "secret")
+
+
+def test_an_address_in_use_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nodes = [Node("127.0.0.1", taken.getsockname()[1]), Node("127.0.0.1", free_port())]
+        with pytest.raises(BadInputError, match="cannot be listened on"):
+            pairwise(nodes, 0, SECRET)
+
+
+def strangers() -> list[bytes]:
+    """Garbage, another version, an endless message, and a hello that is followed by nothing true."""
+    endless = hello() + struct.pack("<I32s", 2**32 - 1, b"")
+    forged = hello() + struct.pack("<I32s", 2, b"\0" * 32) + b"{}"
+    return [b"GET / HTTP/1.1\r\n\r\n" * 3, struct.pack("<4sH16s", b"MYRD", 9, b""), endless, forged, b""]
+
+
+def test_strangers_and_other_secrets_are_sent_away_and_the_test_goes_on():
+    nodes = [Node("127.0.0.1", free_port()), Node("127.0.0.1", free_port())]
+    found = {}
+
+    def run(index: int) -> None:
+        found[index] = pairwise(
+            nodes, index, SECRET, seconds=0.1, wait_seconds=30, complaints=["disk sync"] * index
+        )
+
+    first = threading.Thread(target=run, args=(0,))
+    first.start()
+    with pytest.raises(RunFailedError, match="another secret"):
+        pairwise(nodes, 1, b"this is not the secret", wait_seconds=10)
+    for data in strangers():
+        with socket.create_connection((nodes[0].host, nodes[0].port), 10) as connection:
+            connection.sendall(data)
+    second = threading.Thread(target=run, args=(1,))
+    second.start()
+    for thread in (first, second):
+        thread.join(60)
+    assert found[0] == found[1] and not found[0].culprits and not found[0].missing
+    assert found[0].complaints == {str(nodes[1]): ("disk sync",)} and found[0].expected > 0
