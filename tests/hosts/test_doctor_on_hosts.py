@@ -1,5 +1,5 @@
-"""The one bad node among many, on links that really are slow, cut or slow between two only; and disks that really
-are full or cannot be written. If these fail, the wrong node is evicted, or none."""
+"""The one bad node among many, on links that really are slow, cut or slow between two only; and disks that
+really are full or cannot be written. If these fail, the wrong node is evicted, or none."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ def take_part(links: bool) -> Findings | None:
     nodes = [Node(f"10.77.0.{host + 1}") for host in range(SIZE)]
     try:
         rank = int(os.environ["RANK"])
-        return pairwise(nodes, rank, SECRET, seconds=0.15, wait_seconds=3, links=links)
+        return pairwise(nodes, rank, SECRET, seconds=0.15, wait_seconds=1, links=links)
     except RunFailedError:
         return None
 

@@ -1,5 +1,5 @@
-"""``myriad doctor`` as a person and a scheduler see it: what it says, its exit code, and what it refuses; and what
-happens when strangers reach the port of a pairwise test."""
+"""``myriad doctor`` as a person and a scheduler see it: what it says, its exit code, and what it refuses; and
+what happens when strangers reach the port of a pairwise test."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_a_node_that_differs_from_the_baseline_is_unfit_and_told_why(tmp_path):
         (["--node", "a"], "--node = 'a': only with --cluster"),
         (["--cluster", "127.0.0.1"], "2 to 16384 hosts"),
         (
-            ["--cluster", "127.0.0.1:1,192.0.2.1"],
+            ["--cluster", "127.0.0.1,203.0.113.1"],
             "MYRIAD_DOCTOR_SECRET = '': a secret of 16 characters or more",
         ),
     ],
@@ -77,11 +77,11 @@ def test_hosts_that_cannot_be_are_refused(text):
 
 
 def test_hosts_are_read_with_commas_or_from_a_file_and_this_one_is_found(tmp_path):
-    (tmp_path / "hosts").write_text("192.0.2.1:77  # the first\n127.0.0.1\n\n")
+    (tmp_path / "hosts").write_text("203.0.113.1:77  # the first\n127.0.0.1\n\n")
     nodes = read_nodes(str(tmp_path / "hosts"))
-    assert nodes == read_nodes("192.0.2.1:77,127.0.0.1") == [Node("192.0.2.1", 77), Node("127.0.0.1")]
-    assert find_self(nodes) == 1 and find_self(nodes, "192.0.2.1:77") == 0
-    for two in ("127.0.0.1,127.0.0.1:2", "192.0.2.1,192.0.2.2"):
+    assert nodes == read_nodes("203.0.113.1:77,127.0.0.1") == [Node("203.0.113.1", 77), Node("127.0.0.1")]
+    assert find_self(nodes) == 1 and find_self(nodes, "203.0.113.1:77") == 0
+    for two in ("127.0.0.1,127.0.0.1:2", "203.0.113.1,203.0.113.2"):
         with pytest.raises(BadInputError, match="say which with --node"):
             find_self(read_nodes(two))
     (tmp_path / "secret").write_text("short\n")

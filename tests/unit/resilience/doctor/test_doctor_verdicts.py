@@ -1,5 +1,5 @@
-"""A verdict that is too hard takes good nodes out, one that is too soft lets a slow one hold up all others; and
-a baseline that cannot be read must be said before anything is measured."""
+"""A verdict that is too hard takes good nodes out, one that is too soft lets a slow one hold up all others;
+and a baseline that cannot be read must be said before anything is measured."""
 
 import pytest
 
