@@ -21,6 +21,7 @@ from myriad.resilience.doctor.item import Reading
 __all__ = ["PROBES", "run_probe"]
 
 PROBES = {
+    "devices": ("what the accelerators' driver reports", 30.0),
     "memory": ("memory", 30.0),
     "disk": ("disk", 20.0),
     "network": ("network interfaces", 30.0),
@@ -84,6 +85,10 @@ def _read(reader: int, seconds: float) -> tuple[str, bool]:
 
 def _readings(name: str, folder: Path) -> Iterator[Reading]:
     """Each probe imports what it needs, torch only where it does."""
+    if name == "devices":
+        from myriad.resilience.doctor.devices import check_devices, find_provider
+
+        return iter(check_devices(find_provider()))
     if name == "memory":
         from myriad.resilience.doctor.memory import check_memory
 

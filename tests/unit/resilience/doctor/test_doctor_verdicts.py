@@ -4,6 +4,7 @@ and a baseline that cannot be read must be said before anything is measured."""
 import pytest
 
 from myriad.errors import BadInputError
+from myriad.resilience.doctor import node
 from myriad.resilience.doctor.baseline import merge, read_baseline, summarize, write_baseline
 from myriad.resilience.doctor.item import Diagnosis, Reading, judge
 
@@ -21,6 +22,20 @@ def rate(value: float, **more) -> Reading:
 def test_a_rate_is_held_against_the_baseline(value, verdict):
     item = judge(rate(value), BASELINE)
     assert (item.verdict, item.expected) == (verdict, 100.0)
+
+
+def test_a_low_rate_is_measured_again_and_wrong_bits_are_not(tmp_path, monkeypatch):
+    asked = []
+
+    def run_probe(name, folder):
+        asked.append(name)
+        value = 30.0 if name == "memory" and len(asked) == 1 else 95.0
+        return [rate(value), Reading(name="bits", value="abd", hardware="cpu")]
+
+    monkeypatch.setattr(node, "run_probe", run_probe)
+    found = node.diagnose(tmp_path, BASELINE, probes=("memory", "disk"))
+    assert asked == ["memory", "memory", "disk"]
+    assert [(item.name, item.verdict) for item in found.complaints] == [("bits", "bad")] * 2
 
 
 @pytest.mark.parametrize(("value", "verdict"), [(11.0, "ok"), (9.0, "slow"), (4.0, "bad")])
