@@ -222,8 +222,9 @@ def _table(diagnosis: "Diagnosis") -> "Table":
     grid.add_column("measured", overflow="fold", ratio=2)
     grid.add_column("in words", overflow="fold", ratio=4)
     for item in diagnosis.items:
-        style = "dim" if item.advisory else _STYLES[item.verdict]
-        grid.add_row(Text(item.verdict, style), Text(item.name), Text(_measured(item)), Text(item.words))
+        is_told = item.advisory and item.verdict != "ok"  # and counts for nothing
+        verdict = Text("note" if is_told else item.verdict, "dim" if item.advisory else _STYLES[item.verdict])
+        grid.add_row(verdict, Text(item.name), Text(_measured(item)), Text(item.words))
     return grid
 
 
@@ -233,6 +234,10 @@ def _measured(item: "Item") -> str:
         return value or ""
     if unit.startswith("bytes"):
         return format_bytes(value) + unit.removeprefix("bytes")
+    if unit in ("Mbit/s", "files"):
+        return f"{value:,.0f} {unit}"
+    if unit == "FLOP/s":
+        return f"{value / 1e9:,.0f} GFLOP/s"
     if unit in ("s", "ppm"):
         return f"{value:.3g} {unit}"
     return f"{format_count(value)} {unit}"

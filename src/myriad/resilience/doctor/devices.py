@@ -17,6 +17,7 @@ format.
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -39,6 +40,7 @@ __all__ = [
     "check_devices",
     "fault_of",
     "find_provider",
+    "has_driver",
 ]
 
 Blame = Literal["user", "hardware", "unknown"]
@@ -122,7 +124,7 @@ def fault_of(state: DeviceState) -> DeviceFault | None:
 def check_devices(provider: DeviceProvider | None) -> list[Reading]:
     """A reading for each device: a fault of hardware is a problem, others are told."""
     if provider is None:
-        return [Reading(name="devices", skipped="no accelerator's driver here")]
+        return [Reading(name="devices", skipped="no accelerator's driver, or no nvidia-smi, here")]
     try:
         states = provider.states()
     except (OSError, subprocess.SubprocessError) as error:
@@ -244,6 +246,11 @@ def read_log(path: Path) -> str:
     return b"\n".join(found).decode(errors="replace")
 
 
+def has_driver(root: Path = Path("/")) -> bool:
+    """Whether NVIDIA's driver is loaded."""
+    return (root / "proc/driver/nvidia/version").exists()
+
+
 def find_provider(root: Path = Path("/")) -> DeviceProvider | None:
-    """That of the driver that is loaded here."""
-    return SmiProvider() if (root / "proc/driver/nvidia/version").exists() else None
+    """That of the driver that is loaded here, if it can be asked."""
+    return SmiProvider() if has_driver(root) and shutil.which("nvidia-smi") else None

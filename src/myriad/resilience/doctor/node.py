@@ -1,8 +1,8 @@
 """All checks of this node, one after the other: `diagnose`.
 
 Nothing of it is torch's: what needs torch runs in a probe, so that an executor that asks keeps its own memory
-and its start short. A rate that is too low is measured once more and the better one counts: others' work on the
-node makes a rate lower, nothing makes it higher. Wrong bits are never asked twice.
+and its start short. A rate that is too low is measured once more and the better one counts: others' work on
+the node makes a rate lower, nothing makes it higher. Wrong bits are never asked twice.
 """
 
 import time
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from myriad.resilience.doctor.clock import check_clock, read_clocks
-from myriad.resilience.doctor.devices import DeviceProvider, check_devices, find_provider
+from myriad.resilience.doctor.devices import DeviceProvider, check_devices, has_driver
 from myriad.resilience.doctor.item import Diagnosis, Expected, Reading, judge
 from myriad.resilience.doctor.probe import PROBES, run_probe
 from myriad.resilience.doctor.settings import check_limits, check_versions
@@ -40,7 +40,7 @@ def diagnose(
         tell(PROBES[name][0], _SHARES[name])
         if name == "devices" and provider is not None:
             readings += check_devices(provider)
-        elif name == "gpu" and find_provider() is None:
+        elif name == "gpu" and not has_driver():
             readings.append(Reading(name="GPU", skipped="no accelerator's driver here"))
         else:
             readings += _probe(name, folder, expected)

@@ -81,6 +81,17 @@ def test_texts_without_devices_are_no_devices(text):
     assert parse_states(text, text, text) == []
 
 
+def test_nvidia_smi_is_asked_for_both(tmp_path):
+    program, log = tmp_path / "nvidia-smi", tmp_path / "log"
+    rows = "case $1 in --query-gpu=index,*) echo '0, NVIDIA H200, 00000000:18:00.0, 0';;"
+    remapped = "--query-remapped-rows=*) echo '00000000:18:00.0, 1';; esac"
+    program.write_text(f"#!/bin/sh\n{rows}\n{remapped}\n")
+    program.chmod(0o755)
+    log.write_text("NVRM: Xid (PCI:0000:18:00): 94, pid=7\n")
+    (state,) = SmiProvider(str(program), log).states()
+    assert state == DeviceState(index=0, name="NVIDIA H200", remap_failed=True, xids=(94,))
+
+
 def test_a_provider_that_cannot_be_asked_is_told(tmp_path):
     (reading,) = check_devices(SmiProvider(str(tmp_path / "no-such-program"), tmp_path / "log"))
     assert "cannot be asked" in reading.problem
