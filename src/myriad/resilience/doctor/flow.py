@@ -51,7 +51,7 @@ def receive(connection: socket.socket, seconds: float) -> Received:
             if not got:
                 break
             place = total % _BLOCK_BYTES
-            if buffer[:got] != _TWICE[place : place + got]:
+            if bytes(buffer[:got]) != bytes(_TWICE[place : place + got]):  # views compare 50 times slower
                 wrong += got
             total, last = total + got, time.perf_counter()
             if now - start < _UNCOUNTED_RATIO * seconds:
