@@ -54,6 +54,8 @@ def test_a_node_that_differs_from_the_baseline_is_unfit_and_told_why(tmp_path):
     ("arguments", "says"),
     [
         (["--baseline", "/nowhere/baseline.json"], "--baseline = '/nowhere/baseline.json': cannot be read"),
+        (["--folder", sys.executable], "a folder, or one that a run may make"),
+        (["--wait", "nan"], "--wait = nan: 0 to 86,400 seconds"),
         (["--node", "a"], "--node = 'a': only with --cluster"),
         (["--cluster", "127.0.0.1"], "2 to 16384 hosts"),
         (
@@ -70,7 +72,7 @@ def test_bad_input_is_one_line_and_measures_nothing(arguments, says):
     assert time.monotonic() - start < 60
 
 
-@pytest.mark.parametrize("text", ["a,a", "a,b c", "a,b:0", "a,b:70000", "a,::1", "", "a"])
+@pytest.mark.parametrize("text", ["/bin/sh", "a,a", "a,b c", "a,b:0", "a,b:70000", "a,::1", "", "a"])
 def test_hosts_that_cannot_be_are_refused(text):
     with pytest.raises(BadInputError, match="--cluster"):
         read_nodes(text)

@@ -24,6 +24,7 @@ __all__ = ["doctor", "register"]
 _BASELINE_ROUNDS = 3
 _NETWORK, _PAIR = "network between nodes", "all-reduce of two"
 """Where a baseline has what a good pair reaches."""
+_MOST_WAIT_SECONDS = 86_400.0
 _STYLES = {"ok": "green", "slow": "yellow", "bad": "bold red", "skipped": "dim"}
 
 
@@ -50,7 +51,7 @@ _Secret = Annotated[
 _Links = Annotated[
     bool, typer.Option("--links", help="With --cluster: test every pair, not only as many as show bad nodes.")
 ]
-_Wait = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="With --cluster: for nodes to come.")]
+_Wait = Annotated[float, typer.Option(metavar="SECONDS", help="With --cluster: for nodes to come.")]
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ def doctor(
     """
     from myriad.resilience.doctor.baseline import default_path, read_baseline
 
+    if folder.exists() and not folder.is_dir():
+        raise BadInputError("--folder", str(folder), "a folder, or one that a run may make")
     path = baseline or default_path()
     others = _others(cluster, node, secret_file, links, wait)
     if save_baseline:
@@ -119,6 +122,8 @@ def _others(
     """Everything that can be wrong with them is said before anything is measured."""
     from myriad.resilience.doctor.cluster import check_listening, find_self, read_nodes, read_secret
 
+    if not 0 <= wait <= _MOST_WAIT_SECONDS:
+        raise BadInputError("--wait", wait, f"0 to {_MOST_WAIT_SECONDS:,.0f} seconds")
     if cluster is None:
         for key, given in (("--node", node), ("--secret-file", secret_file), ("--links", links or None)):
             if given is not None:

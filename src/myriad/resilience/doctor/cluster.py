@@ -40,7 +40,7 @@ def read_nodes(text: str) -> list[Node]:
     """Hosts with commas between them, or a file with one a line, each with a port or without. Raises
     `BadInputError`."""
     path = Path(text)
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         if path.is_file():
             text = ",".join(line.partition("#")[0] for line in path.read_text().splitlines())
     nodes = [_read_node(part.strip()) for part in text.split(",") if part.strip()]

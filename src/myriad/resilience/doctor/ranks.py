@@ -136,11 +136,10 @@ def _collect(pipes: Mapping[int, int], cores: list[int]) -> list[Answer]:
             texts[reader] += part
             if not part:
                 waiting.discard(reader)
-    answers = {}
-    for reader, rank in pipes.items():
-        answers[rank] = json.loads(texts[reader] or b'{"failed": "it died"}')
-        if "failed" in answers[rank]:
-            raise RunFailedError(f"the rank on core {cores[rank]} failed: {answers[rank]['failed']}")
+    answers = {rank: json.loads(texts[reader] or b'{"failed": ""}') for reader, rank in pipes.items()}
+    if failed := {rank: answer["failed"] for rank, answer in answers.items() if "failed" in answer}:
+        first = min(failed, key=lambda rank: (failed[rank] != "", rank))  # others fail because one has died
+        raise RunFailedError(f"the rank on core {cores[first]} failed: {failed[first] or 'it died'}")
     return [answers[rank] for rank in range(len(cores))]
 
 
