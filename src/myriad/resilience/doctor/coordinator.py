@@ -19,7 +19,7 @@ from typing import Any
 from myriad.errors import BadInputError
 from myriad.resilience.doctor.cluster import Node
 from myriad.resilience.doctor.findings import Findings
-from myriad.resilience.doctor.rounds import Pair, Rounds
+from myriad.resilience.doctor.rounds import Pair, Rounds, better
 from myriad.resilience.doctor.sealed import HEADER_BYTES, HELLO_BYTES, Message, Refused, Seal, hello
 
 __all__ = ["Coordinator"]
@@ -81,7 +81,10 @@ class Coordinator:
                 await asyncio.wait_for(self._all_here.wait(), self._wait_seconds)
             rounds = Rounds(len(self._nodes), expected=expected, links=self._links)
             while pairs := rounds.next_round():
-                rounds.report(pairs, await self._measure(pairs))
+                rates = await self._measure(pairs)
+                if doubtful := rounds.doubtful(rates):
+                    rates = better(rates, await self._measure(doubtful))
+                rounds.report(pairs, rates)
             names = [str(node) for node in self._nodes]
             missing = [name for index, name in enumerate(names) if index not in self._complaints]
             complaints = {names[node]: found for node, found in sorted(self._complaints.items()) if found}
