@@ -114,20 +114,26 @@ class _SharingRun(Run):
         for lane in self.jobs:
             load.update(self.ranks_on[lane])
         self.transfers = [transfer for transfer in self.transfers if transfer.end > now]
+        num_transfers: Counter[int] = Counter()
         busy: dict[int, float] = dict.fromkeys(load, 0.0)
         for transfer in self.transfers:
             for lane in transfer.lanes if transfer.begin <= now else ():
                 for core, count in self.ranks_on[lane].items():
+                    num_transfers[core] += count
                     busy[core] = busy.get(core, 0.0) + count * transfer.busy_ratio
         return {
-            lane: min(1 / self._slowdown(load[core], busy[core]) for core in self.ranks_on[lane])
+            lane: min(
+                self._speed(load[core], num_transfers[core], busy[core]) for core in self.ranks_on[lane]
+            )
             for lane in self.jobs
         }
 
-    def _slowdown(self, num_ranks: int, busy: float) -> float:
-        """Of a core on which so many ranks compute, and on which transfers take ``busy`` of its time."""
+    def _speed(self, num_ranks: int, num_transfers: int, busy: float) -> float:
+        """Of each of the ranks that compute on a core. What transfers want of it they get before them, up to
+        their fair share, as threads do that mostly sleep."""
         turns = 1 + self.costs.cluster.turns_ratio if num_ranks > 1 else 1.0
-        return max(1.0, num_ranks * turns + busy)
+        taken = min(busy, num_transfers / (num_transfers + num_ranks))
+        return (1 - taken) / (num_ranks * turns)
 
     def _computed(self, lane: int, job: _Job, now: float) -> None:
         self._finish(lane, job.action, job.begin, now + job.idle)

@@ -4,6 +4,7 @@ The clock's seconds, the smallest of several: a rank that waits for its peer has
 """
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,8 @@ _ELEMENTS = (2**8, 2**12, 2**14, 2**16, 2**18, 2**20)
 _REPEATS = 7
 _WIDTH, _CROSSING_ROWS, _CROSSINGS = 256, (64, 256, 1024, 2048), 40
 _TAG = 2**21
-_AT_ONCE, _BESIDE_SECONDS, _COMPUTES = 2, 0.3, 20
-"""Transfers under way, and for how long in all, while something computes beside them; what it is compared
-with."""
+_BESIDE_SECONDS, _COMPUTES = 0.3, 20
+"""For how long something computes beside transfers, and how many times alone."""
 
 
 @dataclass(frozen=True)
@@ -114,37 +114,34 @@ def _best(function: Callable[[], object], pair: Group) -> float:
 def _taken_ratio(pair: Group) -> float:
     """What transfers take from compute is more than their threads' processor time: interrupts, and caches
     that hold other data after each (a fifth of a core against a third, at 1 Gbit/s)."""
-    tensors = [torch.zeros(_ELEMENTS[-1]) for _ in range(_AT_ONCE)]
-    alone = _best(partial(_sum, tensors[0], pair), pair)
+    whole, part = torch.zeros(_ELEMENTS[-1]), torch.zeros(_ELEMENTS[-1] // 2)
+
+    def transfer(times: int = 1) -> None:
+        for _ in range(times):
+            _scatter(whole, part, pair)
+            _gather(whole, part, pair)
+
+    alone = _best(transfer, pair)
     wanted = torch.tensor([_BESIDE_SECONDS / alone / pair.size()])
     dist.all_reduce(wanted, group=pair)
-    num_transfers = max(_AT_ONCE, int(wanted.item()))
+    repeats = max(1, int(wanted.item()))
     compute = _feed_forward()
     compute_seconds = statistics.median(_clocked(compute) for _ in range(_COMPUTES))
+    courier = threading.Thread(target=transfer, args=(repeats,))
     dist.barrier(pair)
     start, calls = time.perf_counter(), 0
-    works = [_post(tensor, pair) for tensor in tensors]
-    left = num_transfers - len(works)
-    while left or not all(work.is_completed() for work in works):
+    courier.start()
+    while courier.is_alive():
         compute()
         calls += 1
-        for index, work in enumerate(works):
-            if left and work.is_completed():
-                works[index], left = _post(tensors[index], pair), left - 1
     delayed = time.perf_counter() - start - calls * compute_seconds
-    return max(0.0, delayed) / (num_transfers * alone)
+    return max(0.0, delayed) / (repeats * alone)
 
 
 def _clocked(function: Callable[[], object]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
-
-
-def _post(tensor: torch.Tensor, pair: Group) -> dist.Work:
-    work = dist.all_reduce(tensor, group=pair, async_op=True)
-    assert work is not None, "asynchronous"
-    return work
 
 
 def _feed_forward() -> Callable[[], object]:
