@@ -1,4 +1,8 @@
-"""Real ranks for tests: forked processes of one thread each, joined by gloo on loopback."""
+"""Real ranks for tests: forked processes of one thread each, joined by gloo on loopback.
+
+``torch._dynamo`` is imported before the fork and not in it: torch loads it when a layer first runs on the
+meta device, which every rank of a layout with messages does, and that costs 0.5 to 1 s of a core each time.
+"""
 
 import multiprocessing
 import os
@@ -8,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo
 
 
 def free_port() -> int:
