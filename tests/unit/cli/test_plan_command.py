@@ -49,7 +49,7 @@ def test_a_layout_as_written_is_ranked_among_the_others(capsys: pytest.CaptureFi
 
 
 def test_a_faster_network_makes_it_quicker(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("gpt-13b", "--cluster", "vegiant-32xv100-100g", "--top", "1", "--gpus", "16")
+    arguments = ("gpt2-124m", "--cluster", "vegiant-32xv100-100g", "--top", "1", "--gpus", "16")
     told = _told(capsys, *arguments, "--what-if", "links.ib=800Gbps")
     before = next(plan for plan in told["plans"] if plan["rank"] == "before")
     assert told["plans"][0]["seconds"] < before["seconds"]
