@@ -17,8 +17,11 @@ help:
 train: $(VENV)/.installed
 	@$(BIN)/myriad train
 
+# A file of tests/unit runs on one core, so as many run at once as there are cores, each with one thread. All others
+# start several processes themselves, and some look at how long things take: one after another.
 test: check services
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile tests/unit
+	@$(BIN)/python -m pytest --ignore tests/unit
 
 # tests/services use these; where they cannot be installed the tests are skipped and say so. No service is started.
 services:
