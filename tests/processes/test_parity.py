@@ -67,7 +67,6 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("serial", "lamb", {"dp": 2, "zero": 3}),
     ("serial", "adamw", {"tp": 2, "micro_batch": 4}),
     ("serial", "adamw", {"pp": 2}),
-    ("serial", "adamw", {"dp": 2, "pp": 2, "zero": 2}),
     ("serial", "adamw", {"pp": 2, "schedule": "zero-bubble"}),
     ("serial", "adamw", {"pp": 3, "schedule": "eager-1f1b"}),
     ("serial", "adamw", {"pp": 3, "schedule": "eager-zero-bubble"}),
@@ -112,8 +111,9 @@ SWITCHES = ("pipeline", "data", "optimizer", "tensor")
 DATA_AND_PIPELINE = {"dp": 2, "pp": 2, "zero": 2}
 TENSOR_AND_PIPELINE = {"tp": 2, "pp": 2, "micro_batch": 3}
 EVERYTHING = {"dp": 2, "pp": 2, "tp": 2, "zero": 1, "virtual_stages": 2}
+# None or two of the first three: each two meet in all four states. (All are on in each case of LAYOUTS.)
 COMBINATIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    *((DATA_AND_PIPELINE, on) for n in range(4) for on in combinations(SWITCHES[:3], n)),
+    *((DATA_AND_PIPELINE, on) for n in (0, 2) for on in combinations(SWITCHES[:3], n)),
     *((TENSOR_AND_PIPELINE, on) for on in ((), ("tensor",), ("pipeline",))),
     *((EVERYTHING, on) for on in ((), SWITCHES)),
 ]
