@@ -14,10 +14,11 @@ from myriad.planner.costs import Costs
 from myriad.planner.explain import Help, helps, waterfall
 from myriad.planner.judge import FITS, judge
 from myriad.planner.neighbours import neighbours
-from myriad.planner.placement import Placement, place, traffic_of
+from myriad.planner.placement import Placement, place
 from myriad.planner.questions import Answer, best_of, describe
 from myriad.planner.rescore import Plan, Simulations, rescore
 from myriad.planner.space import Candidate, Problem
+from myriad.planner.traffic import fills_nodes, traffic_of
 from myriad.recipes.cluster import scale_cluster
 
 if TYPE_CHECKING:
@@ -220,10 +221,7 @@ def _more_memory(problem: Problem, best: Plan, simulations: Simulations) -> list
 def _placed(problem: Problem, best: Plan, slower: dict[int, float]) -> Placement | None:
     """Where there is more than one node."""
     cluster, layout = problem.cluster, best.candidate.layout
-    per_node = cluster.accelerators_per_node
-    if cluster.nodes == 1 or layout.world != cluster.world:
-        return None
-    pipeline = layout.tp * layout.pp
-    if pipeline % per_node and per_node % pipeline:
+    fills = layout.world == cluster.world and fills_nodes(layout, cluster.accelerators_per_node)
+    if cluster.nodes == 1 or not fills:
         return None
     return place(cluster, traffic_of(Costs(best.candidate.work(problem), cluster)), slower)

@@ -1,51 +1,46 @@
-"""Which node holds which part of the rank grid.
+"""Which node holds which part of the rank grid: an order of nodes, `slot` by slot (`traffic`), with the least
+T (`fabric`), where links, switches or nodes make orders differ.
 
-The grid's axes are dp pp cp tp ep, the last one fastest, so consecutive ranks fill a node, and a *slot* (the
-n-th node's worth of ranks) is some pipeline ranks of some replica. Free is which node of the cluster is the
-n-th: an order of nodes. Two kinds of traffic leave a node: messages between pipeline neighbours, and rings of
-data parallelism. Through a switch's uplinks go the messages whose ends lie on both sides, and each ring once,
-however many of its members lie below, as rings are made:
+    at most 8 nodes   every order
+    more              starts, the best of them improved by exchanges, and the best of that; a start is better
+                      than none of these only if nodes in their own order are: then they stay
 
-    a x b nodes under a switch    a replicas of b pipeline ranks: a ring has 1/a of its members' uplinks for
-                                  itself, a message 1/b
+    starts            nodes as they are, the best first, the worst first; laid in blocks of a replicas by b
+                      parts, block by block. So a x b nodes under one switch keep their traffic there, and
+                      nodes that are alike meet in one ring (a = all replicas) or one pipeline (b = all parts)
+    exchanges         two nodes, one of them in the slowest pipeline or ring, or two whole parts; the best of
+                      some hundreds, and with it the next best as long as they help together
 
-    T = the slowest pipeline + messages x their slowest hop + the slowest ring x its exposed share
-
-Nodes of other links (`Cluster.unequal`) and slow ones are put where T is least: by blocks a x b, then by
-exchanging pairs of nodes until none helps.
+Nodes that are alike are never exchanged. What is tried is drawn with a fixed seed: the same question has the
+same answer.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations, permutations
+
+import numpy as np
 
 from myriad.planner.cluster import Cluster
-from myriad.planner.costs import Costs
+from myriad.planner.fabric import Fabric, Numbers, Orders
+from myriad.planner.traffic import Traffic
 
-__all__ = ["Placement", "Traffic", "place", "placed_seconds", "traffic_of"]
+__all__ = ["Placement", "every_order", "place", "placed_seconds", "searched"]
 
-_FEW_NODES = 64
-"""Up to so many, pairs are exchanged."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What nodes do, by slot: ``slots = replicas x parts``; a part is a node's share of a pipeline."""
-
-    replicas: int
-    """Replicas that lie on nodes of their own."""
-    parts: int
-    """Nodes of one pipeline."""
-    compute_seconds: tuple[float, ...]
-    """Of each part, for one micro-batch."""
-    num_micro_batches: int
-    message_bytes: float
-    """Of one accelerator, from part to part, for one micro-batch, both ways."""
-    ring_bytes: float
-    """Of one accelerator, in an iteration."""
-    exposed_ratio: float = 1.0
-    """Share of the rings' time that nothing hides."""
+_EVERY_ORDER = 8
+"""Up to so many nodes."""
+_ALL_PAIRS = 64
+"""Up to so many nodes, all exchanges are tried; with more, `_SOME` in each round."""
+_SOME = 384
+_TOGETHER = 24
+_STARTS = 6
+_FIRST_ROUNDS, _ROUNDS = 6, 200
+"""Of each start; of the best of them afterwards."""
+_FAILURES = 3
+"""Rounds in turn without an exchange that helps, where not all are tried."""
+_SLOTS = 30_000_000
+"""That are judged in all, on all orders: some seconds."""
+_CLEARLY = 1 - 1e-9
 
 
 @dataclass(frozen=True)
@@ -64,156 +59,171 @@ class Placement:
         return self.order == tuple(range(len(self.order)))
 
 
-def traffic_of(costs: Costs) -> Traffic:
-    """Of a layout whose tensor-parallel groups and nodes fill each other evenly."""
-    layout, per_node = costs.work.layout, costs.cluster.accelerators_per_node
-    pipeline = layout.pp * layout.tp
-    parts = max(1, pipeline // per_node)
-    replicas = max(1, layout.world // per_node // parts)
-    seconds = [0.0] * parts
-    owners = [stage % layout.pp for stage in range(layout.num_stages) for _ in range(costs.num_chunks)]
-    for stage, owner in zip(costs.stages, owners, strict=True):
-        part = min(parts - 1, owner * parts // layout.pp)
-        seconds[part] += (stage.forward + stage.backward) * parts / layout.pp
-    work = costs.work
-    tokens = layout.micro_batch * work.model.sequence * work.model.hidden
-    held = max(stage.parameters for stage in costs.stages) * layout.virtual_stages * costs.num_chunks
-    hidden = work.overlap.data
-    return Traffic(
-        replicas=replicas,
-        parts=parts,
-        compute_seconds=tuple(seconds),
-        num_micro_batches=work.num_micro_batches,
-        message_bytes=2.0 * layout.virtual_stages * tokens * work.value_bytes / layout.tp,
-        ring_bytes=held * (work.value_bytes + work.practice.gradient_bytes) if layout.dp > 1 else 0.0,
-        exposed_ratio=1 / (layout.virtual_stages * costs.num_chunks) if hidden else 1.0,
-    )
-
-
 def placed_seconds(
     cluster: Cluster, traffic: Traffic, order: Sequence[int], slower: Mapping[int, float] | None = None
 ) -> float:
     """What an order of nodes decides of an iteration; ``slower``: factor on the compute of single nodes."""
-    return _Fabric(cluster, traffic, dict(slower or {})).seconds(order)
-
-
-class _Fabric:
-    def __init__(self, cluster: Cluster, traffic: Traffic, slower: dict[int, float]) -> None:
-        self.traffic, self.slower = traffic, slower
-        self.per_switch = cluster.nodes_per_switch or cluster.nodes
-        rate = cluster.link("network").bytes_per_second * cluster.ratio("network")
-        self.rates = [rate] * cluster.nodes
-        for group in cluster.unequal:
-            for node in group.nodes:
-                self.rates[node] = group.bytes_per_second * cluster.ratio("network")
-        self.uplinks = cluster.link("spine").bytes_per_second * cluster.ratio("spine") * self.per_switch
-
-    def seconds(self, order: Sequence[int]) -> float:
-        """Three terms, each the slowest of its kind."""
-        traffic = self.traffic
-        pipelines = [
-            order[first : first + traffic.parts]
-            for first in range(0, traffic.replicas * traffic.parts, traffic.parts)
-        ]
-        crossing = self._crossing(pipelines)
-        compute = max(self._compute(nodes) for nodes in pipelines)
-        hops = [self._hop(a, b, crossing) for nodes in pipelines for a, b in pairwise(nodes)]
-        messages = traffic.num_micro_batches * traffic.message_bytes * max(hops, default=0.0)
-        rings = [[nodes[part] for nodes in pipelines] for part in range(traffic.parts)]
-        ring = max((self._ring(nodes, crossing) for nodes in rings), default=0.0)
-        return compute + messages + traffic.exposed_ratio * traffic.ring_bytes * ring
-
-    def _compute(self, nodes: Sequence[int]) -> float:
-        times = self.traffic.compute_seconds
-        own = [time * self.slower.get(node, 1.0) for time, node in zip(times, nodes, strict=True)]
-        return (self.traffic.num_micro_batches - 1) * max(own) + sum(own)
-
-    def _crossing(self, pipelines: Sequence[Sequence[int]]) -> dict[int, int]:
-        """Flows through each switch's uplinks, of accelerators' share of a node."""
-        flows: defaultdict[int, int] = defaultdict(int)
-        for nodes in pipelines:
-            for a, b in pairwise(nodes):
-                if self._switch(a) != self._switch(b):
-                    flows[self._switch(a)] += 1
-                    flows[self._switch(b)] += 1
-        for part in range(self.traffic.parts):
-            below = {self._switch(nodes[part]) for nodes in pipelines}
-            for switch in below if len(below) > 1 else ():
-                flows[switch] += 1
-        return flows
-
-    def _switch(self, node: int) -> int:
-        return node // self.per_switch
-
-    def _hop(self, a: int, b: int, crossing: Mapping[int, int]) -> float:
-        """Seconds for each byte."""
-        rate = min(self.rates[a], self.rates[b])
-        if self._switch(a) != self._switch(b):
-            busiest = max(crossing[self._switch(a)], crossing[self._switch(b)])
-            rate = min(rate, self.uplinks / busiest)
-        return 1 / rate
-
-    def _ring(self, nodes: Sequence[int], crossing: Mapping[int, int]) -> float:
-        if len(nodes) < 2:
-            return 0.0
-        rate = min(self.rates[node] for node in nodes)
-        switches = {self._switch(node) for node in nodes}
-        if len(switches) > 1:
-            rate = min(rate, *(self.uplinks / crossing[switch] for switch in switches))
-        return (len(nodes) - 1) / len(nodes) / rate
+    return float(Fabric(cluster, traffic, slower or {}).judge(np.array([order])).seconds[0])
 
 
 def place(cluster: Cluster, traffic: Traffic, slower: Mapping[int, float] | None = None) -> Placement:
     """The best order found; nodes in their own order where none is better."""
-    fabric = _Fabric(cluster, traffic, dict(slower or {}))
-    count = traffic.replicas * traffic.parts
-    plain = tuple(range(count))
-    alike = cluster.links.spine is None and not cluster.unequal and not slower
-    best, least = plain, fabric.seconds(plain)
-    first = least
-    for start in () if alike or count > cluster.nodes else _starts(fabric, traffic):
-        order = _exchanged(fabric, start) if count <= _FEW_NODES else start
-        seconds = fabric.seconds(order)
-        if seconds < least * (1 - 1e-9):
-            best, least = tuple(order), seconds
-    return Placement(best, least, first)
+    fabric = Fabric(cluster, traffic, slower or {})
+    count = traffic.num_slots
+    plain = np.arange(count)
+    least = first = float(fabric.judge(plain[None]).seconds[0])
+    best = plain
+    if count == cluster.nodes and fabric.kinds.max() > 0:
+        order = every_order(fabric) if count <= _EVERY_ORDER else searched(fabric)
+        seconds = float(fabric.judge(order[None]).seconds[0])
+        if seconds < least * _CLEARLY:
+            best, least = order, seconds
+    return Placement(tuple(map(int, best)), least, first)
 
 
-def _starts(fabric: _Fabric, traffic: Traffic) -> Iterator[list[int]]:
-    """Blocks of a replicas and b parts, filled node by node, with odd nodes first or last."""
-    count = traffic.replicas * traffic.parts
-    every = list(range(count))
-    odd = sorted(every, key=lambda node: (fabric.slower.get(node, 1.0), -fabric.rates[node]))
-    for nodes in (every, odd, odd[::-1]):
-        for a in range(1, min(fabric.per_switch, traffic.replicas) + 1):
-            if traffic.replicas % a == 0:
-                for b in range(1, traffic.parts + 1):
-                    if traffic.parts % b == 0 and a * b <= fabric.per_switch:
-                        yield _blocks(nodes, traffic, a, b)
+def every_order(fabric: Fabric) -> Orders:
+    """The best of all."""
+    orders = np.array(list(permutations(range(fabric.traffic.num_slots))))
+    result: Orders = orders[np.argmin(fabric.judge(orders).seconds)]
+    return result
 
 
-def _blocks(nodes: Sequence[int], traffic: Traffic, a: int, b: int) -> list[int]:
-    order = [0] * len(nodes)
-    place = iter(nodes)
-    for replica in range(0, traffic.replicas, a):
-        for part in range(0, traffic.parts, b):
-            for row in range(replica, replica + a):
-                for column in range(part, part + b):
-                    order[row * traffic.parts + column] = next(place)
+def searched(fabric: Fabric) -> Orders:
+    """The best that starts and exchanges find."""
+    starts = np.array(list(_starts(fabric)))
+    slopes = fabric.judge(starts).slope
+    search = _Search(fabric)
+    ends = [search.improved(order, _FIRST_ROUNDS) for order in starts[np.argsort(slopes)[:_STARTS]]]
+    last = search.improved(ends[int(np.argmin(fabric.judge(np.array(ends)).slope))], _ROUNDS)
+    found = np.array([*ends, last])
+    result: Orders = found[np.argmin(fabric.judge(found).seconds)]
+    return result
+
+
+def _starts(fabric: Fabric) -> Iterator[Orders]:
+    traffic = fabric.traffic
+    plain = np.arange(traffic.num_slots)
+    best_first = np.lexsort((plain, fabric.slower, fabric.inverse))
+    for a in _divisors(traffic.replicas):
+        for b in _divisors(traffic.parts):
+            blocks = _blocks(traffic, a, b)
+            for nodes in (plain, best_first, best_first[::-1]):
+                yield _laid(blocks.reshape(-1), nodes)
+            yield _laid(*_best_where_heavy(traffic, blocks, best_first))
+
+
+def _laid(slots: Orders, nodes: Orders) -> Orders:
+    """The n-th of the nodes into the n-th of the slots."""
+    order = np.empty_like(slots)
+    order[slots] = nodes
     return order
 
 
-def _exchanged(fabric: _Fabric, order: Sequence[int]) -> list[int]:
-    """Pairs exchanged until none makes it quicker."""
-    best, least = list(order), fabric.seconds(order)
-    improved = True
-    while improved:
-        improved = False
-        for i, j in combinations(range(len(best)), 2):
-            best[i], best[j] = best[j], best[i]
-            seconds = fabric.seconds(best)
-            if seconds < least * (1 - 1e-9):
-                least, improved = seconds, True
+def _blocks(traffic: Traffic, a: int, b: int) -> Orders:
+    """Slots of each block of a replicas by b parts, replica by replica."""
+    shape = (traffic.replicas // a, a, traffic.parts // b, b, traffic.width)
+    slots = np.arange(traffic.num_slots).reshape(shape).transpose(0, 2, 1, 3, 4)
+    result: Orders = slots.reshape(-1, a * b * traffic.width)
+    return result
+
+
+def _best_where_heavy(traffic: Traffic, blocks: Orders, best_first: Orders) -> tuple[Orders, Orders]:
+    """Slots and nodes: each block has the nodes that come next, the best of them on the heaviest parts."""
+    part = blocks // traffic.width % traffic.parts
+    heavy_first = np.argsort(-_weights(traffic)[part], axis=1, kind="stable")
+    rank = np.argsort(best_first)
+    nodes = best_first[np.sort(rank.reshape(blocks.shape), axis=1)]
+    return np.take_along_axis(blocks, heavy_first, axis=1).reshape(-1), nodes.reshape(-1)
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+class _Search:
+    """Exchanges, as long as there are slots left to judge."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabric, self.kinds = fabric, fabric.kinds
+        self.columns = _exchanged_parts(fabric.traffic)
+        self.draw, self.left = np.random.default_rng(0), _SLOTS
+        self.tries_all = fabric.traffic.num_slots <= _ALL_PAIRS
+
+    def improved(self, order: Orders, rounds: int) -> Orders:
+        """Until none of those that are tried helps."""
+        slope, failures = float(self.fabric.judge(order[None]).slope[0]), 0
+        for _ in range(rounds):
+            tried, slopes = self._round(order, slope)
+            if len(slopes) and slopes.min() < slope * _CLEARLY:
+                order, slope, failures = tried[np.argmin(slopes)], float(slopes.min()), 0
             else:
-                best[i], best[j] = best[j], best[i]
-    return best
+                failures += 1
+            if self.left < 0 or failures >= (1 if self.tries_all else _FAILURES):
+                break
+        return order
+
+    def _round(self, order: Orders, slope: float) -> tuple[Orders, Numbers]:
+        """Orders and their slopes: single exchanges, then the best of them together."""
+        pairs = self._pairs(order)
+        single = np.concatenate([_with_each(order, pairs), order[self.columns]])
+        slopes = self._slopes(single)
+        ranked = np.argsort(slopes[: len(pairs)])[:_TOGETHER]
+        together = _with_all(order, pairs[ranked[slopes[ranked] < slope * _CLEARLY]])
+        return np.concatenate([single, together]), np.concatenate([slopes, self._slopes(together)])
+
+    def _slopes(self, orders: Orders) -> Numbers:
+        self.left -= orders.size
+        return self.fabric.judge(orders).slope if len(orders) else np.empty(0)
+
+    def _pairs(self, order: Orders) -> Orders:
+        """Of slots whose nodes differ."""
+        count = len(order)
+        if self.tries_all:
+            pairs = np.array(list(combinations(range(count), 2)))
+        else:
+            critical, half = np.flatnonzero(self.fabric.critical(order)), _SOME // 2
+            ones = [self.draw.choice(critical, half), self.draw.integers(0, count, half)]
+            pairs = np.stack([np.concatenate(ones), self.draw.integers(0, count, 2 * half)], axis=1)
+        held = self.kinds[order[pairs]]
+        result: Orders = pairs[held[:, 0] != held[:, 1]]
+        return result
+
+
+def _with_each(order: Orders, pairs: Orders) -> Orders:
+    orders = np.repeat(order[None], len(pairs), axis=0)
+    rows = np.arange(len(pairs))
+    orders[rows, pairs[:, 0]], orders[rows, pairs[:, 1]] = order[pairs[:, 1]], order[pairs[:, 0]]
+    return orders
+
+
+def _with_all(order: Orders, pairs: Orders) -> Orders:
+    """The first two, the first three, ..."""
+    made, now = [], order.copy()
+    for number, (i, j) in enumerate(pairs):
+        now[[i, j]] = now[[j, i]]
+        if number:
+            made.append(now.copy())
+    return np.array(made, dtype=np.intp).reshape(-1, len(order))
+
+
+def _weights(traffic: Traffic) -> Numbers:
+    """Bytes of each part that go over its nodes' links while the pipeline waits."""
+    weights = np.array(traffic.ring_bytes) * traffic.exposed_ratio
+    for message in traffic.messages:
+        count = 1 if traffic.hides_messages else traffic.num_micro_batches
+        weights[[message.source, message.target]] += count * message.num_bytes
+    return weights
+
+
+def _exchanged_parts(traffic: Traffic) -> Orders:
+    """Slots with two whole parts exchanged, or two neighbours where there are many."""
+    slots = np.arange(traffic.num_slots).reshape(traffic.replicas, traffic.parts, traffic.width)
+    pairs = list(combinations(range(traffic.parts), 2))
+    if len(pairs) > _SOME:
+        pairs = [(part, part + 1) for part in range(traffic.parts - 1)]
+    made = []
+    for i, j in pairs:
+        parts = list(range(traffic.parts))
+        parts[i], parts[j] = j, i
+        made.append(slots[:, parts].reshape(-1))
+    return np.array(made, dtype=np.intp).reshape(-1, traffic.num_slots)
