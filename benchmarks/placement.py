@@ -72,7 +72,8 @@ def compare_few(count: int) -> None:
     same = np.mean(np.array(found) < 1e-9)
     print(
         f"{count} cases of 6 to 8 nodes: as good as the best of all orders in {same:.0%}, "
-        f"at worst {max(found):.1%} slower;\nthe given order is {np.mean(plain):.1%} slower in the mean, at worst {max(plain):.0%}"
+        f"at worst {max(found):.1%} slower;\nthe given order is {np.mean(plain):.1%} slower in the mean, "
+        f"at worst {max(plain):.0%}"
     )
 
 

@@ -18,6 +18,7 @@ from myriad.checkpoint.config import CheckpointConfig
 from myriad.comm.config import CommConfig
 from myriad.comm.hierarchy import check_hierarchy
 from myriad.comm.layout import Layout, check_layout
+from myriad.comm.node_order import check_node_order
 from myriad.comm.store_address import check_store
 from myriad.config import Config
 from myriad.data.config import DataConfig
@@ -205,6 +206,7 @@ def _check_agreement(job: Job) -> None:
 
 def _check_nodes(job: Job) -> None:
     comm, world = job.comm, job.layout.world
+    check_node_order(comm.node_order, world)
     node = comm.node_size
     _need(node is None or world % node == 0, "comm.node_size", node, f"must divide the {world} ranks")
     switch = comm.switch_size

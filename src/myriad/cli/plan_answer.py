@@ -100,7 +100,7 @@ class Told:
             )
             return
         gain = 1 - placed.seconds / placed.plain_seconds
-        console.print(f"nodes, in the order in which to start ranks on them ({gain:.1%} quicker):")
+        console.print(f"comm.node_order, the nodes in the order that ranks fill ({gain:.1%} quicker):")
         console.print(" ".join(map(str, placed.order)), highlight=False)
 
     def picture(self) -> str:

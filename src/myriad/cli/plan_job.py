@@ -51,9 +51,12 @@ def as_written(job: Job) -> Candidate | None:
     return Candidate(job.layout, job.overlap, 0.0, 0.0, 0.0)
 
 
-def job_of(job: Job, candidate: Candidate) -> Job:
-    """The job with the layout, checked. Raises `BadInputError`."""
-    return job.model_copy(update={"layout": candidate.layout, "overlap": candidate.overlap}).check()
+def job_of(job: Job, candidate: Candidate, placement: Placement | None = None) -> Job:
+    """The job with the layout and the order of nodes, checked. Raises `BadInputError`."""
+    order = None if placement is None or placement.is_plain else placement.order
+    comm = job.comm.model_copy(update={"node_order": order})
+    planned = {"layout": candidate.layout, "overlap": candidate.overlap, "comm": comm}
+    return job.model_copy(update=planned).check()
 
 
 def write_plan(path: Path, job: Job, plan: Plan, problem: Problem, placement: Placement | None) -> None:
@@ -68,9 +71,14 @@ def write_plan(path: Path, job: Job, plan: Plan, problem: Problem, placement: Pl
         f"# {memory} of an accelerator's memory, which fits with a probability of {candidate.fits:.0%}.",
     ]
     if placement is not None and not placement.is_plain:
-        lines.append("# Start the ranks on the nodes in this order (a host list for the launcher):")
-        lines.append(f"# nodes = {list(placement.order)}")
-    text = "\n".join(lines) + "\n\n" + dump_toml(job_of(job, candidate))
+        gain = 1 - placement.seconds / placement.plain_seconds
+        lines.append(
+            f"# comm.node_order: the cluster's nodes in the order that ranks fill, {gain:.1%} quicker;"
+        )
+        lines.append(
+            "# start them numbered as in the cluster file (torchrun --node-rank, Slurm's list of hosts)."
+        )
+    text = "\n".join(lines) + "\n\n" + dump_toml(job_of(job, candidate, placement))
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text)

@@ -26,6 +26,9 @@ class CommConfig(Config):
     """Ranks of one node, consecutive; off: as the launcher says."""
     switch_size: int | None = Field(None, ge=1)
     """Nodes under one switch, consecutive; off: all are."""
+    node_order: tuple[int, ...] | None = None
+    """Nodes, numbered from 0 as the launcher starts them, in the order in which the rank grid fills them, as
+    `myriad plan` finds it; off: as the launcher says. On one machine it changes nothing."""
     node_bandwidth: _Rate | None = Field(None, gt=0)
     """Of one rank to another of its node, "100 Gbit/s", for comm.hierarchy = auto; off: measured at start."""
     network_bandwidth: _Rate | None = Field(None, gt=0)

@@ -31,6 +31,7 @@ from myriad.comm.config import CommConfig
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import Layout
 from myriad.comm.meeting import MESH_RANKS, MeetingStore, connecting
+from myriad.comm.node_order import grid_rank
 from myriad.comm.store import open_store
 
 __all__ = ["Groups", "close_world", "open_world"]
@@ -43,12 +44,14 @@ _SPLIT_AXES = ("dp", "tp")
 
 def open_world(layout: Layout, device: torch.device, *, comm: CommConfig = _COMM) -> "Groups":
     """Joins the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (a world of one needs none
-    of them). Raises `RunFailedError` when the ranks do not meet."""
-    rank, world = int(os.environ.get("RANK", "0")), layout.world
+    of them), in the place that ``comm.node_order`` gives. Raises `RunFailedError` when the ranks do not
+    meet."""
+    rank, world = grid_rank(comm, layout.world), layout.world
     groups = Groups(RankGrid(layout, rank))
     if world == 1:
         return groups
-    store, timeout = open_store(comm, rank, world), timedelta(seconds=comm.timeout_seconds)
+    launched = int(os.environ.get("RANK", "0"))
+    store, timeout = open_store(comm, launched, world), timedelta(seconds=comm.timeout_seconds)
     options: dict[str, Any] = {"rank": rank, "world_size": world, "timeout": timeout}
     if device.type == "cuda":
         dist.init_process_group("nccl", store=store, device_id=device, **options)

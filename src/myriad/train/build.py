@@ -20,6 +20,7 @@ import torch.distributed as dist
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups
 from myriad.comm.layout import AXES, Layout
+from myriad.comm.node_order import grid_rank
 from myriad.comm.sites import settle_hierarchy
 from myriad.errors import BadInputError
 from myriad.job import Job
@@ -30,6 +31,7 @@ from myriad.train.profile import parameters_per_layer, seconds_per_layer
 
 __all__ = ["Place", "find_place", "pick_device", "settle_links", "stage_layers"]
 
+_COMM = CommConfig()
 _PLACEMENT = {"node_size", "switch_size", "node_bandwidth", "network_bandwidth", "switch_bandwidth"}
 
 
@@ -38,6 +40,7 @@ class Place:
     """Which rank this process is, and where."""
 
     rank: int
+    """In the grid: the launcher's, unless comm.node_order says otherwise."""
     world: int
     local_rank: int
     local_world: int
@@ -75,7 +78,7 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group())
 
 
-def find_place(world: int) -> Place:
+def find_place(world: int, comm: CommConfig = _COMM) -> Place:
     """This process's place in a world of ``world`` ranks. Raises `BadInputError` when the launcher made
     another number."""
     _adopt_slurm()
@@ -84,9 +87,7 @@ def find_place(world: int) -> Place:
         allowed = f"the layout needs {world} ranks (dp x pp x cp x tp x ep)"
         raise BadInputError("WORLD_SIZE", started, allowed)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(started)))
-    return Place(
-        int(os.environ.get("RANK", "0")), started, int(os.environ.get("LOCAL_RANK", "0")), local_world
-    )
+    return Place(grid_rank(comm, world), started, int(os.environ.get("LOCAL_RANK", "0")), local_world)
 
 
 def pick_device(kind: Literal["auto", "cpu", "cuda"], threads: int, place: Place) -> torch.device:
@@ -146,6 +147,8 @@ def settle_links(job: Job, groups: Groups, device: torch.device, kept: Path | No
         "layout": [getattr(job.layout, axis) for axis in AXES],
         "ranks_of_node": int(os.environ.get("LOCAL_WORLD_SIZE", str(job.layout.world))),
     }
+    if comm.node_order is not None:
+        where["node_order"] = list(comm.node_order)
     first = groups.grid.rank == 0
     choices = (_read(kept) or []) if first else []
     known = next((choice["hierarchy"] for choice in choices if choice["where"] == where), None)

@@ -56,7 +56,7 @@ def fit(
     unit = layout.dp * layout.micro_batch
     if global_batch % unit:
         raise BadInputError("global_batch", global_batch, f"must be a multiple of dp x micro_batch = {unit}")
-    place = find_place(layout.world)
+    place = find_place(layout.world, comm)
     on = pick_device(device, 0, place)
     dtype = resolve_precision(precision, on)
     groups = open_world(layout, on, comm=comm)

@@ -62,7 +62,7 @@ class Trainer:
     def __init__(self, run: Run) -> None:
         self.run_folder, self.job = run, run.job()
         job = self.job
-        self.place: Place = find_place(job.layout.world)
+        self.place: Place = find_place(job.layout.world, job.comm)
         self.stop = _StopSignal()
         open_inputs(job, _LOG.info)
         self.device = pick_device(job.train.device, job.train.threads, self.place)

@@ -1,0 +1,55 @@
+"""Which place of the rank grid a process takes, where the job says which node comes when. No torch here.
+
+A launcher numbers ranks node by node, and nodes as it likes (torchrun: --node-rank; Slurm: its list of
+hosts).
+``comm.node_order`` names these nodes in the order in which the grid is to fill them:
+
+    launcher   node 0: ranks 0 1   node 1: ranks 2 3   node 2: ranks 4 5        node_order [2, 0, 1]
+    grid       node 0: ranks 2 3   node 1: ranks 4 5   node 2: ranks 0 1
+
+Only the grid changes: the store is still served by the launcher's rank 0, whose address all know, and devices
+go by the local rank.
+"""
+
+import os
+from collections.abc import Sequence
+
+from myriad.comm.config import CommConfig
+from myriad.errors import BadInputError
+
+__all__ = ["check_node_order", "grid_rank"]
+
+
+def check_node_order(order: Sequence[int] | None, world: int) -> None:
+    """Raises `BadInputError` for what is no order of equal nodes of ``world`` ranks."""
+    if order is None:
+        return
+    count = len(order)
+    if count == 0 or world % count:
+        raise BadInputError("comm.node_order", count, f"as many nodes as divide the {world} ranks")
+    for node in order:
+        if not 0 <= node < count:
+            allowed = f"each of the {count} nodes once, 0 to {count - 1}"
+            raise BadInputError("comm.node_order", f"... {node} ...", allowed)
+    if len(set(order)) < count:
+        twice = next(node for place, node in enumerate(order) if node in order[:place])
+        missing = min(set(range(count)).difference(order))
+        allowed = f"each of the {count} nodes once: {twice} is there twice, {missing} is not"
+        raise BadInputError("comm.node_order", f"... {twice} ...", allowed)
+
+
+def grid_rank(comm: CommConfig, world: int) -> int:
+    """This process's rank in the grid, from the launcher's variables; on one machine all ranks are of one
+    node, and no order changes anything. Raises `BadInputError` where the launcher made other nodes."""
+    rank, local_world = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    order = comm.node_order
+    if order is None or local_world == world:
+        return rank
+    node, local_rank = divmod(rank, local_world)
+    if local_world * len(order) != world:
+        allowed = f"{len(order)} nodes of {world // len(order)} ranks; the launcher made one of {local_world}"
+        raise BadInputError("comm.node_order", f"{len(order)} nodes", allowed)
+    if local_rank != int(os.environ.get("LOCAL_RANK", local_rank)):
+        allowed = f"needs ranks that are numbered node by node; rank {rank} is another one on its node"
+        raise BadInputError("comm.node_order", f"{len(order)} nodes", allowed)
+    return order.index(node) * local_world + local_rank
