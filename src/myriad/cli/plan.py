@@ -1,10 +1,9 @@
 """``myriad plan``: the best layouts of a job on a cluster, why, and what would help; before it is rented."""
 
 import json
-import re
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,8 +16,7 @@ from myriad.errors import BadInputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from myriad.job import Job
-    from myriad.planner.cluster import Cluster
+    from myriad.cli.plan_question import Asked
     from myriad.planner.questions import Progress
 
 __all__ = ["plan", "register"]
@@ -88,31 +86,32 @@ def plan(
     """
     from rich.console import Console
 
+    from myriad.cli.plan_question import Asked, Wanted
+
     console = None if as_json else Console()
     if out is not None and out.suffix != ".toml":
         raise BadInputError("--out", str(out), "a file name that ends in .toml")
     if picture is not None:
         check_picture("--picture", picture)
     if measure:
-        from myriad.cli.measure import measure_to_file, tell_measured
-
-        measured = tell_measured(*measure_to_file(None if job else out, quiet=console is None))
-        if job is None:
-            typer.echo(json.dumps({"out": measured.splitlines()[-1]}) if as_json else measured)
-            return
-        cluster = "this-machine"
+        cluster = _this_machine(context, cluster)
     if job is None:
-        raise BadInputError("JOB", None, "needed: a job file, or a recipe's name; or --measure alone")
-    asked = _Asked.read(context, job, cluster, gpus, what_if, straggler)
+        unread = {"--gpus": gpus, "--what-if": what_if, "--days": days, "--straggler": straggler}
+        _measure_alone(context, out, unread | {"--picture": picture}, measure=measure, as_json=as_json)
+        return
+    wanted = Wanted.read(context, job, cluster, gpus, what_if, straggler)
     if out is not None:
         from myriad.cli.plan_job import check_plan_file
 
-        check_plan_file(out, asked.job)
-    if days is not None or len(asked.sizes) > 1:
+        check_plan_file(out, wanted.job)
+    if days is not None and not 0 < days < math.inf:
+        raise BadInputError("--days", days, "more than 0")
+    if days is not None or wanted.is_range:
         for option, given in (("--out", out), ("--picture", picture), ("--straggler", straggler)):
             if given:
                 told_of = "of one number of accelerators: without --days, and --gpus is no range"
                 raise BadInputError(option, str(given), told_of)
+    asked = Asked.of(wanted, measure=measure, quiet=console is None)
     if days is not None:
         told = _fewest(asked, days, console)
     elif len(asked.sizes) > 1:
@@ -123,70 +122,32 @@ def plan(
         typer.echo(json.dumps(told, ensure_ascii=False))
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What was asked, read and checked."""
+def _this_machine(context: typer.Context, cluster: str) -> str:
+    """What --measure plans for."""
+    from myriad.train.cluster_file import CLUSTER_NAME
 
-    job: "Job"
-    cluster: "Cluster"
-    plain: "Cluster | None"
-    """Without --what-if, where there is one."""
-    sizes: tuple[int, ...]
-    """Numbers of accelerators."""
-    slower: dict[int, float]
-
-    @classmethod
-    def read(
-        cls,
-        context: typer.Context,
-        job: str,
-        cluster: str,
-        gpus: str | None,
-        what_if: Sequence[str] | None,
-        straggler: Sequence[str] | None,
-    ) -> "_Asked":
-        from myriad.cli.measure import cluster_path
-        from myriad.job import load_job
-        from myriad.recipes.cluster import load_cluster, scale_cluster
-
-        cluster = cluster_path(cluster)
-        loaded = load_job(job, OverrideCommand.of(context))
-        changes = list(what_if or ())
-        wanted, plain = load_cluster(cluster, changes), load_cluster(cluster) if changes else None
-        sizes = _sizes(gpus, wanted.world)
-        if len(sizes) == 1:
-            wanted = scale_cluster(wanted, sizes[0])
-            plain = plain and scale_cluster(plain, sizes[0])
-        slower = dict(_straggler(text, wanted.nodes) for text in straggler or ())
-        return cls(loaded, wanted, plain, sizes, slower)
+    given = context.get_parameter_source("cluster")
+    if cluster != CLUSTER_NAME and given is not None and given.name == "COMMANDLINE":
+        raise BadInputError("--cluster", cluster, f"{CLUSTER_NAME}, or without --measure")
+    return CLUSTER_NAME
 
 
-def _sizes(gpus: str | None, world: int) -> tuple[int, ...]:
-    """One number, or both ends of a range."""
-    if gpus is None:
-        return (world,)
-    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", gpus)
-    if match is None or int(match.group(1)) < 1:
-        raise BadInputError("--gpus", gpus, "a number, or a range such as 256..12288")
-    if match.group(2) is None:
-        return (int(match.group(1)),)
-    first, last = int(match.group(1)), int(match.group(2))
-    if first >= last:
-        raise BadInputError("--gpus", gpus, "a range rises, such as 256..12288")
-    return first, last
+def _measure_alone(
+    context: typer.Context, out: Path | None, unread: Mapping[str, object], *, measure: bool, as_json: bool
+) -> None:
+    from myriad.cli.measure import measure_to_file, tell_measured
 
-
-def _straggler(text: str, nodes: int) -> tuple[int, float]:
-    match = re.fullmatch(r"node=(\d+):(\d+(?:\.\d+)?)x", text)
-    if match is None or float(match.group(2)) < 1:
-        raise BadInputError("--straggler", text, "written as node=17:1.1x, at least 1x")
-    if int(match.group(1)) >= nodes:
-        raise BadInputError("--straggler", text, f"the cluster has the nodes 0 to {nodes - 1}")
-    return int(match.group(1)), float(match.group(2))
+    if not measure:
+        raise BadInputError("JOB", None, "needed: a job file, or a recipe's name; or --measure alone")
+    keys = [f"--{override.partition('=')[0]}" for override in OverrideCommand.of(context)]
+    for option in [*(option for option, given in unread.items() if given), *keys]:
+        raise BadInputError("JOB", None, f"needed: {option} is of a plan; --measure alone only measures")
+    measured = tell_measured(*measure_to_file(out, quiet=as_json))
+    typer.echo(json.dumps({"out": measured.splitlines()[-1]}) if as_json else measured)
 
 
 def _best(
-    asked: _Asked,
+    asked: "Asked",
     objective: Literal["time", "cost", "memory"],
     top: int,
     files: tuple[Path | None, Path | None],
@@ -225,11 +186,11 @@ def _best(
     return told.as_json()
 
 
-def _curve(asked: _Asked, objective: str, console: "Console | None") -> dict[str, Any]:
+def _curve(asked: "Asked", objective: str, console: "Console | None") -> dict[str, Any]:
     from myriad.cli.plan_job import problem_of
     from myriad.cli.plan_show import figures, show_curve
     from myriad.planner.curve_points import curve_points
-    from myriad.planner.questions import best_of, sizes_between
+    from myriad.planner.questions import answer, best_of, sizes_between
     from myriad.planner.rescore import Simulations
     from myriad.recipes.cluster import scale_cluster
 
@@ -244,7 +205,11 @@ def _curve(asked: _Asked, objective: str, console: "Console | None") -> dict[str
             rows.append((problem, best_of(problem, simulations)))
     steps = asked.job.train.steps
     if all(found is None for _, found in rows):
-        raise BadInputError("--gpus", f"{sizes[0]}..{sizes[-1]}", "no layout fits on any of these numbers")
+        try:
+            answer(rows[-1][0], count=1, simulations=simulations)
+        except BadInputError as error:
+            reason = f"also on {sizes[-1]}: {error.allowed}"
+            raise BadInputError("--gpus", f"{sizes[0]}..{sizes[-1]}", reason) from None
     if console is not None:
         show_curve(console, rows, points, steps)
     told = [
@@ -257,15 +222,13 @@ def _curve(asked: _Asked, objective: str, console: "Console | None") -> dict[str
     return {"curve": told, "published": published, "cheapest": cheapest}
 
 
-def _fewest(asked: _Asked, days: float, console: "Console | None") -> dict[str, Any]:
+def _fewest(asked: "Asked", days: float, console: "Console | None") -> dict[str, Any]:
     from myriad.cli.plan_job import problem_of
     from myriad.cli.plan_show import figures, show_ranking
     from myriad.planner.questions import fewest_accelerators
     from myriad.planner.rescore import Simulations
     from myriad.recipes.cluster import scale_cluster
 
-    if days <= 0:
-        raise BadInputError("--days", days, "more than 0")
     steps, simulations = asked.job.train.steps, Simulations()
     with _bar(quiet=console is None) as progress:
         try:

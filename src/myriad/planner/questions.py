@@ -4,6 +4,7 @@ A plan is the best of a search's first hundred by the simulator's word. On a cur
 asked, it is the best of the first ten.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -90,7 +91,18 @@ def _refuse_nothing(problem: Problem, found: Found) -> None:
             f"{format_bytes(leanest.memory_bytes)} of the {format_bytes(chip.memory_bytes)} of {chip.name}"
         )
         lacks = f", {format_bytes(missing)} too much" if missing > 0 else ", too little room to be safe"
-        raise BadInputError("layout", f"on {world} accelerators", allowed + lacks)
+        raise BadInputError("accelerators", world, allowed + lacks + _nearest_that_fits(problem))
+
+
+def _nearest_that_fits(problem: Problem) -> str:
+    """With more nodes, where the cluster can have more."""
+    cluster = problem.cluster
+    for factor in (2, 4, 8, 16, 32) if cluster.links.network is not None else ():
+        more = cluster.model_copy(update={"nodes": factor * cluster.nodes})
+        for leanest in search(problem.with_cluster(more), count=1, objective="memory").best:
+            needs = f"{describe(leanest)}: {format_bytes(leanest.memory_bytes)}"
+            return f"; with {more.world} of them something does ({needs})"
+    return ""
 
 
 def describe(candidate: Candidate) -> str:
@@ -143,7 +155,7 @@ def fewest_accelerators(
             quickest = plan.seconds, size
     told = f"up to {most} accelerators are too slow or too small: "
     if quickest is None:
-        told += f"{fewest:.4g} are needed even at their peak"
+        told += f"{max(1, math.ceil(fewest)):,} are needed even at their peak"
     else:
         told += f"{quickest[1]} take {quickest[0]:.4g} s an iteration, {seconds:.4g} s are needed"
     raise BadInputError("seconds an iteration", seconds, told)

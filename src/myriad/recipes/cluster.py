@@ -6,10 +6,12 @@ A change is a key of the file and its value. ``links.network=RATE`` and ``links.
 and ``links.nvlink``) set a link's rate: of one network port, of one accelerator inside its node.
 """
 
+import difflib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from myriad.errors import BadInputError
 from myriad.planner.cluster import Cluster
@@ -42,10 +44,39 @@ def load_cluster(name_or_path: str, changes: Sequence[str] = ()) -> Cluster:
     try:
         return Cluster.model_validate(tree).check()
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        message = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
-        raise BadInputError(f"{name_or_path}: {key}", first["input"], message.lower()) from None
+        raise _as_bad_input(name_or_path, error.errors()[0]) from None
+
+
+def _as_bad_input(name_or_path: str, error: ErrorDetails) -> BadInputError:
+    where, value = error["loc"], error["input"]
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        message = f"unknown key; {_known_keys(where)}"
+    elif error["type"] == "model_type":
+        message = f"is a section; {_known_keys((*where, ''))}"
+    elif error["type"] == "missing":
+        value, message = None, "needed"
+    key = ".".join(map(str, where))
+    return BadInputError(f"{name_or_path}: {key}", value, message[:1].lower() + message[1:])
+
+
+def _known_keys(where: tuple[int | str, ...]) -> str:
+    """Beside the last of them: the nearest, or all there are."""
+    section: Any = Cluster
+    for name in where[:-1]:
+        if isinstance(name, str):
+            section = _config_of(section.model_fields[name].annotation)
+    prefix = "".join(f"{name}." for name in where[:-1])
+    near = difflib.get_close_matches(str(where[-1]), section.model_fields, 1, 0.7)
+    if near:
+        return f"did you mean {prefix}{near[0]}?"
+    return f"there are {', '.join(prefix + name for name in section.model_fields)}"
+
+
+def _config_of(annotation: Any) -> Any:
+    """The config in ``Link | None`` or ``tuple[NodeLinks, ...]``."""
+    inner = [part for part in get_args(annotation) if hasattr(part, "model_fields")]
+    return inner[0] if inner else annotation
 
 
 def _expand_accelerator(tree: dict[str, Any]) -> None:
@@ -63,7 +94,11 @@ def _set_rate(tree: dict[str, Any], dotted: str, value: object) -> None:
     link = tree.get("links", {}).get(level)
     if link is None:
         known = ", ".join(f"links.{name}" for name in tree.get("links", {}))
-        raise BadInputError(dotted, value, f"the cluster has no such link, only {known}")
+        allowed = (
+            f"the cluster has no such link, only {known}; a new one is given whole: "
+            f"links.{level}={{bytes_per_second=25e9, latency_seconds=1e-5}}"
+        )
+        raise BadInputError(dotted, value, allowed)
     if isinstance(value, int | float):
         raise BadInputError(dotted, value, "a rate with its unit: 200Gbps, 25GB/s")
     try:

@@ -13,6 +13,8 @@ import pytest
 from myriad.cli.main import main
 from myriad.job import load_job
 
+SMALL = ("--what-if", "accelerator.memory_bytes=4GiB")
+
 
 def _plan(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
@@ -91,6 +93,20 @@ def test_what_is_printed_has_every_part(tmp_path: Path, capsys: pytest.CaptureFi
         (["tiny", "--gpus", "4..2"], "a range rises"),
         (["tiny", "--gpus", "many"], "a number, or a range"),
         (["tiny", "--days", "0"], "more than 0"),
+        (["tiny", "--days", "nan"], "more than 0"),
+        (
+            ["tiny", "--what-if", "links.spine=1Gbps"],
+            "only links.node; a new one is given whole: links.spine={",
+        ),
+        (
+            ["tiny", "--what-if", "links.knot=1Gbps"],
+            "there are links.node, links.network, links.tensor, links.spine",
+        ),
+        (["tiny", "--what-if", "accelerator.memry_bytes=1"], "did you mean accelerator.memory_bytes?"),
+        (["tiny", "--what-if", "node=2"], "laptop: node = 2: unknown key; did you mean nodes?"),
+        (["tiny", "--what-if", "links=2"], "is a section; there are links.node"),
+        (["tiny", "--what-if", "nodes=0"], "laptop: nodes = 0: input should be greater than or equal to 1"),
+        (["tiny", "--what-if", "nodes=2"], "links.network = None: needed: the cluster has 2 nodes"),
         (["tiny", "--days", "1e-9"], "are needed"),
         (["tiny", "--what-if", "links.ib=200Gbps"], "only links.node"),
         (["tiny", "--what-if", "accelerator=abacus"], "one of a100-sxm-40gb"),
@@ -100,7 +116,15 @@ def test_what_is_printed_has_every_part(tmp_path: Path, capsys: pytest.CaptureFi
         (["tiny", "--picture", "plan.png"], "ends in .svg"),
         (["tiny", "--days", "2", "--out", "plan.toml"], "of one number of accelerators"),
         (["tiny", "--gpus", "1..4", "--picture", "plan.svg"], "of one number of accelerators"),
-        (["llama3-405b", "--cluster", "one-node-8xh100"], "nothing fits"),
+        (["llama3-405b", "--cluster", "one-node-8xh100"], "GiB of the 80.0 GiB of H100 SXM 80 GB, "),
+        (
+            ["gpt2-1558m", "--cluster", "h200-512xh200", "--gpus", "8", *SMALL],
+            "with 32 of them something does (dp",
+        ),
+        (
+            ["gpt2-1558m", "--cluster", "one-node-8xh100", "--gpus", "1..2", *SMALL],
+            "also on 2: nothing fits: of ",
+        ),
         (
             ["tiny", "--gpus", "4", "--train.global_batch", "1", "--model.heads", "1", "--model.layers", "1"],
             "no layout",
@@ -130,6 +154,46 @@ def test_only_an_older_plan_of_the_same_job_is_replaced(
     out.write_text("name = 'mine'\n")
     assert _plan("tiny", "--gpus", "2", "--out", str(out)) == 2
     assert out.read_text() == "name = 'mine'\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tiny", "--layout.tp", "3"], "layout.tp = 3"),
+        (["nothing"], "job = 'nothing'"),
+        (["tiny", "--gpus", "x"], "a number, or a range"),
+        (["tiny", "--days", "-1"], "more than 0"),
+        (["tiny", "--straggler", "17"], "node=17:1.1x"),
+        (["tiny", "--what-if", "links.ib=1Gbps"], "only links.node"),
+        (["tiny", "--cluster", "laptop"], "this-machine, or without --measure"),
+        (["tiny", "--out", "there/is/no/such.toml"], "there is no folder"),
+        (["--gpus", "2"], "--gpus is of a plan"),
+        (["--layout.tp", "2"], "--layout.tp is of a plan"),
+    ],
+)
+def test_nothing_is_measured_for_a_question_that_makes_no_sense(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a minute, on all cores."""
+
+    def measured(*_: object, **__: object) -> None:
+        pytest.fail("the machine was measured")
+
+    monkeypatch.setattr("myriad.cli.measure.measure_to_file", measured)
+    monkeypatch.setattr("myriad.cli.plan_question.measure_to_file", measured)
+    assert _plan("--measure", *arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_narrow_spine_costs_and_a_wide_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four nodes in two pods."""
+    arguments = ("gpt2-124m", "--cluster", "llama3-24576xh100", "--gpus", "32", "--top", "1", "--what-if")
+    pods = ("nodes_per_switch=2", "--what-if", "accelerator.memory_bytes=10GiB", "--what-if")
+    found = [
+        _told(capsys, *arguments, *pods, f"links.spine={rate}")["plans"][0]["seconds"]
+        for rate in ("1Gbps", "20Gbps", "400Gbps")
+    ]
+    assert found == sorted(found, reverse=True) and found[0] > 1.1 * found[-1]
 
 
 def test_planning_never_imports_torch() -> None:

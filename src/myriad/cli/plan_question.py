@@ -1,0 +1,102 @@
+"""What ``myriad plan`` was asked, read and checked: first all that needs no cluster, which may have to be
+measured first, then the rest."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import typer
+
+from myriad.cli.measure import cluster_path, measure_to_file
+from myriad.cli.overrides import OverrideCommand
+from myriad.errors import BadInputError
+from myriad.job import Job, load_job
+from myriad.planner.cluster import Cluster
+from myriad.recipes.cluster import load_cluster, scale_cluster
+from myriad.train.cluster_file import CLUSTER_NAME
+
+__all__ = ["Asked", "Wanted"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """As far as it can be checked without the cluster."""
+
+    job: Job
+    cluster: str
+    gpus: tuple[int, ...] | None
+    """One number, or both ends of a range."""
+    changes: tuple[str, ...]
+    stragglers: tuple[tuple[int, float], ...]
+
+    @property
+    def is_range(self) -> bool:
+        """Whether a curve is asked for."""
+        return self.gpus is not None and len(self.gpus) > 1
+
+    @classmethod
+    def read(
+        cls,
+        context: typer.Context,
+        job: str,
+        cluster: str,
+        gpus: str | None,
+        what_if: Sequence[str] | None,
+        straggler: Sequence[str] | None,
+    ) -> "Wanted":
+        """Raises `BadInputError`."""
+        loaded = load_job(job, OverrideCommand.of(context))
+        changes = tuple(what_if or ())
+        slower = tuple(_straggler(text) for text in straggler or ())
+        if cluster == CLUSTER_NAME:
+            load_cluster("laptop", changes)  # has the same keys
+        return cls(loaded, cluster, None if gpus is None else _sizes(gpus), changes, slower)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The same on the cluster that it is for."""
+
+    job: Job
+    cluster: Cluster
+    plain: Cluster | None
+    """Without --what-if, where there is one."""
+    sizes: tuple[int, ...]
+    """Numbers of accelerators."""
+    slower: dict[int, float]
+
+    @classmethod
+    def of(cls, wanted: Wanted, *, measure: bool, quiet: bool) -> "Asked":
+        """Measures where that is asked for, or needed. Raises `BadInputError`."""
+        path = str(measure_to_file(quiet=quiet)[1]) if measure else cluster_path(wanted.cluster, quiet=quiet)
+        cluster = load_cluster(path, wanted.changes)
+        plain = load_cluster(path) if wanted.changes else None
+        sizes = wanted.gpus or (cluster.world,)
+        if len(sizes) == 1:
+            cluster = scale_cluster(cluster, sizes[0])
+            plain = plain and scale_cluster(plain, sizes[0])
+        for node, factor in wanted.stragglers:
+            if node >= cluster.nodes:
+                allowed = f"the cluster has the nodes 0 to {cluster.nodes - 1}"
+                raise BadInputError("--straggler", f"node={node}:{factor:g}x", allowed)
+        return cls(wanted.job, cluster, plain, sizes, dict(wanted.stragglers))
+
+
+def _sizes(gpus: str) -> tuple[int, ...]:
+    """One number, or both ends of a range."""
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", gpus)
+    if match is None or int(match.group(1)) < 1:
+        raise BadInputError("--gpus", gpus, "a number, or a range such as 256..12288")
+    if match.group(2) is None:
+        return (int(match.group(1)),)
+    first, last = int(match.group(1)), int(match.group(2))
+    if first >= last:
+        raise BadInputError("--gpus", gpus, "a range rises, such as 256..12288")
+    return first, last
+
+
+def _straggler(text: str) -> tuple[int, float]:
+    match = re.fullmatch(r"node=(\d+):(\d+(?:\.\d+)?)x", text)
+    if match is None or float(match.group(2)) < 1:
+        raise BadInputError("--straggler", text, "written as node=17:1.1x, at least 1x")
+    return int(match.group(1)), float(match.group(2))
