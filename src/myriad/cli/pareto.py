@@ -10,42 +10,66 @@ __all__ = ["Point", "pareto_svg", "pareto_text"]
 Point = tuple[float, float, str]
 """Bytes, seconds, what it is."""
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 700.0, 50.0, 350.0
-_GIB = 2.0**30
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 700.0, 84.0, 350.0
+_GIB, _MIB = 2.0**30, 2.0**20
+_BLUE, _RED, _PALE_RED = "#1f5fa8", "#d1495b", "#fbeef0"
+_NEAR = 4.0
+"""Times the most that a layout of the front needs, up to which the accelerator's memory is drawn: farther
+off, it would squeeze all layouts into a corner."""
 
 
 def pareto_svg(title: str, front: Sequence[Point], plan: Point, capacity_bytes: float) -> str:
     """Self-contained, 720 x 400, readable on light and dark pages; a layout's words show on hover."""
     points = [*front, plan]
-    across = _Scale([x for x, _, _ in points] + [capacity_bytes], _LEFT, _RIGHT)
+    most = max(x for x, _, _ in points)
+    is_near = capacity_bytes < _NEAR * most
+    across = _Scale([x for x, _, _ in points] + ([capacity_bytes] if is_near else []), _LEFT, _RIGHT)
     up = _Scale([y for _, y, _ in points], _BOTTOM, _TOP)
-    limit = across(capacity_bytes)
+    unit, name = (_GIB, "GiB") if most > 2 * _GIB else (_MIB, "MiB")
+    words = f"the plan: {plan[1]:.4g} s, {plan[0] / unit:.4g} {name}, {plan[2]}"
     lines = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" font-family="system-ui, sans-serif" '
         'font-size="12" role="img">',
         f"<title>{escape(title)}</title>",
         '<rect width="720" height="400" rx="6" fill="#ffffff"/>',
-        _text(_LEFT, 26, title, size=15, ink="#1a1a1a"),
-        *(line for x in across.ticks(_GIB) for line in _tick(across(x), f"{x / _GIB:g}")),
-        *(_grid(up(y), f"{y:g}") for y in up.ticks(1.0)),
-        _text(385, 390, "memory of an accelerator (GiB)", anchor="middle"),
-        '<text x="16" y="200" fill="#444" text-anchor="middle" transform="rotate(-90 16 200)">'
+        _text(_LEFT, 24, title, size=15, ink="#1a1a1a"),
+        _dot(_LEFT + 6, 41, "", _BLUE, 3.0) + _text(_LEFT + 17, 45, "layouts that none beats in both"),
+        _dot(_LEFT + 6, 60, "", _RED, 5.5) + _text(_LEFT + 17, 64, words),
+        *(_limit(across(capacity_bytes), capacity_bytes) if is_near else [_far_limit(capacity_bytes)]),
+        *(_tick(across(x), f"{x / unit:.4g}") for x in across.ticks(unit)),
+        *(_grid(up(y), f"{y:.4g}") for y in up.ticks(1.0)),
+        _text(385, 390, f"memory of an accelerator ({name})", anchor="middle"),
+        '<text x="16" y="217" fill="#444" text-anchor="middle" transform="rotate(-90 16 217)">'
         "seconds an iteration</text>",
-        f'<path d="M{limit:.1f} {_TOP}V{_BOTTOM}" stroke="#d1495b" stroke-dasharray="4 3"/>',
-        _text(limit - 4, _TOP + 12, "all there is", anchor="end", ink="#d1495b"),
         _stairs(front, across, up),
-        *(_dot(across(x), up(y), words, "#1f5fa8", 3.0) for x, y, words in front),
-        _dot(across(plan[0]), up(plan[1]), plan[2], "#d1495b", 5.5),
+        *(_dot(across(x), up(y), words, _BLUE, 3.0) for x, y, words in front),
+        _dot(across(plan[0]), up(plan[1]), plan[2], _RED, 5.5),
     ]
     return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _limit(x: float, capacity_bytes: float) -> list[str]:
+    """Right of it nothing fits."""
+    size = f'width="{_RIGHT - x:.1f}" height="{_BOTTOM - _TOP}"'
+    return [
+        f'<rect x="{x:.1f}" y="{_TOP}" {size} fill="{_PALE_RED}"/>',
+        f'<path d="M{x:.1f} {_TOP}V{_BOTTOM}" stroke="{_RED}" stroke-dasharray="4 3"/>',
+        _text(x - 4, _TOP + 12, f"all there is: {capacity_bytes / _GIB:.4g} GiB", anchor="end", ink=_RED),
+    ]
+
+
+def _far_limit(capacity_bytes: float) -> str:
+    words = f"all there is: {capacity_bytes / _GIB:.4g} GiB, far to the right \u2192"
+    return _text(_RIGHT, _TOP + 12, words, anchor="end", ink=_RED)
 
 
 class _Scale:
     """Numbers to pixels, by their logarithms: layouts differ by factors."""
 
     def __init__(self, values: Sequence[float], start: float, stop: float) -> None:
-        low, high = min(values), max(values)
-        self.low, self.high = math.log(low * 0.95), math.log(high * 1.05)
+        low, high = math.log(min(values)), math.log(max(values))
+        margin = max(0.05 * (high - low), 0.001)
+        self.low, self.high = low - margin, high + margin
         self.start, self.stop = start, stop
 
     def __call__(self, value: float) -> float:
@@ -53,14 +77,23 @@ class _Scale:
         return self.start + share * (self.stop - self.start)
 
     def ticks(self, unit: float) -> list[float]:
-        """1, 2 and 5 times powers of ten, of a unit."""
-        powers = range(-6, 9)
-        every = [factor * 10.0**power * unit for power in powers for factor in (1, 1.5, 2, 3, 5, 7)]
-        return [value for value in every if self.low <= math.log(value) <= self.high]
+        """Four to ten round numbers of a unit: of each power of ten the same few, or in a narrow range equal
+        steps."""
+        for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+            every = [factor * 10.0**power * unit for power in range(-9, 10) for factor in factors]
+            found = [value for value in every if self.low <= math.log(value) <= self.high]
+            if len(found) >= 4:
+                return found
+        low, high = math.exp(self.low) / unit, math.exp(self.high) / unit
+        power = 10.0 ** math.floor(math.log10(high - low))
+        step = next(power / part for part in (1, 2, 5, 10) if (high - low) * part / power >= 4)
+        first, last = math.ceil(low / step), math.floor(high / step)
+        return [number * step * unit for number in range(first, last + 1)]
 
 
-def _tick(x: float, words: str) -> tuple[str, str]:
-    return f'<path d="M{x:.1f} {_TOP}V{_BOTTOM}" stroke="#eeeeee"/>', _text(x, 368, words, anchor="middle")
+def _tick(x: float, words: str) -> str:
+    line = f'<path d="M{x:.1f} {_TOP}V{_BOTTOM}" stroke="#e6e6e6"/>'
+    return line + _text(x, 368, words, anchor="middle")
 
 
 def _grid(y: float, words: str) -> str:
@@ -76,7 +109,7 @@ def _stairs(front: Sequence[Point], across: _Scale, up: _Scale) -> str:
 
 
 def _dot(x: float, y: float, words: str, colour: str, radius: float) -> str:
-    hint = f"<title>{escape(words)}</title>"
+    hint = f"<title>{escape(words)}</title>" if words else ""
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}">{hint}</circle>'
 
 

@@ -4,6 +4,7 @@ lines."""
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from myriad.cli.main import main
+from myriad.cli.pareto import pareto_svg
 from myriad.job import load_job
 
 SMALL = ("--what-if", "accelerator.memory_bytes=4GiB")
@@ -39,7 +41,30 @@ def test_a_plan_is_the_job_with_a_layout(tmp_path: Path, capsys: pytest.CaptureF
     assert planned.model_copy(update={"layout": job.layout, "overlap": job.overlap}) == job
     assert sum(told["waterfall"].values()) == pytest.approx(best["seconds"])
     root = ElementTree.parse(picture).getroot()
-    assert len(root.findall(".//{*}circle")) == len(told["front"]) + 1
+    assert len(root.findall(".//{*}circle/{*}title")) == len(told["front"]) + 1
+
+
+@pytest.mark.parametrize(
+    ("memory", "seconds", "capacity"),
+    [
+        ((6.0, 80.0), (3.07, 6.56), 131.0),
+        ((0.161, 0.165), (0.01, 0.15), 4.0),
+        ((1.0, 2.0), (3.5, 3.50001), 80.0),
+    ],
+)
+def test_the_axes_of_the_picture_can_be_read(
+    memory: tuple[float, float], seconds: tuple[float, float], capacity: float
+) -> None:
+    """Four numbers at least on each, apart from each other, inside the picture, whatever the ranges are."""
+    points = [(size * 2**30, time, "dp 1") for size, time in zip(memory, reversed(seconds), strict=True)]
+    root = ElementTree.fromstring(pareto_svg("a job", points, points[1], capacity * 2**30))
+    texts = [(float(t.get("x", 0)), float(t.get("y", 0)), t.text or "") for t in root.findall("{*}text")]
+    across = sorted(x for x, y, _ in texts if y == 368)
+    up = sorted(y for x, y, _ in texts if x == 62)
+    for places, low, high, gap in ((across, 70, 700, 20), (up, 80, 360, 10)):
+        assert 4 <= len(places) <= 16 and low <= places[0] and places[-1] <= high
+        assert all(b - a > gap for a, b in pairwise(places))
+    assert len({words for _, _, words in texts}) == len(texts)
 
 
 def test_a_layout_as_written_is_ranked_among_the_others(capsys: pytest.CaptureFixture[str]) -> None:
