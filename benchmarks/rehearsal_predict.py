@@ -28,6 +28,7 @@ def work_of(job: Job) -> Work:
         job.layout,
         job.train.global_batch,
         job.overlap,
+        comm=job.comm,
         optimizer=job.optimizer.name,
         value_bytes=4,
     )

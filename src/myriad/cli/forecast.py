@@ -106,6 +106,7 @@ def _work_of(job: "Job", cluster: "Cluster") -> "Work":
         job.layout,
         job.train.global_batch,
         overlap=job.overlap,
+        comm=job.comm,
         optimizer=job.optimizer.name,
         value_bytes=4 if single else 2,
     )

@@ -29,6 +29,7 @@ def problem_of(job: Job, cluster: Cluster) -> Problem:
         global_batch=job.train.global_batch,
         cluster=cluster,
         overlap=job.overlap,
+        comm=job.comm,
         optimizer=job.optimizer.name,
         value_bytes=4 if single else 2,
         partition=job.layout.partition,

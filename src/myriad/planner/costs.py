@@ -1,7 +1,7 @@
 """What each action of a layout's program costs on a cluster.
 
 forward, backward        seconds of a stage's layers for one micro-batch (`layers`)
-gather, reduce           of a stage's parameters and gradients among data-parallel ranks (`collectives`)
+gather, reduce           of a stage's parameters and gradients among data-parallel ranks (`data_sums`)
 message                  of one activation or gradient to the next stage, each tensor-parallel rank its share
 clip, update             reading and writing gradients, master values and moments of this rank's part
 """
@@ -14,7 +14,8 @@ from operator import add
 
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster import Cluster
-from myriad.planner.collectives import group_along, half_sum_seconds, message_seconds, sum_seconds
+from myriad.planner.collectives import group_along, message_seconds, sum_seconds
+from myriad.planner.data_sums import DataSums
 from myriad.planner.layers import LayerTimes, Slice, block_times, embedding_times, head_times
 from myriad.planner.operators import sweep_seconds
 from myriad.planner.parts import Parts
@@ -94,7 +95,8 @@ class Costs:
             float(overlap.tensor),
         )
         self.pipeline = group_along(cluster, float(layout.pp), float(layout.tp))
-        self.data = group_along(cluster, float(layout.dp), float(layout.tp * layout.pp))
+        self.data_sums = DataSums(cluster, work.comm, layout.dp, layout.tp * layout.pp)
+        self.data = self.data_sums.ring
         self.layers_of_stage = stage_layers(work)
         self.num_chunks = count_chunks(layout, overlap, self.layers_of_stage)
 
@@ -159,11 +161,11 @@ class Costs:
         return again
 
     def _data_parallel(self, parameters: float) -> tuple[float, float, float]:
-        work, group = self.work, self.data
+        work, sums = self.work, self.data_sums
         gradients = parameters * work.practice.gradient_bytes
         zero, dp = work.layout.zero, work.layout.dp
-        gather = half_sum_seconds(group, parameters * work.value_bytes) if zero else 0.0
-        reduced = half_sum_seconds(group, gradients) if zero else sum_seconds(group, gradients)
+        gather = sums.half_seconds(parameters * work.value_bytes) if zero else 0.0
+        reduced = sums.half_seconds(gradients) if zero else sums.whole_seconds(gradients)
         own = parameters / (dp if zero else 1)
         update = sweep_seconds(self.cluster.accelerator, own * optimizer_bytes(work), 2.0)
         return float(gather), float(reduced), float(update)

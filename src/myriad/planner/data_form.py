@@ -12,14 +12,14 @@ What is hidden slows the compute it hides behind (`busy_ratio` of its link).
 """
 
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 
-from myriad.planner.collectives import group_along, half_sum_seconds, sum_seconds
+from myriad.planner.collectives import group_along, sum_seconds
 from myriad.planner.costs import Costs, optimizer_bytes
+from myriad.planner.data_sums import DataSums
 from myriad.planner.operators import sweep_seconds
-from myriad.planner.space import Candidate, Plot
+from myriad.planner.space import Candidate, Plot, Shards
 from myriad.planner.stage_times import Array, PlotTimes
 from myriad.program.build import count_chunks
 
@@ -29,8 +29,9 @@ __all__ = ["data_seconds"]
 def data_seconds(times: PlotTimes) -> Array:
     """``[micro-batch, schedule, shards, switches]``."""
     plot = times.plot
+    sums = DataSums(plot.problem.cluster, plot.problem.comm, plot.dp, plot.tp * plot.pp)
     forms = [
-        [_Form(times, zero, each, data).seconds(optimizer) for data, optimizer in plot.switches]
+        [_Form(times, sums, (zero, each), data).seconds(optimizer) for data, optimizer in plot.switches]
         for zero, each in plot.shards
     ]
     shape = (len(plot.micro_batches), len(plot.schedules))
@@ -42,17 +43,17 @@ def data_seconds(times: PlotTimes) -> Array:
 class _Form:
     """Of one way to shard, with overlap.data on or off; arrays are ``[micro-batch, schedule]``."""
 
-    def __init__(self, times: PlotTimes, zero: int, reduce: Literal["last", "each"], data: bool) -> None:
+    def __init__(self, times: PlotTimes, sums: DataSums, shards: Shards, data: bool) -> None:
         plot, problem = times.plot, times.plot.problem
-        self.times, self.plot, self.zero, self.each = times, plot, zero, reduce == "each"
+        self.times, self.plot, self.sums = times, plot, sums
+        self.zero, self.each = shards[0], shards[1] == "each"
         self.data = data and plot.dp > 1
-        self.group = group_along(problem.cluster, float(plot.dp), float(plot.tp * plot.pp))
         self.v = np.array([float(stages) for _, stages in plot.schedules])
         self.m = (problem.global_batch / plot.dp / np.array(plot.micro_batches, dtype=float))[:, None]
         self.chunks = self._num_chunks()
         self.n = self.v * self.chunks
         held = np.array([cut.parameters for cut in times.cuts])[times.cut_of] / plot.tp
-        self.own = held / (plot.dp if zero else 1)
+        self.own = held / (plot.dp if self.zero else 1)
         self.gather, self.reduce = self._collectives(held / self.n)
         forward, inputs, weights, _ = times.mean
         self.forward = forward[:, :1] / self.n
@@ -65,12 +66,12 @@ class _Form:
         return np.array(counts, dtype=float)[self.times.cut_of]
 
     def _collectives(self, parameters: Array) -> tuple[Array, Array]:
-        problem, group = self.plot.problem, self.group
+        problem, sums = self.plot.problem, self.sums
         gradients = parameters * problem.practice.gradient_bytes
         if not self.zero:
-            return np.zeros_like(parameters), np.asarray(sum_seconds(group, gradients))
-        whole = np.asarray(half_sum_seconds(group, parameters * problem.value_bytes))
-        return whole, np.asarray(half_sum_seconds(group, gradients))
+            return np.zeros_like(parameters), np.asarray(sums.whole_seconds(gradients))
+        whole = np.asarray(sums.half_seconds(parameters * problem.value_bytes))
+        return whole, np.asarray(sums.half_seconds(gradients))
 
     def seconds(self, optimizer: bool) -> Array:
         """Exposed, slowed, updated."""
@@ -86,7 +87,7 @@ class _Form:
         if optimizer and self.zero in (1, 2):
             shown = np.maximum(0.0, shown - update * (1 - 1 / self.n))
         shown = np.minimum(shown, gathers) + np.minimum(self._shown_reduces(), reduces)
-        slowed: Array = shown + self.group.busy_ratio * (gathers + reduces - shown) + update
+        slowed: Array = shown + self.sums.ring.busy_ratio * (gathers + reduces - shown) + update
         return slowed
 
     def _runs(self) -> Array:

@@ -2,7 +2,7 @@
 
     tp            divides key/value heads, the MLP's width, the sequence and the padding of the vocabulary
     pp            any divisor of what is left, up to a stage for each layer, embedding and head
-    dp            the rest; it divides the batch
+    dp            the rest; it divides the batch, and replicas stand on nodes as comm.hierarchy needs it
     micro_batch   divides what a replica gets of the batch
     schedule      `interleaved` with one stage a rank is 1f1b; on one pipeline rank those of one stage are all
                   the same
@@ -17,17 +17,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner.activations import RECOMPUTE
 from myriad.planner.cluster import Cluster
+from myriad.planner.data_sums import DataSums
 from myriad.planner.work import Practice, Recompute, Work
 from myriad.program.config import OverlapConfig
 from myriad.program.partition import partition_layers
 from myriad.program.schedules import SCHEDULES, check_virtual_stages
 
-__all__ = ["Candidate", "Plot", "Problem", "plots", "tensor_degrees"]
+__all__ = ["Candidate", "Plot", "Problem", "Shards", "plots", "tensor_degrees"]
 
 Shards = tuple[int, Literal["last", "each"]]
 """`zero` and `reduce`."""
@@ -46,6 +48,7 @@ class Problem:
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     """Of what is not searched: chunk counts, message sizes, how early receives are posted."""
     practice: Practice = field(default_factory=Practice)
+    comm: CommConfig = field(default_factory=CommConfig)
     optimizer: Literal["adamw", "lamb"] = "adamw"
     value_bytes: int = 2
     partition: str = "uniform"
@@ -79,6 +82,7 @@ class Candidate:
             global_batch=problem.global_batch,
             overlap=self.overlap,
             practice=problem.practice,
+            comm=problem.comm,
             optimizer=problem.optimizer,
             value_bytes=problem.value_bytes,
         )
@@ -172,7 +176,7 @@ def plots(problem: Problem) -> Iterator[Plot]:
     for tp in tensor_degrees(problem.model):
         for pp in _divisors(world // tp) if world % tp == 0 else ():
             dp = world // (tp * pp)
-            if pp > pieces or problem.global_batch % dp:
+            if pp > pieces or problem.global_batch % dp or not _can_be_summed(problem, dp, tp * pp):
                 continue
             schedules = tuple(_schedules(problem, pp))
             if schedules:
@@ -209,6 +213,14 @@ def _schedules(problem: Problem, pp: int) -> Iterator[tuple[str, int]]:
 def _alone(virtual_stages: int) -> tuple[str, ...]:
     """Schedules that one pipeline rank runs differently: with more stages ZeRO 3 gathers one at a time."""
     return ("1f1b",) if virtual_stages == 1 else ("interleaved", "gpipe")
+
+
+def _can_be_summed(problem: Problem, dp: int, stride: int) -> bool:
+    try:
+        DataSums(problem.cluster, problem.comm, dp, stride)
+    except BadInputError:
+        return False
+    return True
 
 
 def _can_be_cut(problem: Problem, num_stages: int) -> bool:

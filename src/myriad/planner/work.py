@@ -4,6 +4,7 @@ thing."""
 from dataclasses import dataclass, field
 from typing import Literal
 
+from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
@@ -51,6 +52,8 @@ class Work:
     """Sequences."""
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     practice: Practice = Practice()
+    comm: CommConfig = field(default_factory=CommConfig)
+    """Which way data-parallel sums take."""
     optimizer: Literal["adamw", "lamb"] = "adamw"
     value_bytes: int = 2
     """Of one element of what is computed with: 2 is bfloat16."""
