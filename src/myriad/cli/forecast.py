@@ -97,6 +97,7 @@ def _predict(wanted: Wanted, job: "Job", cluster: "Cluster") -> "tuple[Outlook, 
 
 
 def _work_of(job: "Job", cluster: "Cluster") -> "Work":
+    from myriad.cli.plan_job import saves_of
     from myriad.planner.work import Work
 
     precision = job.train.precision
@@ -107,6 +108,7 @@ def _work_of(job: "Job", cluster: "Cluster") -> "Work":
         job.train.global_batch,
         overlap=job.overlap,
         comm=job.comm,
+        saves=saves_of(job),
         optimizer=job.optimizer.name,
         value_bytes=4 if single else 2,
     )
@@ -174,6 +176,9 @@ def _print(job: "Job", cluster: "Cluster", found: "Outlook", written: Sequence[P
     note = f"bubble {found.bubble_ratio:.1%}, in which a rank waits for other stages or their messages;"
     note += f" other communication that nothing hides: {_others(found):.1%}. Nothing was run."
     console.print(Text(note, style="dim"), soft_wrap=True)
+    if found.stall_seconds:
+        stall = f"snapshots add {_seconds(found.stall_seconds)} to an iteration, on average over steps"
+        console.print(Text(stall, style="dim"), soft_wrap=True)
     for path in written:
         console.print(str(path), soft_wrap=True)
 
@@ -219,6 +224,8 @@ def _as_json(job: "Job", cluster: "Cluster", found: "Outlook", written: Sequence
         "peak_flops_per_second": found.peak_flops_per_second,
         "tokens_per_second": found.tokens_per_second,
         "bubble_ratio": found.bubble_ratio,
+        "checkpoint_stall_seconds": found.stall_seconds,
+        "checkpoint_store_seconds": found.store_seconds,
         "exposed_seconds": {name: found.mean(name) for name in EXPOSED},
         "ranks": [_rank_as_json(one) for one in found.ranks],
         "written": [str(path) for path in written],

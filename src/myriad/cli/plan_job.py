@@ -11,10 +11,11 @@ from myriad.planner.cluster import Cluster
 from myriad.planner.placement import Placement
 from myriad.planner.questions import describe
 from myriad.planner.rescore import Plan
+from myriad.planner.saving import Saves
 from myriad.planner.space import Candidate, Problem, Shards
 from myriad.units import format_bytes
 
-__all__ = ["as_written", "check_plan_file", "job_of", "problem_of", "write_plan"]
+__all__ = ["as_written", "check_plan_file", "job_of", "problem_of", "saves_of", "write_plan"]
 
 _HEAD = "# A plan by `myriad plan`"
 
@@ -30,12 +31,19 @@ def problem_of(job: Job, cluster: Cluster) -> Problem:
         cluster=cluster,
         overlap=job.overlap,
         comm=job.comm,
+        saves=saves_of(job),
         optimizer=job.optimizer.name,
         value_bytes=4 if single else 2,
         partition=job.layout.partition,
     )
     shards = tuple(shard for shard in given.shards if _allows(job, shard))
     return replace(given, shards=shards)
+
+
+def saves_of(job: Job) -> Saves:
+    """When the job takes snapshots."""
+    kept = job.checkpoint
+    return Saves(kept.every, kept.minutes, kept.memory_every, kept.memory_seconds, kept.copies_every)
 
 
 def _allows(job: Job, shard: Shards) -> bool:

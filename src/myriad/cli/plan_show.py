@@ -136,6 +136,8 @@ def show_waterfalls(
     table.add_column("", justify="right")
     table.add_column("")
     for name, seconds in parts.items():
+        if name == "checkpoints" and not seconds:
+            continue
         bar = "█" * round(40 * max(0.0, seconds) / total)
         table.add_row(name, f"{seconds:.4g}", f"{seconds / total:.1%}", f"[blue]{bar}[/blue]")
     table.add_row("iteration", f"{total:.4g}", "100%", "", style="bold")

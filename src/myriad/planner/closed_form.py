@@ -15,13 +15,17 @@ few of a plot's axes, so each is a small array, and their sum over the whole gri
 
 The forms of compute and bubble are the schedules' sources' (`program/schedules.py`). Those of messages, and
 of what coupled transfers cost, were counted on simulated programs of unit costs. Data parallelism:
-`data_form`.
+`data_form`. What snapshots add to all of it: `saving`.
 """
 
 import numpy as np
 
 from myriad.planner.collectives import group_along, message_seconds
+from myriad.planner.costs import Costs, optimizer_bytes
 from myriad.planner.data_form import data_seconds
+from myriad.planner.operators import sweep_seconds
+from myriad.planner.saving import Saves
+from myriad.planner.space import Candidate
 from myriad.planner.stage_times import Array, PlotTimes
 
 __all__ = ["plot_seconds"]
@@ -40,7 +44,23 @@ def plot_seconds(times: PlotTimes) -> Array:
     data = data_seconds(times)[:, :, :, None, None, None, :]
     found: Array = compute + messages + data
     assert found.shape == times.plot.axes
-    return found
+    return found + _stalls(times, found)
+
+
+def _stalls(times: PlotTimes, seconds: Array) -> Array | float:
+    """By snapshots."""
+    plot, problem = times.plot, times.plot.problem
+    if problem.saves == Saves():
+        return 0.0
+    held = np.array([cut.parameters for cut in times.cuts])[times.cut_of] / plot.tp
+    shards = np.array([plot.dp if zero else 1 for zero, _ in plot.shards])
+    layout, overlap = plot.at((0,) * 7)
+    costs = Costs(Candidate(layout, overlap, 0.0, 0.0, 1.0).work(problem), problem.cluster)
+    updated = held[:, None] / shards * optimizer_bytes(costs.work)
+    update = np.asarray(sweep_seconds(problem.cluster.accelerator, updated, 2.0))
+    wide = (slice(None), slice(None), *(None,) * 4)
+    copied = held[:, None, None, None, None, None] / plot.dp
+    return np.asarray(costs.saving.stall_seconds(seconds, update[wide], copied))
 
 
 def compute_seconds(times: PlotTimes) -> Array:

@@ -77,6 +77,9 @@ class Accelerator(Config):
     flash_backward: float = Field(2.5, gt=0)
     """Seconds of its backward for one of the forward: five products for two (arXiv 2307.08691, section
     3.1.2)."""
+    host_bytes_per_second: float = Field(32e9, gt=0)
+    """To its host's memory, as its data sheet says: what snapshots are copied over. A CPU core copies within
+    its own memory instead."""
     stream_bytes_per_second: float | None = Field(None, gt=0)
     """What the operators between products (norms, activations, residuals) reach, by the bytes that fused ones
     move; off: memory_bytes_per_second x memory_ratio, as large sweeps over memory do."""
@@ -169,6 +172,8 @@ class Cluster(Config):
     turns_ratio: float = Field(0.0, ge=0)
     """How much longer compute takes on a core that another rank computes on too, besides taking turns:
     caches are shared."""
+    storage_bytes_per_second: float | None = Field(None, gt=0)
+    """To where checkpoints are stored, for all nodes together; off: unknown."""
     dollars_per_hour: float | None = Field(None, ge=0)
     """For one accelerator; off: unknown."""
 

@@ -3,6 +3,7 @@
 forward, backward        seconds of a stage's layers for one micro-batch (`layers`)
 gather, reduce           of a stage's parameters and gradients among data-parallel ranks (`data_sums`)
 message                  of one activation or gradient to the next stage, each tensor-parallel rank its share
+stall                    by snapshots, on average over steps (`saving`)
 clip, update             reading and writing gradients, master values and moments of this rank's part
 """
 
@@ -19,6 +20,7 @@ from myriad.planner.data_sums import DataSums
 from myriad.planner.layers import LayerTimes, Slice, block_times, embedding_times, head_times
 from myriad.planner.operators import sweep_seconds
 from myriad.planner.parts import Parts
+from myriad.planner.saving import Saves, Saving
 from myriad.planner.work import Work
 from myriad.program.build import count_chunks
 from myriad.program.partition import cut_ranges, partition_layers
@@ -184,6 +186,34 @@ class Costs:
         parts, again = max(ranks, key=lambda rank: float(rank[0].total + rank[1].total))
         count = float(self.work.num_micro_batches)
         return parts.times(count), again.times(count)
+
+    @cached_property
+    def saving(self) -> Saving:
+        """What snapshots cost."""
+        work = self.work
+        return Saving(
+            self.cluster, work.saves, float(sum(layer_parameters(work.model))), not work.overlap.checkpoint
+        )
+
+    @cached_property
+    def most_parameters(self) -> float:
+        """Of a rank."""
+        layout = self.work.layout
+        owners = stage_owners(layout.schedule_name, layout.pp, layout.virtual_stages)
+        held = [0.0] * layout.pp
+        for index, stage in enumerate(self.stages):
+            held[owners[index // self.num_chunks]] += stage.parameters
+        return max(held)
+
+    def stall(self, seconds: float) -> float:
+        """Of an iteration that takes ``seconds`` without snapshots, what they add."""
+        work = self.work
+        if work.saves == Saves():
+            return 0.0
+        held = self.most_parameters
+        updated = held / (work.layout.dp if work.layout.zero else 1)
+        update = sweep_seconds(self.cluster.accelerator, updated * optimizer_bytes(work), 2.0)
+        return float(self.saving.stall_seconds(seconds, float(update), held / work.layout.dp))
 
     @cached_property
     def message(self) -> float:

@@ -2,8 +2,8 @@
 
 A waterfall is made by taking things away: the iteration is simulated as it is, then with messages that cost
 nothing, then also without data parallelism, then also without the optimizer. What each step saves is that
-part; the rest is the busiest rank's compute, by operators, and its bubble. So the parts sum to the predicted
-time, to the last bit but rounding. Every run reads the same program.
+part; the rest is the busiest rank's compute, by operators, and its bubble. What snapshots add comes last. So
+the parts sum to the predicted time, to the last bit but rounding. Every run reads the same program.
 """
 
 from collections.abc import Iterator
@@ -30,8 +30,10 @@ PARTS = (
     "data parallelism",
     "optimizer",
     "slow nodes, host",
+    "checkpoints",
 )
-"""Of a waterfall, in order. Slow nodes, host: the batch that is waited for, and slow nodes."""
+"""Of a waterfall, in order. Slow nodes, host: the batch that is waited for, and slow nodes. Checkpoints: what
+snapshots add, on average over steps."""
 
 
 class _Without(Costs):
@@ -71,12 +73,13 @@ def waterfall(problem: Problem, candidate: Candidate, simulations: Simulations) 
     work, cluster = candidate.work(problem), problem.cluster
     gone = ("messages", "data", "optimizer", "load")
     steps = [
-        simulations.seconds(_Without(work, cluster, *gone[:count]))
+        simulations.without_saves(_Without(work, cluster, *gone[:count]))
         for count in range(len(gone) + 1)
         if count < 4 or work.practice.host_seconds
     ]
     saved = [before - after for before, after in pairwise(steps)]
-    operators, once_more = Costs(work, cluster).busiest_rank
+    costs = Costs(work, cluster)
+    operators, once_more = costs.busiest_rank
     again = float(once_more.total)
     compute = float(operators.total) + again
     slow = (cluster.expected_slowdown - 1) * compute
@@ -89,6 +92,7 @@ def waterfall(problem: Problem, candidate: Candidate, simulations: Simulations) 
         steps[-1] - compute - slow,
         *saved[:3],
         sum(saved[3:]) + slow,
+        costs.stall(steps[0]),
     )
     return dict(zip(PARTS, values, strict=True))
 

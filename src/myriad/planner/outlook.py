@@ -58,6 +58,10 @@ class Outlook:
     peak_flops_per_second: float
     """Of one accelerator, that MFU is a share of."""
     world: int
+    stall_seconds: float
+    """That snapshots add to this, on average over steps."""
+    store_seconds: float | None
+    """Until a durable checkpoint is stored; ``None``: how quick storage is is not known."""
     ranks: tuple[RankOutlook, ...]
 
     def mean(self, name: str) -> float:
@@ -83,6 +87,8 @@ def outlook(costs: Costs, prediction: Prediction, memory: Sequence[Memory], fits
         tokens_per_second=tokens / prediction.seconds,
         peak_flops_per_second=peak,
         world=work.layout.world,
+        stall_seconds=costs.stall(prediction.seconds),
+        store_seconds=costs.saving.store_seconds,
         ranks=tuple(_ranks(costs, prediction, memory, fits)),
     )
 

@@ -79,6 +79,11 @@ class Simulations:
         self._seconds: dict[tuple[_Shape, Figures], float] = {}
 
     def seconds(self, costs: Costs) -> float:
+        """Of one iteration, with what snapshots add on average."""
+        seconds = self.without_saves(costs)
+        return seconds + costs.stall(seconds)
+
+    def without_saves(self, costs: Costs) -> float:
         """Of one iteration."""
         if costs.cluster.shared_cores is not None:
             return predict(costs, spans=False).seconds

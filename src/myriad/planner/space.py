@@ -24,6 +24,7 @@ from myriad.model.config import ModelConfig
 from myriad.planner.activations import RECOMPUTE
 from myriad.planner.cluster import Cluster
 from myriad.planner.data_sums import DataSums
+from myriad.planner.saving import Saves
 from myriad.planner.work import Practice, Recompute, Work
 from myriad.program.config import OverlapConfig
 from myriad.program.partition import partition_layers
@@ -49,6 +50,7 @@ class Problem:
     """Of what is not searched: chunk counts, message sizes, how early receives are posted."""
     practice: Practice = field(default_factory=Practice)
     comm: CommConfig = field(default_factory=CommConfig)
+    saves: Saves = field(default_factory=Saves)
     optimizer: Literal["adamw", "lamb"] = "adamw"
     value_bytes: int = 2
     partition: str = "uniform"
@@ -83,6 +85,7 @@ class Candidate:
             overlap=self.overlap,
             practice=problem.practice,
             comm=problem.comm,
+            saves=problem.saves,
             optimizer=problem.optimizer,
             value_bytes=problem.value_bytes,
         )

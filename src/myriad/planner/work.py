@@ -8,6 +8,7 @@ from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
+from myriad.planner.saving import Saves
 from myriad.program.config import OverlapConfig
 
 __all__ = ["Practice", "Recompute", "Work"]
@@ -54,6 +55,8 @@ class Work:
     practice: Practice = Practice()
     comm: CommConfig = field(default_factory=CommConfig)
     """Which way data-parallel sums take."""
+    saves: Saves = field(default_factory=Saves)
+    """When snapshots are taken."""
     optimizer: Literal["adamw", "lamb"] = "adamw"
     value_bytes: int = 2
     """Of one element of what is computed with: 2 is bfloat16."""

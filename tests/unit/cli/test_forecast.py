@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,25 @@ def test_a_prediction_is_a_line_for_each_pipeline_rank(capsys):
 def test_as_json_it_has_everything(capsys):
     found = predicted(capsys)
     assert found["accelerators"] == 4 and found["iteration_seconds"] > 0
+    assert found["checkpoint_stall_seconds"] == 0 and found["checkpoint_store_seconds"] is None
     assert set(found["exposed_seconds"]) == {"tensor", "pipeline", "gather", "reduce", "tied", "norm"}
     for rank in found["ranks"]:
         assert rank["memory_bytes"] == pytest.approx(sum(rank["memory"].values()))
         assert rank["fits_probability"] == pytest.approx(1.0)
+
+
+def test_waiting_for_slow_storage_is_told(capsys, tmp_path):
+    cluster = tmp_path / "slow.toml"
+    ready = resources.files("myriad.recipes") / "clusters" / "laptop.toml"
+    cluster.write_text(
+        ready.read_text().replace('name = "laptop"', 'name = "slow"\nstorage_bytes_per_second = 1e6')
+    )
+    arguments = ("--cluster", str(cluster), "--checkpoint.every", "10", "--overlap.checkpoint", "false")
+    found = json.loads(shown(capsys, *arguments, "--json"))
+    assert found["checkpoint_stall_seconds"] == pytest.approx(
+        found["checkpoint_store_seconds"] / 10, rel=0.01
+    )
+    assert "snapshots add" in shown(capsys, *arguments)
 
 
 def test_every_replica_and_stragglers_are_there_on_request(capsys):

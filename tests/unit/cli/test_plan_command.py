@@ -4,15 +4,18 @@ lines."""
 import json
 import subprocess
 import sys
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from myriad.cli.main import main
 from myriad.cli.pareto import pareto_svg
+from myriad.cli.plan_show import show_waterfalls
 from myriad.job import load_job
 
 SMALL = ("--what-if", "accelerator.memory_bytes=4GiB")
@@ -73,6 +76,13 @@ def test_a_layout_as_written_is_ranked_among_the_others(capsys: pytest.CaptureFi
     assert rows[-1] == "as written" and rows[:3] == ["1", "2", "3"]
     written = told["plans"][-1]
     assert written["keys"]["tp"] == 4 and written["seconds"] > told["plans"][0]["seconds"]
+
+
+def test_checkpoints_are_shown_where_they_cost_something() -> None:
+    for seconds in (0.0, 0.5):
+        with StringIO() as text:
+            show_waterfalls(Console(file=text), {"matrix products": 2.0, "checkpoints": seconds}, [])
+            assert ("checkpoints" in text.getvalue()) == (seconds > 0)
 
 
 def test_a_faster_network_makes_it_quicker(capsys: pytest.CaptureFixture[str]) -> None:
