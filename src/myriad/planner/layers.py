@@ -7,7 +7,8 @@
 A matrix product has three turns of equal FLOPs: forward, gradient of its input, gradient of its weight (which
 is added to a float32 sum). Tensor-parallel communication is a gather and a scatter for each entry into the
 parallel part, in each direction (Megatron-LM, arXiv 2205.05198, section 4.2); cut in parts, all but one
-travel behind the products around them (MegaScale, arXiv 2402.15627, section 3.2), which they slow.
+travel behind the products around them (MegaScale, arXiv 2402.15627, section 3.2), which they slow. Without
+that, `Practice.sums_hide` says whether the backward's sums travel behind the weights' gradients.
 
 Legend: t tokens of a micro-batch, s sequence, h hidden, f inner width of the MLP, V vocabulary.
 """
@@ -31,9 +32,10 @@ __all__ = ["LayerTimes", "Slice", "block_times", "embedding_times", "head_times"
 _FLASH_SPEED = {"flash": 0.55, "flash2": 1.0, "flash3": 1.4}
 """Against FlashAttention-2: the first is 1.7 to 2 times slower (arXiv 2307.08691, figure 4), the third on
 H100 1.5 to 1.75 times quicker in the backward (arXiv 2407.08608, figure 6)."""
-_PLAIN_FORWARD, _PLAIN_BACKWARD = 13.0, 17.0
+_PLAIN_FORWARD, _PLAIN_BACKWARD = 13.0, 19.0
 """Bytes moved for each score without a flash kernel: written by the product (2), softmax fused with scale and
-mask (4), dropout (5, its mask has one), read by the next product (2); in the backward the same ways back."""
+mask (4), dropout (5, its mask has one), read by the next product (2); in the backward read again for the
+values' gradient (2), written by the product (2), dropout (5), softmax (6), read by two products (4)."""
 _PLAIN_RATIO = 0.5
 """Share of the peak of the batched products of scores, whose inner or outer length is a head's width."""
 _FIRST_FLASH_HALF = 8.0
@@ -116,6 +118,9 @@ def block_times(model: ModelConfig, where: Slice, pairs: float) -> LayerTimes:
         again = Parts(memory=remade, tensor=gathers)
     exposed = _exposed(model, where, comm, products[0] + attend.attention)
     exposed_back = _exposed(model, where, comm, products[1] + attend_back.attention)
+    if where.practice.sums_hide:
+        behind = _behind_weights(model, where, comm, products[2])
+        exposed_back = np.where(where.hides, exposed_back, behind)
     return LayerTimes(
         Parts(products[0], memory=stream, tensor=exposed) + attend,
         Parts(products[1], memory=back, tensor=exposed_back + rest) + attend_back,
@@ -196,6 +201,17 @@ def _parts(model: ModelConfig, where: Slice) -> Number:
     chunks, message_bytes = where.overlap.tensor_chunks, where.overlap.tensor_message
     positions, position_bytes = model.sequence / where.tp, model.hidden * where.value_bytes
     return num_parts(where.micro_batch, positions, position_bytes, chunks=chunks, message_bytes=message_bytes)
+
+
+def _behind_weights(model: ModelConfig, where: Slice, comm: Number, weights: Number) -> Number:
+    """Of the backward's communication, when that of each entry's input gradient (without sequence
+    parallelism all of it, with it the scatters) travels behind the gradient of the same entry's weight."""
+    sums = comm / 2 if where.practice.sequence_parallel else comm
+    ups = 2 if model.activation == "swiglu" else 1
+    entering = (model.heads + 2 * model.num_kv_heads) * model.head_width + ups * model.ffn_width
+    leaving = model.heads * model.head_width + model.ffn_width
+    behind = np.minimum(sums, weights * entering / (entering + leaving))
+    return comm - behind + tensor_group(where.cluster, where.tp).busy_ratio * behind
 
 
 def embedding_times(model: ModelConfig, where: Slice) -> LayerTimes:

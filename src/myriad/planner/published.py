@@ -20,6 +20,7 @@ from myriad.planner.systems import (
     MEGASCALE,
     MEGATRON_2021,
     MEGATRON_2022,
+    MEGATRON_2022_SEQUENCE,
     MEGATRON_2023,
     MEGATRON_CORE,
     System,
@@ -239,8 +240,8 @@ def _recomputation(cells: _Cells, clusters: Clusters) -> Iterator[Row]:
     )
     cluster, batch = clusters("selene-2520xa100", gpus), int(cells["gbs"])
     ways: tuple[tuple[str, str, System, Recompute], ...] = (
-        ("full recomputation", "full_recompute_s", MEGATRON_2021, "full"),
-        ("sequence parallel, selective", "seqpar_selective_s", MEGATRON_2022, "selective"),
+        ("full recomputation", "full_recompute_s", MEGATRON_2022, "full"),
+        ("sequence parallel, selective", "seqpar_selective_s", MEGATRON_2022_SEQUENCE, "selective"),
     )
     for way, column, system, recompute in ways:
         work = _work(model, layout, batch, system, recompute)

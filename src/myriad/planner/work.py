@@ -31,6 +31,9 @@ class Practice:
     (torch.cuda.synchronize in p2p_communication.py), and then has nothing launched."""
     sequence_parallel: bool = True
     """The residual stream is cut along the sequence among tensor-parallel ranks."""
+    sums_hide: bool = False
+    """Where tensor-parallel communication is not cut in parts, one sum or scatter of each backward, that of
+    an input's gradient, travels behind the weight's."""
     gradient_bytes: int = 4
     """Of one element of a gradient that travels."""
     host_seconds: float = 0.0

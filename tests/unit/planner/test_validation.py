@@ -53,6 +53,11 @@ def test_times_are_predicted_from_data_sheets(name: str, mean: float, worst: flo
     assert score.rank_correlation is None or score.rank_correlation > 0.95
 
 
+@pytest.mark.parametrize("name", [name for name, rows in ROWS.items() if 1 < rows < 73])
+def test_no_table_errs_to_one_side(name: str) -> None:
+    assert not result(name).zero_shot.is_one_sided
+
+
 def test_the_mfu_of_llama_3_is_predicted() -> None:
     (one,) = result("llama3_405b_table4.csv").rows
     assert one.row.mfu(one.row.seconds) == pytest.approx(0.43, abs=0.0005)
