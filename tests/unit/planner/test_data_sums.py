@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myriad.comm.config import CommConfig
@@ -66,6 +66,7 @@ shapes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 """Ranks of a node, nodes of a switch, switches."""
 
 
+@settings(deadline=None)
 @given(shapes, st.integers(1, 3), st.sampled_from(["flat", "node", "switch"]))
 def test_bytes_of_each_level_are_those_that_the_runtime_sends(
     shape: tuple[int, int, int], pipeline: int, hierarchy: Hierarchy
@@ -90,6 +91,7 @@ def test_bytes_of_each_level_are_those_that_the_runtime_sends(
         assert hierarchy == "flat" or sent[1] + sent[2] < max(2, nodes * switches), "a slice for each node"
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 8),
     st.integers(1, 6),
@@ -107,6 +109,7 @@ def test_auto_is_never_slower_than_flat(
     assert auto.whole_seconds(num_bytes) <= flat.whole_seconds(num_bytes) * (1 + 1e-9)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.sampled_from([(1, 8), (8, 1)]), st.sampled_from(["CPU core", "GPU"]))
 def test_with_one_level_every_way_is_the_ring(size: int, shape: tuple[int, int], chip: str) -> None:
     per_node, nodes = shape

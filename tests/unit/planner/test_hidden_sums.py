@@ -4,7 +4,7 @@ were free."""
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import MODEL, cluster_of
 
@@ -17,6 +17,7 @@ def times(practice: Practice, tp: int, hides: float) -> LayerTimes:
     return block_times(MODEL, Slice(cluster_of(), practice, float(tp), 4.0, 2, OverlapConfig(), hides), 1e6)
 
 
+@settings(deadline=None)
 @given(st.sampled_from([1, 2, 4, 8]), st.booleans(), st.booleans())
 def test_only_the_backwards_sums_hide_and_they_cost_what_they_take_of_compute(
     tp: int, sequence_parallel: bool, overlap: bool

@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import lcm
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import MODEL, cluster_of, problem_of
 
@@ -27,6 +27,7 @@ def candidate_of(problem: Problem, layout: Layout, **overlap: bool) -> Candidate
     return judge(problem, Candidate(layout, switches, 0.0, 0.0, 0.0))
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 12),
     st.integers(0, 6),
