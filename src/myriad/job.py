@@ -33,6 +33,7 @@ from myriad.toml_text import dump_toml, parse_override, set_dotted
 __all__ = [
     "CheckpointConfig",
     "Job",
+    "ResilienceConfig",
     "TrainConfig",
     "dump_toml",
     "job_keys",
@@ -68,6 +69,16 @@ class TrainConfig(Config):
     """Text to continue at the end; off: no sample."""
 
 
+class ResilienceConfig(Config):
+    """How faults are met."""
+
+    patience: float = Field(1.0, gt=0)
+    """Scales every deadline: 2 waits twice as long before a silent rank or node is given up."""
+    restarts: int = Field(3, ge=0)
+    """How often one fault may end the ranks, without a step done in between, before the run stops; 0: the
+    first fault of any kind stops it."""
+
+
 class Job(Config):
     """Everything a run depends on."""
 
@@ -89,6 +100,8 @@ class Job(Config):
     """How long, how much at a time, on what."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What is kept."""
+    resilience: ResilienceConfig = ResilienceConfig()
+    """How faults are met."""
 
     @property
     def num_micro_batches(self) -> int:

@@ -20,18 +20,21 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from myriad.errors import BadInputError
-from myriad.job import Job, dump_toml, load_job
 from myriad.jsonl import JsonlTail, Record, append_line
+
+if TYPE_CHECKING:
+    from myriad.job import Job
 
 __all__ = ["Run"]
 
 _LOG = logging.getLogger(__name__)
 
 _MAY_CHANGE = re.compile(
-    r"(layout|overlap|checkpoint)\..*|train\.(threads|device|steps|validate_every|collect_garbage_every)"
+    r"(layout|overlap|checkpoint|resilience)\..*"
+    r"|train\.(threads|device|steps|validate_every|collect_garbage_every)"
     r"|comm\.(store|timeout_seconds|hierarchy|node_size|node_order|switch_size|\w+_bandwidth)"
 )
 """Keys that a resumed run may change: how it is computed and how long it goes on, never what is computed."""
@@ -55,13 +58,15 @@ class Run:
         """Whether a job was ever started here."""
         return self.job_path.is_file()
 
-    def job(self) -> Job:
+    def job(self) -> "Job":
         """The job of this run. Raises `BadInputError` when there is none."""
         if not self.exists:
             raise BadInputError("run", str(self.path), "no run here (no job.toml)")
+        from myriad.job import load_job  # here: whoever watches ranks needs the paths alone, and quickly
+
         return load_job(str(self.job_path))
 
-    def checkpoints(self, job: Job | None = None) -> str:
+    def checkpoints(self, job: "Job | None" = None) -> str:
         """Where durable checkpoints are: the path or URL that the job says, else a folder of the run."""
         return (job or self.job()).checkpoint.url or str(self.checkpoints_path)
 
@@ -69,7 +74,7 @@ class Run:
         """How often ranks have started here."""
         return sum(event.get("event") == "start" for event in self.read_events())
 
-    def check(self, job: Job) -> None:
+    def check(self, job: "Job") -> None:
         """Refuses, without touching anything, a folder that ``job`` cannot start or go on in."""
         if self.exists:
             _refuse_other_job(self.job(), job, self.path)
@@ -78,8 +83,10 @@ class Run:
         elif self.path.is_dir() and any(entry.name != "lock" for entry in self.path.iterdir()):
             raise BadInputError("run", str(self.path), "must be new, empty or a run: it holds other files")
 
-    def create_or_resume(self, job: Job) -> bool:
+    def create_or_resume(self, job: "Job") -> bool:
         """Makes the folder and saves the job; True: a run of the same job was here already."""
+        from myriad.job import dump_toml
+
         self.check(job)
         resumed = self.exists
         with _refuse_unwritable(self.path):
@@ -174,7 +181,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield prefix + key, value
 
 
-def _refuse_other_job(old: Job, new: Job, path: Path) -> None:
+def _refuse_other_job(old: "Job", new: "Job", path: Path) -> None:
     before = dict(_flatten(old.model_dump(mode="json")))
     for key, value in _flatten(new.model_dump(mode="json")):
         if before.get(key) != value and not _MAY_CHANGE.fullmatch(key):

@@ -27,20 +27,7 @@ from myriad.parallel.recompute import Segment, differentiate, next_is_backward, 
 from myriad.program.actions import Action, Kind, Payload, Transfer
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["COMMUNICATION", "Batch", "Finisher", "Plan", "Runtime"]
-
-COMMUNICATION = (
-    "exchange",
-    "wait",
-    "gather",
-    "await_gather",
-    "reduce",
-    "await_reduce",
-    "sync_tied",
-    "clip",
-    "tensor_comm",
-)
-"""Span names in which a rank waits for others."""
+__all__ = ["Batch", "Finisher", "Plan", "Runtime"]
 
 _Key = tuple[Payload, int, int]
 

@@ -1,7 +1,8 @@
 """What a rank did when, in the program's own words.
 
 A span is appended with plain stores: no lock, no system call but the clock. The ring keeps the newest; what
-it dropped is counted. Time is seconds since the epoch.
+it dropped is counted. Time is seconds since the epoch. What goes on now is written on the rank's row of the
+node's progress page, for whoever watches.
 """
 
 import time
@@ -10,7 +11,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["Recorder", "Span"]
+from myriad.telemetry.progress_page import ProgressRow
+
+__all__ = ["COMMUNICATION", "Recorder", "Span"]
+
+COMMUNICATION = frozenset(
+    {
+        "exchange",
+        "wait",
+        "gather",
+        "await_gather",
+        "reduce",
+        "await_reduce",
+        "sync_tied",
+        "clip",
+        "tensor_comm",
+    }
+)
+"""Span names in which a rank waits for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +45,25 @@ class Span:
 class Recorder:
     """The newest spans, and seconds by name since the last `take_totals`."""
 
-    def __init__(self, capacity: int = 4096) -> None:
+    def __init__(self, capacity: int = 4096, row: ProgressRow | None = None) -> None:
+        """``row``: where it is shown what goes on; nowhere when left out."""
         self.spans: deque[Span] = deque(maxlen=capacity)
         self.num_dropped = 0
         self._totals: defaultdict[str, float] = defaultdict(float)
+        self._row = row or ProgressRow.unseen()
 
     @contextmanager
     def span(self, name: str, stage: int = -1, micro_batch: int = -1) -> Iterator[None]:
         """Records the time of the block under ``name``, also when it raises."""
+        communicates = name in COMMUNICATION
+        before = self._row.enter(name, communicates)
         start = time.time()
         began = time.perf_counter()
         try:
             yield
         finally:
             self._add(Span(name, stage, micro_batch, start, time.perf_counter() - began))
+            self._row.leave(before, communicates)
 
     def _add(self, span: Span) -> None:
         self.num_dropped += len(self.spans) == self.spans.maxlen

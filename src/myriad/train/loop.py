@@ -6,8 +6,10 @@ a signal on any rank stops all of them after the same step, with a checkpoint
 """
 
 import logging
+import os
 import signal
 import time
+from collections.abc import Mapping
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.session import Loaded, Session, Settings
+from myriad.checkpoint.snapshot import Wants
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.lost_peers import lost_peers_told
 from myriad.data.loader import LoaderClient
@@ -27,6 +30,7 @@ from myriad.optim.schedule import learning_rate
 from myriad.parallel.engine import Engine, StepResult
 from myriad.parallel.runtime import Batch
 from myriad.run import Run
+from myriad.telemetry.progress_page import own_row
 from myriad.telemetry.spans import Recorder
 from myriad.train.batches import Validation, rank_rows, to_batch
 from myriad.train.build import Place, find_place, pick_device, settle_links, stage_layers
@@ -64,11 +68,12 @@ class Trainer:
         job = self.job
         self.place: Place = find_place(job.layout.world, job.comm)
         self.stop = _StopSignal()
+        self.progress = own_row()
         open_inputs(job, _LOG.info)
         self.device = pick_device(job.train.device, job.train.threads, self.place)
         self.dtype = resolve_precision(job.train.precision, self.device)
         self.groups = open_world(job.layout, self.device, comm=job.comm)
-        self.recorder = Recorder()
+        self.recorder = Recorder(row=self.progress)
         self.garbage = GarbageSchedule(job.train.collect_garbage_every, self.recorder)
         self.is_first = self.place.rank == 0
         self.feed: LoaderClient = open_feed(run, job, self.groups.grid, self.place)
@@ -131,7 +136,9 @@ class Trainer:
     def _resume(self) -> int:
         """Loads the newest state that memory or storage has, else the weights to begin with, if there are
         any; gives the number of steps done."""
-        self.session.claim(self.run_folder.num_starts() if self.is_first else 0)
+        self.progress.phase("loading")
+        epoch = int(os.environ.get("MYRIAD_EPOCH", "0"))
+        self.session.claim(max(self.run_folder.num_starts(), epoch - 1) if self.is_first else 0)
         self.resumed = self.session.resume(list(self.engine.all_rectangles()))
         step = 0
         if self.resumed is not None:
@@ -167,6 +174,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leaves the loader and the world."""
+        self.progress.phase("ending")
         self.garbage.close()
         self.session.close()
         self.engine.close()
@@ -199,12 +207,14 @@ class Trainer:
     def _train_step(self) -> bool:
         """One step; True when all ranks must stop after it (replicas that train alone: where they agree)."""
         self._under_way = self.step + 1
+        self.progress.step(self._under_way)
         started, waited = time.perf_counter(), self.feed.wait_seconds
         rate = learning_rate(self.job.optimizer, self.step, self.job.train.steps)
         result: StepResult = self.engine.train_step(
             self._load, rate, self.meter.tokens_per_step, signal=self.clock.signal(self.stop.asked)
         )
         self.step += 1
+        self.progress.step_done()
         asked = self.clock.hear(result.signal)
         seconds = time.perf_counter() - started
         if self.is_first:
@@ -237,7 +247,8 @@ class Trainer:
         if self.validation.num_batches == 0:
             return
         indices = range(self.validation.num_batches)
-        total = sum(self.engine.evaluate(partial(self.validation.batch, index)) for index in indices)
+        with self.progress.within("validating"):
+            total = sum(self.engine.evaluate(partial(self.validation.batch, index)) for index in indices)
         loss = total / self.validation.num_targets
         if self.is_first:
             self._event(
@@ -255,6 +266,10 @@ class Trainer:
             "optimizer_steps": self.engine.optimizer.steps_done,
             "data": {"samples": samples, "tokens": samples * self.job.model.sequence},
         }
+        with self.progress.within("saving"):
+            self._take(progress, wants, is_last=is_last)
+
+    def _take(self, progress: Mapping[str, Any], wants: Wants, *, is_last: bool) -> None:
         self.session.take(self.step, progress, wants)
         self.clock.taken(wants)
         if is_last or (wants.durable and not self.job.overlap.checkpoint):
@@ -263,6 +278,7 @@ class Trainer:
                 raise RunFailedError(f"the last checkpoint is in memory only: {problem}")
 
     def _finish(self) -> None:
+        self.progress.phase("ending")
         if self.is_first and self.job.train.sample_prompt is not None:
             text = continue_text(self.run_folder, self.job.train.sample_prompt)
             self._event("sample", prompt=self.job.train.sample_prompt, text=text)

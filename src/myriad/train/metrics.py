@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from myriad.parallel.engine import StepResult
-from myriad.parallel.runtime import COMMUNICATION
-from myriad.telemetry.spans import Recorder
+from myriad.telemetry.spans import COMMUNICATION, Recorder
 
 __all__ = ["StepMeter"]
 
@@ -46,7 +45,7 @@ class StepMeter:
             "memory_bytes": self._memory_bytes(),
             "data_wait_seconds": data_wait,
             "checkpoint_wait_seconds": checkpoint_wait,
-            "exposed_comm_seconds": sum(totals.get(name, 0.0) for name in COMMUNICATION),
+            "exposed_comm_seconds": sum(totals.get(name, 0.0) for name in sorted(COMMUNICATION)),
         }
 
     def _memory_bytes(self) -> int:

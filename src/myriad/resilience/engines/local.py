@@ -1,42 +1,42 @@
-"""Ranks as processes of this machine: start, watch, stop; none is ever left behind.
+"""The run on this machine alone: its driver and its executor are processes of this one, and ranks of theirs.
 
-Each rank is the leader of its own session, so a Ctrl-C of the terminal reaches the launcher alone. The
-launcher passes it on once (ranks finish their step, save, and exit with 0); a second one kills. When a rank
-dies, the others cannot go on: they are told to stop, and killed after a grace time. When the launcher itself
-is killed, the kernel kills the ranks (see `child.py`).
+    myriad train ─┬─ driver                                     restarted when it dies; ranks do not notice
+      (engine,    └─ executor ── warm parent ─┬─ rank 0         when it dies, its ranks do; both begin again
+       screen)                                └─ rank 1 ...     from the snapshots in the keeper's memory
 
-Which rank is to blame: the first to die, unless its error only says that a peer hung up; then the first whose
-error says something else. Peers often fall over each other within milliseconds, so a short wait collects
-them.
+None of them is ever left behind: each asks the kernel to be killed when its parent is (`child.py`), ranks
+lead sessions of their own. So a Ctrl-C of the terminal reaches this process alone. It passes it on once
+(ranks finish their step, save, and exit with 0); a second one kills.
 """
 
 import contextlib
+import json
 import logging
 import os
+import select
 import signal
-import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from myriad.errors import BadInputError, RunFailedError
-from myriad.resilience.engines import child
-from myriad.resilience.engines.logs import error_excerpt, is_secondary
+from myriad.resilience.decisions import Plan
+from myriad.resilience.journal import Journal
+from myriad.resilience.wire import run_secret
 from myriad.run import Run
 
 __all__ = ["Observer", "check_cores", "num_cores", "run_local"]
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
-_BLAME_SECONDS = 1.5
+_END_SECONDS = 5.0
+_MOST_DEATHS, _SOON_SECONDS = 5, 2.0
+"""A driver or executor that dies so often, each time so soon, will not stay."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_WORKER = (sys.executable, "-m", "myriad.train.worker")
 
 
 class Observer(Protocol):
@@ -68,48 +68,28 @@ def run_local(
     *,
     threads: int = 0,
     observer: Observer | None = None,
-    command: Sequence[str] = _WORKER,
-    grace_seconds: float = 4.0,
+    command: Sequence[str] = (),
 ) -> Literal["finished", "interrupted"]:
-    """Starts ``world`` ranks of ``command RUN_DIR`` and waits for their end. Raises `RunFailedError`.
+    """Has ``world`` ranks train, or run ``command RUN_DIR``, until they are done, however often they must be
+    started. Raises `RunFailedError`.
 
-    ``threads`` of each rank; 0: the cores divided among them. Ranks asked to stop get ``grace_seconds`` when
-    a peer has died, and as long as they need after a Ctrl-C.
+    ``threads`` of each rank; 0: the cores divided among them. After a Ctrl-C they get as long as they need.
     """
-    with _catch_signals() as caught, _ranks(run, world, threads, command) as ranks:
-        return _watch(ranks, caught, _Guarded(observer), grace_seconds)
-
-
-@dataclass
-class _Rank:
-    number: int
-    process: "subprocess.Popen[bytes]"
-    log_path: Path
-
-    @property
-    def alive(self) -> bool:
-        """Looks without reaping first, and ends what the rank has left behind while its number is still its
-        own."""
-        if self.process.returncode is None:
-            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is not None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
-        return self.process.returncode is None
-
-    @property
-    def failed(self) -> bool:
-        return not self.alive and self.process.returncode != 0
-
-    def signal(self, number: signal.Signals) -> None:
-        """To the rank and to whatever it has started."""
-        if self.alive:
-            os.killpg(self.process.pid, number)
-
-    def wait(self) -> None:
-        """Until it has ended."""
-        while self.alive:
-            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+    job = run.job()
+    plan = Plan(
+        world=world,
+        nodes=1,
+        first_epoch=run.next_attempt(),
+        patience=job.resilience.patience,
+        restarts=job.resilience.restarts,
+        saving_seconds=job.checkpoint.timeout_seconds + 60,
+    )
+    Journal(run.path / "journal.jsonl").begin(plan)
+    run_secret(run.path / "secret")
+    (run.path / "driver.json").unlink(missing_ok=True)
+    threads = threads or max(1, num_cores() // world)
+    with _catch_signals() as caught, _Processes(run, threads, command) as processes:
+        return _watch(processes, caught, _Guarded(observer))
 
 
 @dataclass
@@ -134,127 +114,141 @@ def _catch_signals() -> Iterator[_Caught]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _ranks(run: Run, world: int, threads: int, command: Sequence[str]) -> Iterator[list[_Rank]]:
-    attempt, port = run.next_attempt(), _free_port()
-    name = f"{run.path.name}.{attempt}.{uuid.uuid4().hex}"
-    threads = threads or max(1, num_cores() // world)
-    ranks: list[_Rank] = []
-    try:
-        for number in range(world):
-            log_path = run.log_path(number, attempt)
-            environment = _environment(number, world, port, threads) | {"MYRIAD_ATTEMPT_ID": name}
-            ranks.append(_Rank(number, _start([*command, str(run.path)], environment, log_path), log_path))
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.signal(signal.SIGKILL)
-        for rank in ranks:
-            rank.wait()
+class _Processes:
+    """The executor and the driver: kept alive."""
+
+    def __init__(self, run: Run, threads: int, command: Sequence[str]) -> None:
+        self._run = run
+        self._executor = _Kept(run, "executor", ("executor_process", run.path, 0, threads, *command))
+        self._driver = _Kept(run, "driver", ("driver", run.path))
+
+    def __enter__(self) -> "_Processes":
+        self._executor.start()  # its imports take longest
+        self._driver.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """The driver first, which would have ranks started; SIGTERM lets the executor end what ranks have
+        started too."""
+        self._driver.end(signal.SIGKILL)
+        self._executor.end(signal.SIGTERM)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """What the driver has said; waits a moment for it. Whoever has died is started again."""
+        found = self._driver.read(_POLL_SECONDS)
+        if not any("end" in message for message in found):
+            self._driver.revive()
+            self._executor.revive()
+        return found
+
+    def replace_node(self) -> None:
+        """Its executor is silent: another."""
+        self._executor.end(signal.SIGKILL)
+
+    def ask_to_stop(self) -> None:
+        """All ranks save and stop."""
+        self._executor.send_signal(signal.SIGINT)
+
+    def wait(self) -> None:
+        """They end by themselves when the run is over."""
+        self._executor.wait(_END_SECONDS)
 
 
-def _start(command: list[str], environment: dict[str, str], log_path: Path) -> "subprocess.Popen[bytes]":
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    shim = [sys.executable, "-S", str(Path(child.__file__)), str(os.getpid())]
-    with log_path.open("wb") as log:
-        return subprocess.Popen(
-            shim + command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+class _Kept:
+    """A process that is started again when it dies."""
+
+    def __init__(self, run: Run, name: str, module_and_arguments: Sequence[object]) -> None:
+        self._name, self._log = name, run.logs_path / f"{name}.log"
+        module, *arguments = map(str, module_and_arguments)
+        self._command = [sys.executable, "-m", f"myriad.resilience.{module}", *arguments]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deaths, self._started = 0, 0.0
+
+    def start(self) -> None:
+        """One."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._started = time.monotonic()
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                env=os.environ | {"MYRIAD_ENGINE_PID": str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._text = b""
+
+    def read(self, seconds: float) -> list[dict[str, Any]]:
+        """Lines of its output, waited for."""
+        assert self._process is not None and self._process.stdout is not None
+        output = self._process.stdout
+        if not select.select([output], [], [], seconds)[0]:
+            return []
+        data = output.read()
+        if not data:
+            time.sleep(0.01)  # it has ended, or is about to
+            return []
+        *lines, self._text = (self._text + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def revive(self) -> None:
+        """Another, if it is dead. Raises `RunFailedError` when none will live."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            return
+        soon = time.monotonic() - self._started < _SOON_SECONDS
+        self._deaths = self._deaths + 1 if soon else 1
+        if self._deaths > _MOST_DEATHS:
+            raise RunFailedError(f"the {self._name} does not stay alive (log: {self._log})")
+        _LOG.info("the %s has ended with %s; starting another", self._name, self._process.returncode)
+        self.end(signal.SIGKILL)
+        self.start()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To it alone."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def wait(self, seconds: float) -> None:
+        """Until it has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._process is not None:
+                self._process.wait(seconds)
+
+    def end(self, number: signal.Signals) -> None:
+        """Whatever it does."""
+        if self._process is not None:
+            self.send_signal(number)
+            self.wait(_END_SECONDS)
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
 
 
-def _environment(rank: int, world: int, port: int, threads: int) -> dict[str, str]:
-    mine = {
-        "RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": world,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "OMP_NUM_THREADS": threads,
-        "PYTHONUNBUFFERED": 1,
-        "PYTHONFAULTHANDLER": 1,
-    }
-    defaults = {"GLOO_SOCKET_IFNAME": "lo"}  # else gloo looks up the host's name, which may not resolve
-    return defaults | dict(os.environ) | {key: str(value) for key, value in mine.items()}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _watch(
-    ranks: list[_Rank], caught: _Caught, observer: Observer, grace_seconds: float
-) -> Literal["finished", "interrupted"]:
+def _watch(processes: _Processes, caught: _Caught, observer: Observer) -> Literal["finished", "interrupted"]:
     asked = False
-    while any(rank.alive for rank in ranks):
-        if any(rank.failed for rank in ranks):
-            break
+    while True:
+        for message in processes.messages():
+            if "replace" in message:
+                processes.replace_node()
+            if "end" in message:
+                processes.wait()
+                observer.tick()
+                if message["end"] == "failed":
+                    raise RunFailedError(message["reason"])
+                return "interrupted" if message["end"] == "interrupted" else "finished"
         if caught.count and not asked:
             asked = True
-            for rank in ranks:
-                rank.signal(signal.SIGINT)
+            processes.ask_to_stop()
             observer.stopping()
         if caught.count > 1:
-            raise RunFailedError(
-                "killed before the checkpoint was complete; an earlier one is used next time"
-            )
+            told = "killed before the checkpoint was complete; an earlier one is used next time"
+            raise RunFailedError(told)
         observer.tick()
-        time.sleep(_POLL_SECONDS)
-    failed = _settle(ranks, grace_seconds)
-    observer.tick()
-    if failed and not (asked and all(rank.process.returncode == -signal.SIGINT for rank in failed)):
-        raise RunFailedError(_blame(failed))
-    return "interrupted" if asked else "finished"
-
-
-def _settle(ranks: list[_Rank], grace_seconds: float) -> list[_Rank]:
-    """Ranks that failed by themselves, first to die first; the others have ended too when this returns."""
-    failed = [rank for rank in ranks if rank.failed]
-    if not failed:
-        return []
-
-    def any_alive() -> bool:
-        return any(rank.alive for rank in ranks)
-
-    def only_secondary() -> bool:
-        failed.extend(rank for rank in ranks if rank.failed and rank not in failed)
-        return all(
-            rank.process.returncode > 0 and is_secondary(error_excerpt(rank.log_path)) for rank in failed
-        )
-
-    _wait_while(lambda: only_secondary() and any_alive(), _BLAME_SECONDS)
-    for rank in ranks:
-        rank.signal(signal.SIGTERM)
-    _wait_while(any_alive, grace_seconds)
-    return failed
-
-
-def _wait_while(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while condition() and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-
-
-def _blame(failed: list[_Rank]) -> str:
-    """One rank and its error."""
-    excerpts = {rank.number: error_excerpt(rank.log_path) for rank in failed}
-    primary = [
-        rank for rank in failed if rank.process.returncode < 0 or not is_secondary(excerpts[rank.number])
-    ]
-    rank = (primary or failed)[0]
-    excerpt, code = excerpts[rank.number], rank.process.returncode
-    if code > 0 and excerpt and "\n" not in excerpt:
-        return f"rank {rank.number}: {excerpt} (log: {rank.log_path})"
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"rank {rank.number} {how} (log: {rank.log_path})" + (f"\n{excerpt}" if excerpt else "")
 
 
 class _Guarded:

@@ -1,0 +1,69 @@
+"""What is decided: each action says by which rule, and from what evidence."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Action", "Blame", "DumpStacks", "EndRun", "Evict", "Outcome", "StartAttempt", "StopRanks"]
+
+Outcome = Literal["finished", "interrupted", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """Why."""
+
+    rule: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blame(Action):
+    """A fault was found, and its culprit."""
+
+    cause: str
+    rank: int
+    """-1: no single one."""
+    node: int
+    step: int
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartAttempt(Action):
+    """Start all ranks."""
+
+    epoch: int
+    placement: dict[int, tuple[int, ...]]
+    """Node to its ranks."""
+    again: bool
+    """An earlier attempt of this start of the run has failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRanks(Action):
+    """Kill the ranks of an attempt, wherever they are."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpStacks(Action):
+    """Keep the stacks of suspects, in their logs."""
+
+    epoch: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evict(Action):
+    """The engine is to end a node, and to bring another if it can."""
+
+    node: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndRun(Action):
+    """It is over."""
+
+    outcome: Outcome
+    reason: str

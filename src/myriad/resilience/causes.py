@@ -1,0 +1,42 @@
+"""Why a rank has ended: from its exit status, the last lines of its log and the kernel's counter."""
+
+import re
+import signal
+
+from myriad.resilience.engines.logs import is_secondary
+from myriad.resilience.facts import Cause
+
+__all__ = ["cause_of"]
+
+_DEVICE_MEMORY = re.compile(r"CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
+_DEVICE = re.compile(
+    r"CUDA error|uncorrectable ECC|\bXid\b|device-side assert|GPU is lost|NCCL error.*unhandled", re.I
+)
+_DISK = re.compile(r"No space left on device|Disk quota exceeded|Read-only file system")
+_MEMORY = re.compile(r"^MemoryError\b|Cannot allocate memory|can't allocate memory", re.MULTILINE)
+_BAD_INPUT = 2
+
+
+def cause_of(code: int, error: str, *, memory_killed: bool) -> Cause:
+    """``code``: exit code, or minus the signal; ``memory_killed``: the kernel has just killed somebody for
+    want of memory."""
+    if code == 0:
+        return "done"
+    if code == -signal.SIGKILL:
+        return "host memory" if memory_killed else "killed"
+    if code < 0:
+        return "crash"
+    if code == _BAD_INPUT:
+        return "input"
+    for cause, pattern in _BY_WORDS.items():
+        if pattern.search(error):
+            return cause
+    return "peer" if is_secondary(error) else "user"
+
+
+_BY_WORDS: dict[Cause, re.Pattern[str]] = {
+    "device memory": _DEVICE_MEMORY,
+    "device": _DEVICE,
+    "disk": _DISK,
+    "host memory": _MEMORY,
+}

@@ -1,0 +1,369 @@
+"""What to do about what happens to a run. Pure: no files, no sockets, no clock, no threads.
+
+    actions = decider.hear(observation, now)        something was seen
+    actions = decider.due(now)                      time has passed
+
+    gathering ──all nodes are there──► running ──fault──► ending ──all ranks are gone──► gathering, or over
+                                          └──all ranks are done──► over
+
+The driver writes `Decider.state` and the actions into its journal before it acts; a new driver begins with
+the last one written and hears from the executors what has become of the ranks. So an action may be done
+twice: each is for one epoch, and does nothing the second time. The same code runs under a virtual clock.
+
+Recovery is the cheapest sufficient step: all ranks anew on the nodes that are there, from the snapshots in
+their memory; on a spare where a node is gone. What a healthy node does not cure is tried twice.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from myriad.resilience.actions import (
+    Action,
+    Blame,
+    DumpStacks,
+    EndRun,
+    Evict,
+    Outcome,
+    StartAttempt,
+    StopRanks,
+)
+from myriad.resilience.culprit import find_suspects
+from myriad.resilience.deadlines import Deadlines
+from myriad.resilience.facts import (
+    Beat,
+    NodeJoined,
+    NodeLeft,
+    Observation,
+    RankExited,
+    RankSeen,
+    StopAsked,
+)
+from myriad.resilience.incidents import OF_THE_USER, Incident
+
+__all__ = ["Decider", "Plan", "State"]
+
+_GATHER_SECONDS = 300.0
+_BLAME_SECONDS = 1.5
+"""After an error that only says that a peer is gone: the peer's own death may be told later."""
+_STOPPED_SECONDS = 1.5
+_SILENT_SECONDS, _AWAY_SECONDS = 3.5, 3.0
+"""Without a beat of a node that is connected; without a connection."""
+_DUMP_SECONDS = 1.0
+_REPEAT_SECONDS = 3.0
+"""After which ranks that were to be killed, and live, are to be killed again."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the run needs."""
+
+    world: int
+    nodes: int
+    """On which the ranks run; whatever else joins is a spare."""
+    first_epoch: int
+    patience: float = 1.0
+    restarts: int = 3
+    saving_seconds: float = 600.0
+
+
+@dataclass
+class State:
+    """What outlives a driver."""
+
+    phase: Literal["gathering", "running", "ending", "over"]
+    epoch: int
+    """Of the newest attempt; before the first: one less."""
+    placement: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Node to its ranks, of that attempt."""
+    exits: dict[int, RankExited] = field(default_factory=dict)
+    """Of that attempt, by rank."""
+    incident: Incident | None = None
+    """Of that attempt."""
+    repeats: dict[str, int] = field(default_factory=dict)
+    """How often each fault has come since the last step of progress."""
+    best_step: int = -1
+    """The highest that was under way."""
+    fault_step: int = -1
+    """The same when the last fault came."""
+    stop_asked: bool = False
+    outcome: Outcome | None = None
+    reason: str = ""
+
+
+@dataclass
+class _Node:
+    joined: NodeJoined
+    heard_at: float
+    ranks: dict[int, RankSeen] = field(default_factory=dict)
+    left_at: float | None = None
+
+
+class Decider:
+    """Of one run."""
+
+    def __init__(self, plan: Plan, now: float, state: State | None = None) -> None:
+        """``state``: as an earlier driver left it."""
+        self._plan = plan
+        self.state = state or State("gathering", plan.first_epoch - 1)
+        self._nodes: dict[int, _Node] = {}
+        self._since = self._began = now
+        self._kill_at: float | None = None
+        self._stopped_since: dict[int, float] = {}
+        self._deadlines = Deadlines(plan.patience, plan.saving_seconds)
+
+    @property
+    def nodes(self) -> dict[int, NodeJoined]:
+        """Those that are there."""
+        return {number: node.joined for number, node in self._nodes.items() if node.left_at is None}
+
+    def hear(self, observation: Observation, now: float) -> list[Action]:
+        """Something was seen, by the driver's own clock at ``now``."""
+        if self.state.phase == "over":
+            return []
+        if isinstance(observation, NodeJoined):
+            return [*self._node_joined(observation, now), *self._go_on(now)]
+        if isinstance(observation, NodeLeft):
+            if observation.node in self._nodes:
+                self._nodes[observation.node].left_at = now
+            return []
+        if isinstance(observation, StopAsked):
+            self.state.stop_asked = True
+            return [*self._go_on(now)]
+        if isinstance(observation, RankExited):
+            return [*self._rank_exited(observation, now), *self._go_on(now)]
+        return self._beat(observation, now)
+
+    # Nodes
+
+    def _node_joined(self, joined: NodeJoined, now: float) -> Iterator[Action]:
+        self._nodes[joined.node] = _Node(joined, now)
+        state = self.state
+        state.stop_asked |= joined.stop_asked
+        if joined.running and joined.epoch != state.epoch:
+            yield StopRanks(rule="ranks of another epoch", epoch=joined.epoch)
+        mine = state.placement.get(joined.node, ()) if state.phase in ("running", "ending") else ()
+        if joined.epoch == state.epoch:
+            for ended in joined.exits:
+                yield from self._rank_exited(ended, now)
+        known = {*joined.running, *state.exits} if joined.epoch == state.epoch else set(state.exits)
+        if lost := tuple(sorted(set(mine) - known)):
+            yield from self._lose(joined.node, lost, 0.0, now)
+
+    def _beat(self, beat: Beat, now: float) -> list[Action]:
+        node = self._nodes.get(beat.node)
+        if node is None:
+            return []
+        node.heard_at, node.joined = now, replace(node.joined, port=beat.port)
+        if beat.epoch == self.state.epoch:
+            node.ranks = {one.rank: one for one in beat.ranks}
+        seen = self._seen()
+        if seen and self.state.phase == "running":
+            self._deadlines.saw(seen)
+            self.state.best_step = max(self.state.best_step, *(one.step for one in seen))
+        stopped = {one.rank for one in seen if one.state == "T"}
+        self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
+        return []
+
+    def _seen(self) -> list[RankSeen]:
+        """Ranks of this attempt that live, on all nodes; none when a node has not told yet."""
+        found = []
+        for number, ranks in self.state.placement.items():
+            node = self._nodes.get(number)
+            for rank in ranks:
+                if rank in self.state.exits:
+                    continue
+                if node is None or rank not in node.ranks:
+                    return []
+                found.append(node.ranks[rank])
+        return found
+
+    # Faults
+
+    def _rank_exited(self, ended: RankExited, now: float) -> Iterator[Action]:
+        state = self.state
+        if (
+            ended.epoch != state.epoch
+            or ended.rank in state.exits
+            or state.phase not in ("running", "ending")
+        ):
+            return
+        state.exits[ended.rank] = ended
+        state.best_step = max(state.best_step, ended.step)
+        asked_and_obeyed = state.stop_asked and ended.code == -2
+        if state.phase == "ending" or ended.code == 0 or asked_and_obeyed:
+            return
+        if ended.cause == "peer":
+            if state.incident is None:
+                state.incident = Incident.of_exit(ended, "a peer was lost", after_stop=state.stop_asked)
+                self._kill_at = now + _BLAME_SECONDS
+            return
+        yield from self._end_attempt(
+            Incident.of_exit(ended, "a rank ended", after_stop=state.stop_asked), now
+        )
+
+    def _end_attempt(self, incident: Incident, now: float, **evidence: object) -> Iterator[Action]:
+        """The others cannot go on: none of them is asked to, as their snapshots are in the node's memory."""
+        self.state.incident, self.state.phase = incident, "ending"
+        self._since, self._kill_at = now, None
+        yield Blame(
+            rule=incident.rule,
+            evidence=dict(evidence),
+            cause=incident.cause,
+            rank=incident.rank,
+            node=incident.node,
+            step=incident.step,
+            problem=incident.text,
+        )
+        yield StopRanks(rule=incident.rule, epoch=self.state.epoch)
+
+    def due(self, now: float) -> list[Action]:
+        """What the time asks for."""
+        phase = self.state.phase
+        if phase == "over":
+            return []
+        actions = [*self._silent_nodes(now)]
+        if phase == "running" and self.state.phase == "running":
+            actions += self._overdue_ranks(now)
+        elif phase == "ending" and now - self._since > _REPEAT_SECONDS:
+            self._since = now
+            actions.append(StopRanks(rule="ranks that were to end still live", epoch=self.state.epoch))
+        elif phase == "gathering" and now - self._since > _GATHER_SECONDS * self._plan.patience:
+            there = sorted(self.nodes)
+            reason = f"{self._plan.nodes} nodes are needed, and only {there} came"
+            actions.append(self._end_run("nodes did not come", "failed", reason))
+        return [*actions, *self._go_on(now)]
+
+    def _silent_nodes(self, now: float) -> Iterator[Action]:
+        for number, node in list(self._nodes.items()):
+            silent, away = now - node.heard_at, now - (now if node.left_at is None else node.left_at)
+            if silent < _SILENT_SECONDS * self._plan.patience and away < _AWAY_SECONDS * self._plan.patience:
+                continue
+            del self._nodes[number]
+            yield Evict(rule="a node was silent", evidence={"silent_seconds": silent}, node=number)
+            ranks = self.state.placement.get(number, ())
+            if self.state.phase in ("running", "ending"):
+                yield from self._lose(number, ranks, silent, now)
+
+    def _lose(self, node: int, ranks: tuple[int, ...], silent: float, now: float) -> Iterator[Action]:
+        text = f"node {node} with rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} was lost"
+        for rank in ranks:
+            gone = RankExited(node, self.state.epoch, rank, -9, "killed", -1, text, "")
+            self.state.exits.setdefault(rank, gone)
+        if ranks and self.state.phase == "running":
+            incident = Incident("a node was lost", "node", -1, node, -1, text, text, self.state.stop_asked)
+            yield from self._end_attempt(incident, now, silent_seconds=silent)
+
+    def _overdue_ranks(self, now: float) -> Iterator[Action]:
+        waited = self.state.incident
+        if waited is not None and self._kill_at is not None:
+            if now >= self._kill_at:
+                yield from self._end_attempt(waited, now)
+            return
+        seen = self._seen()
+        stopped = [
+            r for r, since in self._stopped_since.items() if now - since >= self._limit(_STOPPED_SECONDS)
+        ]
+        if stopped:
+            rank = next(one for one in seen if one.rank == stopped[0])
+            text = f"rank {rank.rank} was stopped (SIGSTOP), pid {rank.pid}"
+            yield from self._end_attempt(self._hang("a rank was stopped", "stopped", rank, text), now)
+        elif seen:
+            yield from self._hung(seen, now)
+
+    def _limit(self, seconds: float) -> float:
+        return seconds * self._plan.patience
+
+    def _hung(self, seen: list[RankSeen], now: float) -> Iterator[Action]:
+        """The stacks come first, and a moment later the end, unless it was none of a hang."""
+        idle = min(one.idle_seconds for one in seen)
+        phase = self._deadlines.phase_of(seen)
+        limit = self._deadlines.limit(phase)
+        suspicion = find_suspects(seen)
+        if idle <= limit:
+            self._kill_at = None
+        elif self._kill_at is None:
+            self._kill_at = now + _DUMP_SECONDS
+            evidence = {"idle_seconds": idle, "limit_seconds": limit, "phase": phase, "why": suspicion.why}
+            ranks = suspicion.ranks
+            yield DumpStacks(rule="no rank goes on", evidence=evidence, epoch=self.state.epoch, ranks=ranks)
+        elif now >= self._kill_at:
+            rank = next(one for one in seen if one.rank == suspicion.ranks[0])
+            who = f"rank{'s' if len(suspicion.ranks) > 1 else ''} {', '.join(map(str, suspicion.ranks))}"
+            text = f"{who} hung: {suspicion.why} (stacks in the log)"
+            incident = self._hang("no rank goes on", "hang", rank, text)
+            yield from self._end_attempt(incident, now, idle_seconds=idle, limit_seconds=limit, phase=phase)
+
+    def _hang(self, rule: str, cause: str, one: RankSeen, text: str) -> Incident:
+        node = self._node_of(one.rank)
+        return Incident(rule, cause, one.rank, node, one.step, text, text, self.state.stop_asked)
+
+    def _node_of(self, rank: int) -> int:
+        return next(node for node, ranks in self.state.placement.items() if rank in ranks)
+
+    # What comes next
+
+    def _go_on(self, now: float) -> Iterator[Action]:
+        state = self.state
+        all_gone = len(state.exits) == self._plan.world
+        if state.phase == "running" and all_gone and state.incident is not None:
+            yield from self._end_attempt(state.incident, now)
+        if state.phase in ("running", "ending") and all_gone:
+            yield from self._judge(now)
+        if state.phase != "gathering":
+            return
+        if state.stop_asked:
+            yield self._end_run("a stop was asked for", "interrupted", "")
+            return
+        there = sorted(self.nodes)
+        if len(there) >= self._plan.nodes:
+            yield self._start(there, now)
+
+    def _start(self, there: list[int], now: float) -> StartAttempt:
+        """On the nodes of the last attempt that are there, then on spares; ranks in the order of nodes."""
+        state, plan = self.state, self._plan
+        kept = [number for number in state.placement if number in there]
+        others = [number for number in there if number not in kept]
+        chosen, each = [*kept, *others][: plan.nodes], plan.world // plan.nodes
+        state.placement = {
+            number: tuple(range(place * each, (place + 1) * each)) for place, number in enumerate(chosen)
+        }
+        state.epoch, state.phase, state.exits, state.incident = state.epoch + 1, "running", {}, None
+        self._since, self._kill_at, self._stopped_since = now, None, {}
+        for node in self._nodes.values():
+            node.ranks = {}
+        rule, again = "all nodes are there", state.epoch > plan.first_epoch
+        return StartAttempt(rule=rule, epoch=state.epoch, placement=dict(state.placement), again=again)
+
+    def _judge(self, now: float) -> Iterator[Action]:
+        """All ranks are gone."""
+        state = self.state
+        incident = state.incident
+        if incident is None or (state.stop_asked and not incident.after_stop):
+            outcome: Outcome = "interrupted" if state.stop_asked else "finished"
+            yield self._end_run("all ranks are gone", outcome, "")
+        elif incident.after_stop:
+            yield self._end_run("a fault after a stop was asked for", "failed", incident.text)
+        elif (rule := self._is_hopeless(incident)) is not None:
+            yield self._end_run(rule, "failed", incident.text)
+        else:
+            state.phase, self._since = "gathering", now
+
+    def _is_hopeless(self, incident: Incident) -> str | None:
+        """The rule by which it makes no sense to begin again."""
+        state = self.state
+        if state.best_step > state.fault_step:
+            state.repeats = {}
+        state.fault_step = state.best_step
+        count = state.repeats[incident.signature] = state.repeats.get(incident.signature, 0) + 1
+        if incident.cause == "input":
+            return "bad input"
+        if count > self._plan.restarts:
+            return "the same fault came too often without progress"
+        if incident.cause in OF_THE_USER and count > 1:
+            return "the same error of the program came twice at the same step"
+        return None
+
+    def _end_run(self, rule: str, outcome: Outcome, reason: str) -> EndRun:
+        self.state.phase, self.state.outcome, self.state.reason = "over", outcome, reason
+        return EndRun(rule=rule, outcome=outcome, reason=reason)

@@ -1,0 +1,177 @@
+"""``python -m myriad.resilience.driver RUN``: decides what becomes of a run, and has it done.
+
+    executors ──what they see──► decisions ──► journal, then events.jsonl, then ──► executors and the engine
+                        ▲ the clock
+
+One a run, no torch, one thread. What it knows is in the journal (what was decided) and with the executors
+(what is): a new one goes on where the last was killed, and training does not notice. It is found by
+RUN/driver.json. To the engine it speaks in lines of JSON on its output: {"replace": NODE}, {"end": ...}.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from myriad.resilience.actions import (
+    Action,
+    Blame,
+    DumpStacks,
+    EndRun,
+    Evict,
+    StartAttempt,
+    StopRanks,
+)
+from myriad.resilience.decisions import Decider
+from myriad.resilience.engines.child import die_with_parent
+from myriad.resilience.facts import (
+    OBSERVED,
+    Dump,
+    End,
+    Leave,
+    NodeJoined,
+    NodeLeft,
+    Observation,
+    Order,
+    Start,
+)
+from myriad.resilience.journal import Journal
+from myriad.resilience.wire import Link, Refused, run_secret
+from myriad.run import Run
+
+__all__ = ["Driver", "main"]
+
+_LOG = logging.getLogger(__name__)
+_DUE_SECONDS = 0.1
+_LEAVE_SECONDS = 2.0
+
+
+class Driver:
+    """Everything but the decisions."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._journal = Journal(run.path / "journal.jsonl")
+        plan, state = self._journal.replay()
+        self._plan, self._decider = plan, Decider(plan, time.monotonic(), state)
+        self._links: dict[int, Link] = {}
+        self._over = asyncio.Event()
+
+    async def drive(self) -> None:
+        """Until the run is over."""
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()[:2]
+        _publish(self._run.path / "driver.json", {"host": host, "port": port, "pid": os.getpid()})
+        async with server:
+            if self._decider.state.phase == "over":  # decided, and perhaps not told
+                state = self._decider.state
+                assert state.outcome is not None
+                self._do(EndRun(rule="it was over", outcome=state.outcome, reason=state.reason))
+            while not self._over.is_set():
+                self._act(self._decider.due(time.monotonic()))
+                await asyncio.sleep(_DUE_SECONDS)
+            await self._let_leave()
+
+    async def _let_leave(self) -> None:
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while self._links and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One executor, until it is gone or says what cannot be."""
+        link, node = Link(reader, writer), None
+        try:
+            await link.prove(run_secret(self._run.path / "secret"), "driver", "executor")
+            joined: NodeJoined = await link.receive((NodeJoined,))
+            node = joined.node
+            if node in self._links:
+                self._links[node].close()
+            self._links[node] = link
+            self._hear(joined)
+            while True:
+                self._hear(await link.receive(OBSERVED))
+        except Refused as error:
+            _LOG.warning("a connection was refused: %s", error)
+        except (OSError, TimeoutError):
+            pass  # it is gone: told below
+        finally:
+            link.close()
+            if node is not None and self._links.get(node) is link:
+                del self._links[node]
+                self._hear(NodeLeft(node))
+
+    def _hear(self, observation: Observation) -> None:
+        self._act(self._decider.hear(observation, time.monotonic()))
+
+    def _act(self, actions: Sequence[Action]) -> None:
+        if actions:
+            self._journal.write(actions, self._decider.state)
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, StartAttempt):
+            self._start(action)
+        elif isinstance(action, Blame):
+            self._event("fault", action, "cause", "rank", "node", "step", "problem")
+        elif isinstance(action, DumpStacks):
+            self._event("diagnosis", action, "ranks")
+            self._send_all(Dump(action.epoch, action.ranks))
+        elif isinstance(action, StopRanks):
+            self._send_all(End(action.epoch))
+        elif isinstance(action, Evict):
+            self._event("eviction", action, "node")
+            _tell_engine({"replace": action.node})
+        elif isinstance(action, EndRun):
+            self._send_all(Leave())
+            _tell_engine({"end": action.outcome, "reason": action.reason, "rule": action.rule})
+            self._over.set()
+
+    def _start(self, action: StartAttempt) -> None:
+        nodes = self._decider.nodes
+        first = nodes[next(iter(action.placement))]
+        if action.again:
+            self._event("restart", action, "epoch")
+        for node, ranks in action.placement.items():
+            order = Start(action.epoch, self._plan.world, ranks, first.host, first.port)
+            if node in self._links:
+                self._links[node].send(order)
+
+    def _send_all(self, order: Order) -> None:
+        for link in self._links.values():
+            link.send(order)
+
+    def _event(self, event: str, action: Action, *names: str) -> None:
+        values = asdict(action)
+        fields = {name: values[name] for name in (*names, "rule", "evidence") if values[name] not in (-1, {})}
+        self._run.append_event(event, **fields)
+
+
+def _tell_engine(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def _publish(path: Path, record: dict[str, Any]) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(record))
+    draft.replace(path)
+
+
+def main(arguments: list[str]) -> int:
+    """Drives one run."""
+    if engine := os.environ.get("MYRIAD_ENGINE_PID"):
+        die_with_parent(int(engine))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    asyncio.run(Driver(Run(arguments[0])).drive())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,172 @@
+"""The executor of a node: starts ranks as the driver says, sees how they are, tells it.
+
+    driver ◄──1 Hz, and when something happens──► executor ──► warm parent ──► rank, rank, ...
+                                                      └── reads ── progress page ◄── writes ──┘
+
+It decides nothing. Without a driver it keeps its ranks running, keeps what there is to tell, and looks for a
+new one. Ctrl-C is for it: it passes it on to the ranks once.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+from myriad.resilience.crew import Crew
+from myriad.resilience.facts import (
+    ORDERS,
+    Beat,
+    Dump,
+    End,
+    Leave,
+    NodeJoined,
+    Order,
+    RankExited,
+    Start,
+    StopAsked,
+)
+from myriad.resilience.warm import DUMP_SIGNAL
+from myriad.resilience.warm_parent import WarmParent
+from myriad.resilience.wire import Link, Refused, run_secret
+from myriad.run import Run
+from myriad.telemetry.progress_page import ProgressPage
+
+__all__ = ["execute"]
+
+_LOG = logging.getLogger(__name__)
+_LOOK_SECONDS, _BEAT_EVERY = 0.25, 4
+_RETRY_SECONDS = 0.1
+
+
+def execute(
+    run: Run, node: int, page: ProgressPage, warm: WarmParent, start_warm: Callable[[], WarmParent]
+) -> int:
+    """Until the driver says that the run is over, or SIGTERM comes."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    executor = _Executor(run, node, Crew(run, node, page, warm, start_warm))
+    try:
+        asyncio.run(executor.live())
+    finally:
+        executor.crew.close()
+    return 0
+
+
+class _Executor:
+    def __init__(self, run: Run, node: int, crew: Crew) -> None:
+        self._run, self._node, self.crew = run, node, crew
+        self._link: Link | None = None
+        self._host = "127.0.0.1"
+        self._stop_asked = False
+        self._over = asyncio.Event()
+
+    async def live(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._ask_to_stop)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._over.set)
+        tasks = [asyncio.create_task(work()) for work in (self._stay_linked, self._look, self._hear_ranks)]
+        for task in tasks:
+            task.add_done_callback(self._end_with)
+        await self._over.wait()
+        for task in tasks:
+            task.cancel()
+
+    def _end_with(self, task: "asyncio.Task[None]") -> None:
+        """A part that fails takes the executor with it: the engine starts another."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.error("the executor ends", exc_info=error)
+            self._over.set()
+
+    def _ask_to_stop(self) -> None:
+        if not self._stop_asked:
+            self._stop_asked = True
+            self.crew.signal_all(signal.SIGINT)
+            self._tell(StopAsked(self._node))
+
+    # Ranks
+
+    async def _hear_ranks(self) -> None:
+        """What the warm parent tells, as it does."""
+        while True:
+            await self.crew.told()
+            for event in self.crew.take():
+                if isinstance(event, RankExited):
+                    self._tell(event)
+                elif self._stop_asked:
+                    self.crew.send_signal((event,), signal.SIGINT)
+
+    async def _look(self) -> None:
+        """At the progress page and the ranks' states; more often than it tells."""
+        looks = 0
+        states: list[tuple[bool, str]] = []
+        while True:
+            seen = self.crew.look()
+            before, states = states, [(one.state == "T", one.phase) for one in seen]
+            if looks % _BEAT_EVERY == 0 or before != states:
+                self._tell(Beat(self._node, self.crew.epoch, _free_port(self._host), seen))
+            looks += 1
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    # The driver
+
+    def _tell(self, message: NodeJoined | RankExited | Beat | StopAsked) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    async def _stay_linked(self) -> None:
+        while True:
+            with suppress(OSError, Refused, ValueError, KeyError, TimeoutError):
+                await self._linked()
+            self._link = None
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _linked(self) -> None:
+        address = json.loads((self._run.path / "driver.json").read_text())
+        reader, writer = await asyncio.open_connection(address["host"], address["port"])
+        link = Link(reader, writer)
+        try:
+            await link.prove(run_secret(self._run.path / "secret"), "executor", "driver")
+            self._host = writer.get_extra_info("sockname")[0]
+            link.send(self._joined())
+            self._link = link
+            while True:
+                self._obey(await link.receive(ORDERS))
+        finally:
+            link.close()
+
+    def _joined(self) -> NodeJoined:
+        crew = self.crew
+        return NodeJoined(
+            node=self._node,
+            epoch=crew.epoch,
+            host=self._host,
+            port=_free_port(self._host),
+            cores=len(os.sched_getaffinity(0)),
+            memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            running=tuple(crew.living()),
+            exits=tuple(crew.exits.values()),
+            stop_asked=self._stop_asked,
+        )
+
+    def _obey(self, order: Order) -> None:
+        if isinstance(order, Leave):
+            self._over.set()
+        elif isinstance(order, Start):
+            self.crew.start(order)
+        elif order.epoch != self.crew.epoch:
+            return
+        elif isinstance(order, End):
+            self.crew.signal_all(signal.SIGKILL)
+        elif isinstance(order, Dump):
+            self.crew.send_signal(order.ranks, DUMP_SIGNAL)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

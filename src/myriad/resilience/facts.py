@@ -1,0 +1,158 @@
+"""What the driver is told, and what it says: plain values, the same on the wire, in the journal and in the
+decisions.
+
+    executor ──NodeJoined, RankExited, Beat, StopAsked──► driver ──Start, End, Dump, Leave──► executor
+
+``epoch`` is the number of an attempt. Whoever is told of another epoch than its own drops what it was told.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = [
+    "OBSERVED",
+    "ORDERS",
+    "Beat",
+    "Cause",
+    "Dump",
+    "End",
+    "Leave",
+    "NodeJoined",
+    "NodeLeft",
+    "Observation",
+    "Order",
+    "RankExited",
+    "RankSeen",
+    "Start",
+    "StopAsked",
+]
+
+Cause = Literal[
+    "done", "user", "input", "peer", "killed", "crash", "host memory", "device memory", "device", "disk"
+]
+"""Why a rank ended: by itself and well; by an error of the user's program, or of its input; because another
+one was gone; by a SIGKILL from outside; by a fatal signal; because memory or a disk was full; by a fault of
+its device."""
+
+
+@dataclass(frozen=True)
+class RankSeen:
+    """A rank that lives."""
+
+    rank: int
+    pid: int
+    state: str
+    """The kernel's letter: R, S, D, T (stopped), ..."""
+    phase: str
+    activity: str
+    step: int
+    """Under way; -1: none yet."""
+    entered: int
+    left: int
+    """Communication that it has entered and left in this attempt."""
+    idle_seconds: float
+    """Since its row of the progress page changed, by the clock of its own machine."""
+    step_seconds: float
+    """Of its last step; 0: none yet."""
+
+
+@dataclass(frozen=True)
+class RankExited:
+    """A rank has ended."""
+
+    node: int
+    epoch: int
+    rank: int
+    code: int
+    """Exit code, or minus the signal."""
+    cause: Cause
+    step: int
+    """That was under way; -1: none yet."""
+    error: str
+    """From its log: one line, or the traceback."""
+    log: str
+
+
+@dataclass(frozen=True)
+class NodeJoined:
+    """An executor has come, or come back."""
+
+    node: int
+    epoch: int
+    """Of the ranks that it had last; 0: none."""
+    host: str
+    port: int
+    """Free there, for ranks to meet at."""
+    cores: int
+    memory_bytes: int
+    running: tuple[int, ...]
+    exits: tuple[RankExited, ...]
+    """Of this epoch."""
+    stop_asked: bool
+
+
+@dataclass(frozen=True)
+class NodeLeft:
+    """The connection to an executor is gone."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """An executor lives, and this is what its ranks do."""
+
+    node: int
+    epoch: int
+    port: int
+    ranks: tuple[RankSeen, ...]
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """A person wants the run to save and stop; the ranks of the node know."""
+
+    node: int
+
+
+Observation = NodeJoined | NodeLeft | RankExited | Beat | StopAsked
+OBSERVED = (NodeJoined, RankExited, Beat, StopAsked)
+"""What an executor may send."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Ranks of a new attempt."""
+
+    epoch: int
+    world: int
+    ranks: tuple[int, ...]
+    host: str
+    port: int
+    """Where they meet."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Kill the ranks of an attempt."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Write the stacks of some ranks to their logs."""
+
+    epoch: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The run is over: end, and leave no rank behind."""
+
+    reason: str = field(default="")
+
+
+Order = Start | End | Dump | Leave
+ORDERS = (Start, End, Dump, Leave)

@@ -1,0 +1,56 @@
+"""What the driver decided, on disk before it is done: a line each, with the state that follows.
+
+    {"time": ..., "plan": {...}}                              the engine has started the run
+    {"time": ..., "actions": [{...}], "state": {...}}         a decision
+
+A new driver begins with the plan and the state that were written last. A torn last line was not acted upon.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from myriad.jsonl import JsonlTail, append_line
+from myriad.resilience.actions import Action
+from myriad.resilience.codec import encode, plain, read
+from myriad.resilience.decisions import Plan, State
+
+__all__ = ["Journal"]
+
+
+class Journal:
+    """Of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def begin(self, plan: Plan) -> None:
+        """A new start of the run: earlier decisions are over."""
+        self._append({"plan": plain(plan)})
+
+    def write(self, actions: Sequence[Action], state: State) -> None:
+        """To be called before the first action."""
+        self._append({"actions": [encode(action) for action in actions], "state": plain(state)})
+
+    def _append(self, record: dict[str, Any]) -> None:
+        append_line(self.path, {"time": time.time(), **record})
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def replay(self) -> tuple[Plan, State | None]:
+        """The newest plan and what has become of it; ``None``: nothing was decided. Raises ``ValueError``
+        when there is no plan."""
+        plan, state = None, None
+        for record in JsonlTail(self.path).poll():
+            if "plan" in record:
+                plan, state = read(Plan, record["plan"]), None
+            elif "state" in record:
+                state = read(State, record["state"])
+        if plan is None:
+            raise ValueError(f"{self.path} has no plan")
+        return plan, state

@@ -1,0 +1,140 @@
+"""Messages between the driver and its executors: length, version, JSON; each end proves that it knows the
+run's secret before the first one.
+
+    driver  ──"driver's nonce"──────────────► executor
+            ◄─"executor's nonce", proof──────           proof = HMAC-SHA256(secret, role + both nonces)
+            ──proof──────────────────────────►
+            ◄──────── messages, either way ──►
+
+A frame of another version, longer than `MAX_BYTES`, or that is no JSON object of a known kind ends the
+connection, never the process. Nothing is unpickled, nothing that a message names is run.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from myriad.resilience.codec import decode, encode
+
+__all__ = ["MAX_BYTES", "Frames", "Link", "Refused", "frame", "run_secret"]
+
+VERSION = 1
+MAX_BYTES = 2**22
+_HEADER = struct.Struct("!2sHI")
+_MAGIC = b"MY"
+_HANDSHAKE_SECONDS = 10.0
+_READ_BYTES = 2**16
+
+
+class Refused(ValueError):
+    """What came is not of this protocol."""
+
+
+def frame(message: dict[str, Any]) -> bytes:
+    """Ready to send."""
+    text = json.dumps(message).encode()
+    assert len(text) <= MAX_BYTES, "what is sent is known, and short"
+    return _HEADER.pack(_MAGIC, VERSION, len(text)) + text
+
+
+class Frames:
+    """Cuts a stream into messages, whatever pieces it comes in."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """Those that are now complete. Raises `Refused`."""
+        self._buffer += data
+        while len(self._buffer) >= _HEADER.size:
+            magic, version, size = _HEADER.unpack_from(self._buffer)
+            if magic != _MAGIC or version != VERSION:
+                raise Refused(f"version {version} of {magic!r}; this is version {VERSION}")
+            if size > MAX_BYTES:
+                raise Refused(f"{size} bytes; at most {MAX_BYTES}")
+            end = _HEADER.size + size
+            if len(self._buffer) < end:
+                return
+            text = bytes(self._buffer[_HEADER.size : end])
+            del self._buffer[:end]
+            yield _parse(text)
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"no JSON: {error}") from None
+    if not isinstance(message, dict):
+        raise Refused("not an object")
+    return message
+
+
+def run_secret(path: Path) -> bytes:
+    """The run's, made when it is not there; readable by its user alone."""
+    with suppress(FileExistsError):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(handle, "w") as file:
+            file.write(secrets.token_hex(32))
+    return path.read_bytes()
+
+
+class Link:
+    """One connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._frames = Frames()
+        self._ready: list[dict[str, Any]] = []
+
+    async def prove(self, secret: bytes, role: str, other: str) -> None:
+        """Both ends show that they know the secret. Raises `Refused`, ``OSError``."""
+        async with asyncio.timeout(_HANDSHAKE_SECONDS):
+            mine = secrets.token_hex(16)
+            self._send({"nonce": mine})
+            theirs = await self._receive()
+            nonce = str(theirs.get("nonce", ""))
+            self._send({"proof": _proof(secret, role, mine, nonce)})
+            answer = await self._receive()
+        if not hmac.compare_digest(str(answer.get("proof", "")), _proof(secret, other, nonce, mine)):
+            raise Refused(f"whoever is there does not know the secret of this run's {other}")
+
+    def send(self, message: Any) -> None:
+        """A dataclass; nothing is waited for."""
+        self._send(encode(message))
+
+    async def receive(self, kinds: Iterable[type]) -> Any:
+        """The next message, one of these dataclasses. Raises `Refused`, ``OSError``."""
+        message = await self._receive()
+        try:
+            return decode(message, kinds)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(frame(message))
+
+    async def _receive(self) -> dict[str, Any]:
+        while not self._ready:
+            data = await self._reader.read(_READ_BYTES)
+            if not data:
+                raise ConnectionError("the other end is gone")
+            self._ready += self._frames.feed(data)
+        return self._ready.pop(0)
+
+    def close(self) -> None:
+        """Also wakes whoever receives."""
+        self._writer.close()
+
+
+def _proof(secret: bytes, role: str, own: str, other: str) -> str:
+    return hmac.new(secret, f"{role}:{own}:{other}".encode(), hashlib.sha256).hexdigest()

@@ -1,0 +1,152 @@
+"""What each rank of a node is doing now: shared memory, one fixed row a rank.
+
+A rank writes with plain stores: no lock, no system call (the clock is read in user space), so watching costs
+it nothing, and a page that nobody reads is as good as one that somebody does. The executor of the node
+reads; a reader may see a row between two stores, so it decides nothing from one look.
+
+    bytes   0   8      16     24      32      40      48        56     64 .. 80    80 .. 96
+            pid epoch  step   entered left    changed step_time        activity    phase
+
+``step`` is the one under way. ``entered`` and ``left`` count the communication of this attempt: a rank
+inside has entered more than it has left. ``changed`` is the machine's monotonic clock in nanoseconds,
+written last. A rank finds its row by MYRIAD_PROGRESS = DESCRIPTOR:ROW; without that it writes into memory of
+its own, so that ranks of any launcher run the same code.
+"""
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+__all__ = ["PROGRESS", "ProgressPage", "ProgressRow", "Seen", "own_row"]
+
+PROGRESS = "MYRIAD_PROGRESS"
+ROW_BYTES = 128
+_NAME_BYTES = 16
+_ACTIVITY, _PHASE = slice(64, 64 + _NAME_BYTES), slice(80, 80 + _NAME_BYTES)
+_PID, _EPOCH, _STEP, _ENTERED, _LEFT, _CHANGED, _STEP_TIME = range(7)
+_ROW = struct.Struct("8q16s16s32x")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A row, as a reader found it."""
+
+    pid: int
+    epoch: int
+    step: int
+    entered: int
+    left: int
+    changed_ns: int
+    step_ns: int
+    """How long the last step took; 0: there was none."""
+    activity: str
+    phase: str
+
+
+class ProgressRow:
+    """The writer's side."""
+
+    def __init__(self, memory: memoryview) -> None:
+        """``memory``: of `ROW_BYTES` bytes."""
+        self._bytes, self._words = memory, memory.cast("q")
+        self._activity, self._began_ns = bytes(_NAME_BYTES), 0
+        self._names: dict[str, bytes] = {}
+
+    @staticmethod
+    def unseen() -> "ProgressRow":
+        """One that nobody reads."""
+        return ProgressRow(memoryview(bytearray(ROW_BYTES)))
+
+    def begin(self, epoch: int) -> None:
+        """Forgets what an earlier process wrote here."""
+        self._bytes[:] = bytes(ROW_BYTES)
+        self._words[_PID], self._words[_EPOCH], self._words[_STEP] = os.getpid(), epoch, -1
+        self.phase("starting")
+
+    def phase(self, name: str) -> None:
+        """What part of its life the rank is in: "starting", "loading", "step", ..."""
+        self._bytes[_PHASE] = self._name(name)
+        self._words[_CHANGED] = time.monotonic_ns()
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """A phase inside another, which goes on afterwards."""
+        before = bytes(self._bytes[_PHASE])
+        self.phase(name)
+        yield
+        self._bytes[_PHASE] = before
+        self._words[_CHANGED] = time.monotonic_ns()
+
+    def step(self, step: int) -> None:
+        """Training of a step begins."""
+        self._words[_STEP], self._began_ns = step, time.monotonic_ns()
+        self.phase("step")
+
+    def step_done(self) -> None:
+        """It has ended."""
+        self._words[_STEP_TIME] = time.monotonic_ns() - self._began_ns
+        self._words[_CHANGED] = time.monotonic_ns()
+
+    def enter(self, name: str, communicates: bool) -> bytes:
+        """An activity begins; gives the one before it."""
+        before, self._activity = self._activity, self._names.get(name) or self._name(name)
+        words = self._words
+        self._bytes[_ACTIVITY] = self._activity
+        if communicates:
+            words[_ENTERED] += 1
+        words[_CHANGED] = time.monotonic_ns()
+        return before
+
+    def leave(self, before: bytes, communicates: bool) -> None:
+        """It has ended; the one before it goes on."""
+        words = self._words
+        if communicates:
+            words[_LEFT] += 1
+        self._bytes[_ACTIVITY] = self._activity = before
+        words[_CHANGED] = time.monotonic_ns()
+
+    def _name(self, name: str) -> bytes:
+        encoded = self._names[name] = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        return encoded
+
+
+class ProgressPage:
+    """The page of a node: anonymous memory with a descriptor, which processes inherit; gone with the last."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.descriptor = os.memfd_create("myriad-progress", 0)
+        os.ftruncate(self.descriptor, num_rows * ROW_BYTES)
+        self._memory = mmap.mmap(self.descriptor, num_rows * ROW_BYTES)
+
+    def address(self, row: int) -> str:
+        """The value of `PROGRESS` for the process that writes a row."""
+        return f"{self.descriptor}:{row}"
+
+    def read(self, row: int) -> Seen:
+        """A look at a row."""
+        *words, activity, phase = _ROW.unpack_from(self._memory, row * ROW_BYTES)
+        return Seen(*words[:7], activity=_text(activity), phase=_text(phase))
+
+    def clear(self, row: int) -> None:
+        """For a rank that is about to start."""
+        self._memory[row * ROW_BYTES : (row + 1) * ROW_BYTES] = bytes(ROW_BYTES)
+
+
+def _text(name: bytes) -> str:
+    return name.rstrip(b"\0").decode(errors="replace")
+
+
+def own_row() -> ProgressRow:
+    """This process's, begun anew."""
+    descriptor, _, index = os.environ.get(PROGRESS, "").partition(":")
+    if index:
+        memory = memoryview(mmap.mmap(int(descriptor), 0))
+        row = ProgressRow(memory[int(index) * ROW_BYTES :][:ROW_BYTES])
+    else:
+        row = ProgressRow.unseen()
+    row.begin(int(os.environ.get("MYRIAD_EPOCH", "0")))
+    return row
