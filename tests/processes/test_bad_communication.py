@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tiny_corpora import make_corpus
+from watching import process_of
 
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.errors import RunFailedError
@@ -80,32 +81,23 @@ class _Freeze:
     def tick(self) -> None:
         lines = self._run.read_metrics()
         if not self.pids and lines and lines[-1]["step"] >= self._step:
-            self.pids = {rank: pid for pid in children() if (rank := rank_of(pid)) is not None}
+            self.pids = {rank: process_of(f"rank-{rank}") for rank in range(2)}
             os.kill(self.pids[1], signal.SIGSTOP)
 
     def stopping(self) -> None:
         """Nothing to show."""
 
 
-def children() -> list[int]:
-    listed = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for of_thread in listed for pid in of_thread.read_text().split()]
-
-
-def rank_of(pid: int) -> int | None:
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    found = [variable for variable in variables if variable.startswith(b"RANK=")]
-    return int(found[0].removeprefix(b"RANK=")) if found else None
-
-
 @pytest.mark.parametrize("keys", [["layout.dp=2", "layout.zero=3"], ["layout.pp=2"]], ids=str)
 def test_a_rank_that_hangs_ends_the_run_in_one_line_and_leaves_nothing_running(
     tmp_path: Path, keys: list[str]
 ) -> None:
-    """Nobody hangs up, so only comm.timeout_seconds ends the others' waiting."""
+    """Nobody hangs up, and whoever watches is too patient to say so: comm.timeout_seconds ends the others'
+    waiting."""
     corpus = make_corpus(tmp_path, count=300)
     run = Run(tmp_path / "run")
-    more = ["comm.timeout_seconds=6", "model.layers=2", "train.steps=5000", "checkpoint.every=4"]
+    patient = ["resilience.patience=30", "resilience.restarts=0"]
+    more = [*patient, "comm.timeout_seconds=6", "model.layers=2", "train.steps=5000", "checkpoint.every=4"]
     run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", "train.threads=1", *more, *keys]))
     freeze = _Freeze(run, step=5)
     with pytest.raises(
@@ -116,6 +108,9 @@ def test_a_rank_that_hangs_ends_the_run_in_one_line_and_leaves_nothing_running(
     assert sorted(freeze.pids) == [0, 1]
     assert not any(Path(f"/proc/{pid}").exists() for pid in freeze.pids.values())
     (fault,) = (event for event in run.read_events() if event["event"] == "fault")
-    assert fault["problem"].startswith("timed out") and fault["step"] == run.read_metrics()[-1]["step"] + 1
+    assert (
+        fault["problem"].startswith("rank 0: timed out")
+        and fault["step"] == run.read_metrics()[-1]["step"] + 1
+    )
     saved = CheckpointFolder(run.checkpoints_path).newest()
     assert saved is not None and saved[0] >= 4 and saved[1] == [], "what was saved is still whole"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from myriad.errors import BadInputError, RunFailedError
-from myriad.job import Job
+from myriad.job import Job, ResilienceConfig
 from myriad.resilience.engines.local import check_cores, num_cores, run_local
 from myriad.run import Run
 
@@ -34,8 +34,9 @@ _SLEEP = "everyone()\ntime.sleep(60)\n"
 
 
 def make_run(path: Path) -> Run:
+    """Of a job whose first fault ends it."""
     run = Run(path / "run")
-    run.create_or_resume(Job())
+    run.create_or_resume(Job(resilience=ResilienceConfig(restarts=0)))
     return run
 
 
@@ -154,7 +155,7 @@ def test_ranks_that_ignore_sigterm_and_their_children_are_gone_after_a_failure(t
         time.sleep(60)
     """
     with pytest.raises(RunFailedError, match="rank 1 ended with exit code 3"):
-        run_local(run, 2, command=worker(tmp_path, body), grace_seconds=0.3)
+        run_local(run, 2, command=worker(tmp_path, body))
     assert len(rank_pids(run)) == 3
     assert_none_left(run)
 

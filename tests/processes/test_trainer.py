@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,7 @@ from tiny_corpora import make_corpus
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.store import load_model
 from myriad.data.indexed import IndexedWriter
-from myriad.errors import RunFailedError
 from myriad.job import load_job
-from myriad.resilience.engines.local import run_local
 from myriad.run import Run
 from myriad.train import worker
 
@@ -108,38 +105,6 @@ def test_a_run_leaves_the_files_that_others_read(start: Callable[..., Run]) -> N
     for event in events(run, "validation"):
         assert 0 < event["bits_per_byte"] < 10 and 0 < event["loss"] < 10
     assert CheckpointFolder(run.checkpoints_path).steps() == [10, 12], "two are kept"
-
-
-def kill_rank(rank: int) -> None:
-    """SIGKILL to that rank among this process's children."""
-    for children in Path("/proc/self/task").glob("*/children"):
-        for pid in children.read_text().split():
-            with suppress(OSError):  # it has ended meanwhile
-                if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    os.kill(int(pid), signal.SIGKILL)
-                    return
-    raise AssertionError(f"no rank {rank}")
-
-
-def test_a_run_with_a_killed_rank_goes_on_to_the_bits_of_an_undisturbed_one(
-    start: Callable[..., Run],
-) -> None:
-    keys = [*TWO_RANKS, "train.steps=80", "checkpoint.every=5", "checkpoint.memory_seconds=0"]
-    run, undisturbed = start("killed", *keys), start("undisturbed", *keys)
-
-    def kill_after_step_12() -> None:
-        while not (lines := run.read_metrics()) or lines[-1]["step"] < 12:
-            time.sleep(0.005)
-        kill_rank(1)
-
-    threading.Thread(target=kill_after_step_12, daemon=True).start()
-    with pytest.raises(RunFailedError, match="rank 1 was killed by SIGKILL"):
-        run_local(run, 2)
-    assert train(run, 2) == [0, 0]
-    (resumed,) = events(run, "resume")
-    assert resumed["source"] == "memory" and 11 <= resumed["step"] < 80, "at most one step is lost"
-    assert train(undisturbed, 2) == [0, 0]
-    assert_same_run(run, undisturbed)
 
 
 def interrupted(run: Run, at_step: int) -> int:

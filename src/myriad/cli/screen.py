@@ -26,6 +26,8 @@ __all__ = ["Screen", "loss_series", "open_screen", "save_plot", "show_summary"]
 
 _PLAIN_LINE_SECONDS = 5.0
 _MAX_BAR = 24
+_NOT_SHOWN = ("time", "event", "cause", "rank", "node", "rule", "evidence")
+"""Of a fault: for programs; its problem says it in words."""
 _SAVING = "saving the state; Ctrl-C again stops without"
 
 
@@ -138,9 +140,11 @@ def _event_line(event: Record) -> Text | None:
         )
         return Text(f"weights from {event.get('source')}{differs}", style="yellow" if differs else "dim")
     if name == "fault":
-        details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
+        details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in _NOT_SHOWN)
         loud = bool(event.get("alarm"))
         return Text(f"{'ALARM' if loud else 'fault'}: {details}", style="bold red" if loud else "yellow")
+    if name == "restart":
+        return Text(f"attempt {event.get('epoch')} begins", style="yellow")
     if name == "resume":
         return Text(
             f"step {step}: state from {event.get('source')} in {event.get('seconds', 0.0):.2f} s", style="dim"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from myriad.errors import RunFailedError
 
-__all__ = ["lost_peers_told"]
+__all__ = ["LostPeerError", "lost_peers_told"]
 
 _TIMED_OUT = re.compile(
     r"timed out waiting|timeout caused pair closure|wait timeout|timed out after \d+ ?ms", re.IGNORECASE
@@ -21,9 +21,13 @@ _CLOSED = re.compile(
 )
 
 
+class LostPeerError(RunFailedError):
+    """Another rank is gone, or does not answer."""
+
+
 @contextmanager
 def lost_peers_told(timeout_seconds: float) -> Iterator[None]:
-    """Turns an error of the transport about another rank into a `RunFailedError`."""
+    """Turns an error of the transport about another rank into a `LostPeerError`."""
     try:
         yield
     except RuntimeError as error:
@@ -31,7 +35,7 @@ def lost_peers_told(timeout_seconds: float) -> Iterator[None]:
             told = (
                 f"timed out: another rank did not answer for {timeout_seconds:g} s (comm.timeout_seconds): "
             )
-            raise RunFailedError(told + "it hangs, or the link to it is down") from error
+            raise LostPeerError(told + "it hangs, or the link to it is down") from error
         if _CLOSED.search(str(error)):
-            raise RunFailedError("a connection was closed by another rank, which has ended") from error
+            raise LostPeerError("a connection was closed by another rank, which has ended") from error
         raise

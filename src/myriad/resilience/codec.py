@@ -48,7 +48,7 @@ def read(hint: Any, value: Any) -> Any:
         return origin(read(arguments[0], item) for item in value)
     if origin is dict and isinstance(value, dict):
         return {_read_key(arguments[0], key): read(arguments[1], item) for key, item in value.items()}
-    if origin is types.UnionType and types.NoneType in arguments:
+    if origin in (types.UnionType, typing.Union) and types.NoneType in arguments:
         return None if value is None else read(arguments[0], value)
     if origin is typing.Literal and value in arguments:
         return value

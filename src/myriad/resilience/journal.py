@@ -48,9 +48,9 @@ class Journal:
         plan, state = None, None
         for record in JsonlTail(self.path).poll():
             if "plan" in record:
-                plan, state = read(Plan, record["plan"]), None
-            elif "state" in record:
-                state = read(State, record["state"])
+                plan, state = record["plan"], None
+            else:
+                state = record.get("state", state)
         if plan is None:
             raise ValueError(f"{self.path} has no plan")
-        return plan, state
+        return read(Plan, plan), None if state is None else read(State, state)

@@ -20,7 +20,7 @@ from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.session import Loaded, Session, Settings
 from myriad.checkpoint.snapshot import Wants
 from myriad.comm.groups import close_world, open_world
-from myriad.comm.lost_peers import lost_peers_told
+from myriad.comm.lost_peers import LostPeerError, lost_peers_told
 from myriad.data.loader import LoaderClient
 from myriad.errors import MyriadError, RunFailedError
 from myriad.job import dump_toml
@@ -69,6 +69,8 @@ class Trainer:
         self.place: Place = find_place(job.layout.world, job.comm)
         self.stop = _StopSignal()
         self.progress = own_row()
+        self._epoch = int(os.environ.get("MYRIAD_EPOCH", "0"))
+        """Number of this attempt, from the driver; 0: there is none."""
         open_inputs(job, _LOG.info)
         self.device = pick_device(job.train.device, job.train.threads, self.place)
         self.dtype = resolve_precision(job.train.precision, self.device)
@@ -137,8 +139,7 @@ class Trainer:
         """Loads the newest state that memory or storage has, else the weights to begin with, if there are
         any; gives the number of steps done."""
         self.progress.phase("loading")
-        epoch = int(os.environ.get("MYRIAD_EPOCH", "0"))
-        self.session.claim(max(self.run_folder.num_starts(), epoch - 1) if self.is_first else 0)
+        self.session.claim(max(self.run_folder.num_starts(), self._epoch - 1) if self.is_first else 0)
         self.resumed = self.session.resume(list(self.engine.all_rectangles()))
         step = 0
         if self.resumed is not None:
@@ -157,8 +158,11 @@ class Trainer:
             with lost_peers_told(self.job.comm.timeout_seconds):
                 self._run_steps()
         except MyriadError as error:
-            step = self._under_way
-            self._event("fault", step=step, problem=str(error).removeprefix(f"step {step}: "))
+            if self._epoch == 0 or not isinstance(
+                error, LostPeerError
+            ):  # else the driver knows whose death it is
+                step = self._under_way
+                self._event("fault", step=step, problem=str(error).removeprefix(f"step {step}: "))
             raise
 
     def _run_steps(self) -> None:

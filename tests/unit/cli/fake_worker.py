@@ -23,7 +23,7 @@ def main() -> None:
         if os.environ.get("FAKE_NAN_STEP") == str(step):
             sys.exit(f"myriad: error: loss = nan: step {step}, rank 0, first bad tensor blocks.1.mlp.up")
         if os.environ.get("FAKE_STOP_STEP") == str(step):
-            os.kill(os.getppid(), signal.SIGINT)
+            os.kill(int(os.environ["MYRIAD_ENGINE_PID"]), signal.SIGINT)
             while not stop:
                 time.sleep(0.01)
         run.append_metrics({"step": step, "loss": 2 + 6 * math.exp(-step / 9), "tokens": 100 * step,

@@ -1,0 +1,99 @@
+"""A run that repairs itself, on real processes: what is killed, stopped or hung costs at most a step, and the
+weights at the end are those of a run that nothing happened to."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_corpora import make_corpus
+from watching import process_of
+
+from myriad.checkpoint.store import load_model
+from myriad.job import load_job
+from myriad.resilience.engines.local import run_local
+from myriad.run import Run
+
+SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=40"]
+FOUR = ["layout.dp=4", "layout.zero=3", "layout.micro_batch=2", "checkpoint.memory_seconds=0"]
+
+
+def make_run(path: Path, corpus: Path, *overrides: str) -> Run:
+    run = Run(path)
+    run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *SMALL, *overrides]))
+    return run
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"), count=300)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
+    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus, *FOUR)
+    assert run_local(run, 4) == "finished"
+    return run
+
+
+class Acts:
+    """Watches a run as the screen does, and does something once at each of some steps."""
+
+    def __init__(self, run: Run, **acts: Callable[[], object]) -> None:
+        """``at_20=...``"""
+        self._run = run
+        self._acts = {int(name.removeprefix("at_")): act for name, act in acts.items()}
+
+    def tick(self) -> None:
+        lines = self._run.read_metrics()
+        step = lines[-1]["step"] if lines else 0
+        for at in [at for at in self._acts if at <= step]:
+            self._acts.pop(at)()
+
+    def stopping(self) -> None: ...
+
+
+def events(run: Run, name: str) -> list[dict]:
+    return [event for event in run.read_events() if event["event"] == name]
+
+
+def kill(what: str, number: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(process_of(what), number)
+
+
+def assert_same_run(run: Run, other: Run) -> None:
+    """Every loss, and every tensor at the end."""
+    losses = [[line["loss"] for line in one.read_metrics()] for one in (run, other)]
+    assert len(losses[0]) == 40 and losses[0] == losses[1]
+    ours, theirs = (load_model(one.checkpoints_path / "step-40", "") for one in (run, other))
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+
+
+def test_a_killed_and_a_stopped_rank_cost_a_step_at_most_and_not_a_bit(
+    tmp_path: Path, corpus: Path, undisturbed: Run
+) -> None:
+    run = make_run(tmp_path / "run", corpus, *FOUR)
+    acts = Acts(run, at_10=lambda: kill("rank-2"), at_25=lambda: kill("rank-1", signal.SIGSTOP))
+    assert run_local(run, 4, observer=acts) == "finished"
+    killed, stopped = events(run, "fault")
+    assert (killed["cause"], killed["rank"]) == ("killed", 2)
+    assert (stopped["cause"], stopped["rank"]) == ("stopped", 1)
+    for fault, resume in zip((killed, stopped), events(run, "resume"), strict=True):
+        assert resume["source"] == "memory" and fault["step"] - resume["step"] <= 2
+    assert [event["epoch"] for event in events(run, "restart")] == [2, 3]
+    assert_same_run(run, undisturbed)
+
+
+def test_training_does_not_notice_that_its_driver_dies_and_survives_its_executor(
+    tmp_path: Path, corpus: Path, undisturbed: Run
+) -> None:
+    run = make_run(tmp_path / "run", corpus, *FOUR)
+    acts = Acts(run, at_8=lambda: kill("driver"), at_25=lambda: kill("executor_process"))
+    assert run_local(run, 4, observer=acts) == "finished"
+    (fault,) = events(run, "fault")
+    assert fault["cause"] == "node" and fault["problem"] == "node 0 with ranks 0, 1, 2, 3 was lost"
+    assert len(events(run, "start")) == 2, "the driver's death ended nothing"
+    assert_same_run(run, undisturbed)
