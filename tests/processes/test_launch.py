@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from watching import is_alive, wait_until
+
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import Job, ResilienceConfig
 from myriad.resilience.engines.local import check_cores, num_cores, run_local
@@ -33,10 +35,10 @@ def everyone():
 _SLEEP = "everyone()\ntime.sleep(60)\n"
 
 
-def make_run(path: Path) -> Run:
-    """Of a job whose first fault ends it."""
+def make_run(path: Path, restarts: int = 0, patience: float = 1.0) -> Run:
+    """Of a job whose first fault ends it, unless it may begin again."""
     run = Run(path / "run")
-    run.create_or_resume(Job(resilience=ResilienceConfig(restarts=0)))
+    run.create_or_resume(Job(resilience=ResilienceConfig(restarts=restarts, patience=patience)))
     return run
 
 
@@ -48,20 +50,6 @@ def worker(path: Path, body: str) -> list[str]:
 
 def rank_pids(run: Run) -> list[int]:
     return [int(text) for path in run.path.glob("pid-*") if (text := path.read_text())]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(condition, seconds=20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.02)
 
 
 def assert_none_left(run: Run) -> None:
@@ -204,6 +192,59 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path):
     launcher.send_signal(signal.SIGINT)
     output, _ = launcher.communicate(timeout=30)
     assert "failed killed before the checkpoint" in output
+    assert_none_left(run)
+
+
+def test_an_error_of_the_program_ends_the_run_when_it_comes_again_and_its_traceback_is_shown(tmp_path):
+    run = make_run(tmp_path, restarts=3)
+    body = "everyone()\nif rank == 1: raise ValueError('the moon is full')\ntime.sleep(60)"
+    with pytest.raises(RunFailedError, match=r"(?s)rank 1 ended with exit code 1 .*ValueError: the moon is"):
+        run_local(run, 2, command=worker(tmp_path, body))
+    assert [event["event"] for event in run.read_events()] == ["fault", "restart", "fault"]
+    assert run.log_path(1, 2).exists() and not run.log_path(1, 3).exists()
+    assert_none_left(run)
+
+
+_HANGS = """
+from myriad.telemetry.progress_page import own_row
+from myriad.telemetry.spans import Recorder
+row = own_row()
+recorder = Recorder(row=row)
+row.step(4)
+row.step_done()
+row.step(5)
+if os.environ["MYRIAD_EPOCH"] == "1":
+    with recorder.span("backward" if rank == 1 else "reduce"):
+        time.sleep(60)
+"""
+
+
+def test_a_rank_that_hangs_is_named_and_the_run_goes_on(tmp_path):
+    run = make_run(tmp_path, restarts=3, patience=0.1)
+    assert run_local(run, 3, command=worker(tmp_path, _HANGS)) == "finished"
+    diagnosis, fault, restart = run.read_events()
+    assert diagnosis["event"] == "diagnosis" and diagnosis["ranks"] == [1]
+    assert (fault["event"], fault["cause"], fault["rank"], fault["step"]) == ("fault", "hang", 1, 5)
+    assert 'in "backward" of step 5, has not entered communication 1; 2 waiting' in fault["problem"]
+    assert restart["event"] == "restart" and restart["epoch"] == 2
+    assert_none_left(run)
+
+
+_DIES_ONCE = """
+if os.environ["MYRIAD_EPOCH"] == "1":
+    everyone()
+    if rank == 0: os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_while_the_ranks_begin_again_stops_the_run(tmp_path):
+    run = make_run(tmp_path, restarts=3)
+    launcher = start_launcher(run, worker(tmp_path, _DIES_ONCE))
+    wait_until(lambda: any(event["event"] == "fault" for event in run.read_events()))
+    launcher.send_signal(signal.SIGINT)
+    output, _ = launcher.communicate(timeout=30)
+    assert output.split() == ["saving", "interrupted"]
     assert_none_left(run)
 
 

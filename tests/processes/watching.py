@@ -1,9 +1,11 @@
-"""Finds the processes of a run that this process has started, by what they are."""
+"""Finds the processes of a run that this process has started, by what they are; waits for what they do."""
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["alive", "descendants", "process_of"]
+__all__ = ["descendants", "is_alive", "process_of", "wait_until"]
 
 
 def descendants(pid: int | None = None) -> list[int]:
@@ -35,8 +37,15 @@ def process_of(what: str, pid: int | None = None) -> int:
     raise AssertionError(f"no process {what}")
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.02)

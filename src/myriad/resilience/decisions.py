@@ -49,6 +49,7 @@ _BLAME_SECONDS = 1.5
 _STOPPED_SECONDS = 1.5
 _SILENT_SECONDS, _AWAY_SECONDS = 3.5, 3.0
 """Without a beat of a node that is connected; without a connection."""
+_LEAST_SILENCE_SECONDS = 2.5
 _DUMP_SECONDS = 1.0
 _REPEAT_SECONDS = 3.0
 """After which ranks that were to be killed, and live, are to be killed again."""
@@ -237,7 +238,7 @@ class Decider:
     def _silent_nodes(self, now: float) -> Iterator[Action]:
         for number, node in list(self._nodes.items()):
             silent, away = now - node.heard_at, now - (now if node.left_at is None else node.left_at)
-            if silent < _SILENT_SECONDS * self._plan.patience and away < _AWAY_SECONDS * self._plan.patience:
+            if silent < self._limit(_SILENT_SECONDS) and away < self._limit(_AWAY_SECONDS):
                 continue
             del self._nodes[number]
             yield Evict(rule="a node was silent", evidence={"silent_seconds": silent}, node=number)
@@ -261,9 +262,8 @@ class Decider:
                 yield from self._end_attempt(waited, now)
             return
         seen = self._seen()
-        stopped = [
-            r for r, since in self._stopped_since.items() if now - since >= self._limit(_STOPPED_SECONDS)
-        ]
+        limit = self._plan.patience * _STOPPED_SECONDS
+        stopped = [rank for rank, since in self._stopped_since.items() if now - since >= limit]
         if stopped:
             rank = next(one for one in seen if one.rank == stopped[0])
             text = f"rank {rank.rank} was stopped (SIGSTOP), pid {rank.pid}"
@@ -272,7 +272,8 @@ class Decider:
             yield from self._hung(seen, now)
 
     def _limit(self, seconds: float) -> float:
-        return seconds * self._plan.patience
+        """Of silence: never so short that the next beat is not yet due."""
+        return max(_LEAST_SILENCE_SECONDS, seconds * self._plan.patience)
 
     def _hung(self, seen: list[RankSeen], now: float) -> Iterator[Action]:
         """The stacks come first, and a moment later the end, unless it was none of a hang."""

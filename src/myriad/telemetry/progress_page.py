@@ -128,8 +128,8 @@ class ProgressPage:
 
     def read(self, row: int) -> Seen:
         """A look at a row."""
-        *words, activity, phase = _ROW.unpack_from(self._memory, row * ROW_BYTES)
-        return Seen(*words[:7], activity=_text(activity), phase=_text(phase))
+        values = _ROW.unpack_from(self._memory, row * ROW_BYTES)
+        return Seen(*values[:7], _text(values[8]), _text(values[9]))
 
     def clear(self, row: int) -> None:
         """For a rank that is about to start."""

@@ -158,9 +158,8 @@ class Trainer:
             with lost_peers_told(self.job.comm.timeout_seconds):
                 self._run_steps()
         except MyriadError as error:
-            if self._epoch == 0 or not isinstance(
-                error, LostPeerError
-            ):  # else the driver knows whose death it is
+            watched = self._epoch > 0  # the driver says whose death it was
+            if not (watched and isinstance(error, LostPeerError)):
                 step = self._under_way
                 self._event("fault", step=step, problem=str(error).removeprefix(f"step {step}: "))
             raise

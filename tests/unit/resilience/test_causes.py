@@ -1,0 +1,48 @@
+"""If these fail, the user is told a wrong reason, or a healthy node is blamed for a bug."""
+
+from pathlib import Path
+
+import pytest
+
+from myriad.resilience.causes import cause_of
+from myriad.resilience.memory_kills import count_memory_kills
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "memory_killed", "cause"),
+    [
+        (0, "", False, "done"),
+        (-9, "", False, "killed"),
+        (-9, "", True, "host memory"),
+        (-11, "Fatal Python error: Segmentation fault", False, "crash"),
+        (2, "layout.tp = 3: must divide", False, "input"),
+        (1, "Traceback\nValueError: the moon is full", False, "user"),
+        (1, "Traceback\nRuntimeError: [gloo] Connection closed by peer [127.0.0.1]:123", False, "peer"),
+        (1, "Traceback\ntorch.OutOfMemoryError: CUDA out of memory.", False, "device memory"),
+        (1, "Traceback\nRuntimeError: CUDA error: uncorrectable ECC error encountered", False, "device"),
+        (1, "Traceback\nOSError: [Errno 28] No space left on device: 'x'", False, "disk"),
+        (1, "Traceback\nMemoryError", False, "host memory"),
+    ],
+)  # fmt: skip
+def test_the_cause_is_read_from_status_log_and_counter(
+    code: int, error: str, memory_killed: bool, cause: str
+) -> None:
+    assert cause_of(code, error, memory_killed=memory_killed) == cause
+
+
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ({"proc/self/cgroup": "0::/job", "sys/fs/cgroup/job/memory.events": "oom 9\noom_kill 3\n"}, 3),
+        ({"proc/self/cgroup": "4:memory:/a\n", "sys/fs/cgroup/memory/a/memory.oom_control": "oom_kill 2"}, 2),
+        ({"proc/self/cgroup": "0::/\n", "proc/vmstat": "pgfault 5\noom_kill 7\n"}, 7),
+        ({}, 0),
+    ],
+)  # fmt: skip
+def test_the_counter_is_found_in_either_version_of_control_groups(
+    tmp_path: Path, files: dict[str, str], count: int
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert count_memory_kills(tmp_path) == count

@@ -1,0 +1,390 @@
+"""If these fail, a healthy run is restarted, a sick one is not, or an innocent is blamed. Everything is under
+a clock of the test's own: hours pass in milliseconds."""
+
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from myriad.resilience.actions import Action, Blame, DumpStacks, EndRun, StartAttempt, StopRanks
+from myriad.resilience.codec import plain, read
+from myriad.resilience.decisions import Decider, Plan, State
+from myriad.resilience.facts import Beat, NodeJoined, NodeLeft, RankExited, RankSeen, StopAsked
+
+WORLD = 4
+
+
+class World:
+    """A run's nodes and ranks, as the driver hears of them."""
+
+    def __init__(self, nodes: int = 1, spares: int = 0, **plan: float) -> None:
+        self.now = 0.0
+        self.plan = Plan(WORLD, nodes, first_epoch=5, **plan)
+        self.decider = Decider(self.plan, self.now)
+        self.actions: list[Action] = []
+        for node in range(nodes + spares):
+            self.join(node)
+
+    def hear(self, observation: object) -> list[Action]:
+        return self._did(self.decider.hear(observation, self.now))
+
+    def wait(
+        self, seconds: float, seen: Callable[[int, float], Iterable[RankSeen]] | None = None
+    ) -> list[Action]:
+        """Time passes; ``seen(node, waited)``: what the node's beats tell meanwhile, each second."""
+        began, done = self.now, len(self.actions)
+        while self.now < began + seconds:
+            self.now += 0.5
+            if seen is not None and self.now % 1 == 0:
+                for node in list(self.decider.nodes):
+                    ranks = tuple(seen(node, self.now - began))
+                    self.hear(Beat(node, self.epoch, 7, ranks))
+            self._did(self.decider.due(self.now))
+        return self.actions[done:]
+
+    def _did(self, actions: list[Action]) -> list[Action]:
+        self.actions += actions
+        return actions
+
+    @property
+    def epoch(self) -> int:
+        return self.decider.state.epoch
+
+    def join(self, node: int, running: Iterable[int] = (), epoch: int = 0) -> list[Action]:
+        return self.hear(NodeJoined(node, epoch, "here", 7, 2, 10**9, tuple(running), (), False))
+
+    def exit(
+        self, rank: int, code: int = -9, cause: str = "killed", step: int = 3, error: str = ""
+    ) -> list[Action]:
+        node = next(n for n, ranks in self.decider.state.placement.items() if rank in ranks)
+        return self.hear(RankExited(node, self.epoch, rank, code, cause, step, error, "a.log"))
+
+    def all_exit(self, **how: object) -> list[Action]:
+        """Those that have not."""
+        done = len(self.actions)
+        for rank in set(range(WORLD)) - set(self.decider.state.exits):
+            self.exit(rank, **how)
+        return self.actions[done:]
+
+    def ranks(self, node: int, **fields: object) -> list[RankSeen]:
+        return [seen(rank, **fields) for rank in self.decider.state.placement.get(node, ())]
+
+
+def seen(rank: int, **fields: object) -> RankSeen:
+    usual = {
+        "pid": 9,
+        "state": "S",
+        "phase": "step",
+        "activity": "reduce",
+        "step": 3,
+        "entered": 7,
+        "left": 6,
+    }
+    return RankSeen(rank=rank, **{**usual, "idle_seconds": 0.1, "step_seconds": 0.5, **fields})
+
+
+def kinds(actions: list[Action]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def test_an_attempt_begins_when_all_nodes_are_there() -> None:
+    world = World(nodes=2)
+    (started,) = world.actions
+    assert isinstance(started, StartAttempt) and (started.epoch, started.again) == (5, False)
+    assert started.placement == {0: (0, 1), 1: (2, 3)}
+
+
+def test_a_killed_rank_is_blamed_and_all_begin_anew_when_the_last_is_gone() -> None:
+    world = World()
+    blame, stop = world.exit(2)
+    assert isinstance(blame, Blame) and (blame.rank, blame.cause, blame.step) == (2, "killed", 3)
+    assert isinstance(stop, StopRanks) and stop.epoch == 5
+    (again,) = world.all_exit()
+    assert isinstance(again, StartAttempt) and (again.epoch, again.again) == (6, True)
+
+
+def test_what_is_told_of_an_earlier_attempt_changes_nothing() -> None:
+    world = World()
+    world.exit(2)
+    world.all_exit()
+    assert world.hear(RankExited(0, 5, 0, -9, "killed", 3, "", "a.log")) == []
+    world.hear(Beat(0, 5, 7, tuple(seen(rank, state="T") for rank in range(4))))
+    assert world.wait(3, lambda node, _: ()) == []
+
+
+def test_a_rank_that_only_lost_its_peer_is_not_blamed_if_the_peers_death_is_told_soon() -> None:
+    world = World()
+    assert world.exit(0, 1, "peer", error="connection closed") == []
+    world.now += 1.0
+    blame, _ = world.exit(3)
+    assert isinstance(blame, Blame) and blame.rank == 3
+
+
+def test_ranks_that_only_lost_each_other_begin_anew() -> None:
+    world = World()
+    world.exit(0, 1, "peer", error="timed out")
+    assert kinds(world.wait(3)) == ["Blame", "StopRanks"]
+    assert kinds(world.all_exit()) == ["StartAttempt"]
+
+
+def test_the_same_error_of_the_program_twice_at_a_step_ends_the_run_with_its_traceback() -> None:
+    world = World()
+    how = {"code": 1, "cause": "user", "error": "Traceback ...\nValueError: moon", "step": 8}
+    world.exit(1, **how)
+    assert kinds(world.all_exit()) == ["StartAttempt"]
+    world.exit(3, **how)
+    (end,) = world.all_exit()
+    assert isinstance(end, EndRun) and end.outcome == "failed"
+    assert "rank 3 ended with exit code 1" in end.reason and "ValueError: moon" in end.reason
+
+
+def test_an_error_of_the_program_at_a_later_step_is_another_one() -> None:
+    world = World()
+    for step in (8, 9, 10, 11):
+        world.exit(1, 1, "user", step, "Traceback ...\nValueError: moon")
+        assert kinds(world.all_exit()) == ["StartAttempt"]
+
+
+def test_bad_input_is_not_tried_twice() -> None:
+    world = World()
+    world.exit(1, 2, "input", -1, "layout.tp = 3: must divide")
+    (end,) = world.all_exit()
+    assert isinstance(end, EndRun) and end.reason.startswith("rank 1: layout.tp = 3")
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 3])
+def test_a_fault_without_progress_ends_the_run_after_its_restarts(restarts: int) -> None:
+    world = World(restarts=restarts)
+    for _ in range(restarts):
+        world.exit(2)
+        assert kinds(world.all_exit()) == ["StartAttempt"]
+    world.exit(2)
+    assert kinds(world.all_exit()) == ["EndRun"]
+
+
+def test_the_same_fault_for_ever_is_borne_as_long_as_there_is_progress() -> None:
+    world = World()
+    for step in range(50):
+        world.exit(2, step=step)
+        assert kinds(world.all_exit(step=step)) == ["StartAttempt"]
+
+
+def test_all_ranks_done_is_a_finished_run_and_after_ctrl_c_an_interrupted_one() -> None:
+    world = World()
+    (end,) = world.all_exit(code=0, cause="done")
+    assert isinstance(end, EndRun) and end.outcome == "finished"
+    world = World()
+    world.hear(StopAsked(0))
+    (end,) = world.all_exit(code=0, cause="done")
+    assert isinstance(end, EndRun) and end.outcome == "interrupted"
+
+
+def test_ctrl_c_during_a_recovery_begins_no_attempt() -> None:
+    world = World()
+    world.exit(2)
+    world.hear(StopAsked(0))
+    (end,) = world.all_exit()
+    assert isinstance(end, EndRun) and end.outcome == "interrupted"
+
+
+def test_a_save_that_fails_after_ctrl_c_is_told() -> None:
+    world = World()
+    world.hear(StopAsked(0))
+    world.exit(0, 1, "user", error="the last checkpoint is in memory only")
+    (end,) = world.all_exit()
+    assert isinstance(end, EndRun) and end.outcome == "failed" and "in memory only" in end.reason
+
+
+# Silence
+
+
+def test_a_stopped_rank_is_found_within_three_seconds() -> None:
+    world = World()
+    world.wait(5, lambda node, _: world.ranks(node))
+    stopped_at = world.now
+
+    def stops(node: int, _: float) -> list[RankSeen]:
+        return [*world.ranks(node)[:3], seen(3, state="T", idle_seconds=1.0)]
+
+    blame, stop = world.wait(3, stops)
+    assert isinstance(blame, Blame) and (blame.rank, blame.cause) == (3, "stopped")
+    assert isinstance(stop, StopRanks) and world.now - stopped_at <= 3
+
+
+def test_a_rank_that_is_stopped_for_a_look_only_is_left_alone() -> None:
+    world = World()
+    assert world.wait(20, lambda node, t: world.ranks(node, state="T" if t % 4 == 0 else "S")) == []
+
+
+def test_a_hang_is_found_and_the_rank_that_did_not_enter_is_named() -> None:
+    world = World()
+    world.wait(30, lambda node, _: world.ranks(node))
+
+    def hangs(node: int, t: float) -> list[RankSeen]:
+        found = world.ranks(node, idle_seconds=t)
+        found[1] = seen(1, idle_seconds=t, activity="backward", entered=6, left=6)
+        return found
+
+    dump, blame, stop = world.wait(20, hangs)
+    assert isinstance(dump, DumpStacks) and dump.ranks == (1,)
+    assert (
+        isinstance(blame, Blame) and (blame.rank, blame.cause) == (1, "hang") and "backward" in blame.problem
+    )
+    assert isinstance(stop, StopRanks)
+    assert 15 <= dump.evidence["idle_seconds"] <= 17
+
+
+def test_one_rank_that_goes_on_is_no_hang() -> None:
+    world = World()
+    world.wait(30, lambda node, _: world.ranks(node))
+    assert world.wait(200, lambda node, t: [*world.ranks(node, idle_seconds=t)[:3], seen(3)]) == []
+
+
+@pytest.mark.parametrize("step_seconds", [1.0, 10.0, 600.0])
+def test_hours_of_slow_steps_evaluations_and_saves_raise_no_alarm(step_seconds: float) -> None:
+    """Steps that vary threefold; compilation of nine minutes, evaluations of eight, saves of five."""
+    world = World()
+
+    def phase(name: str, seconds: float, **fields: object) -> None:
+        world.wait(seconds, lambda node, t: world.ranks(node, phase=name, idle_seconds=t, **fields))
+
+    phase("starting", 1100, step_seconds=0.0)
+    phase("loading", 900, step_seconds=0.0)
+    phase("step", 540, step_seconds=0.0)
+    for step in range(4, 20):
+        length = step_seconds * (3 if step % 4 == 0 else 1)
+        phase("step", length, step_seconds=length, step=step)
+        if step % 5 == 0:
+            phase("validating", 480, step_seconds=step_seconds, step=step)
+            phase("saving", 300, step_seconds=step_seconds, step=step)
+    assert kinds(world.actions) == ["StartAttempt"]
+
+
+@pytest.mark.parametrize(("patience", "limit"), [(0.2, 3.0), (1.0, 15.0), (4.0, 60.0)])
+def test_patience_scales_the_deadline(patience: float, limit: float) -> None:
+    world = World(patience=patience)
+    world.wait(10, lambda node, _: world.ranks(node))
+    dump, *_ = world.wait(limit + 3, lambda node, t: world.ranks(node, idle_seconds=t))
+    assert isinstance(dump, DumpStacks) and limit <= dump.evidence["idle_seconds"] <= limit + 1.5
+
+
+# Nodes
+
+
+def test_a_silent_node_is_evicted_and_a_spare_takes_its_ranks() -> None:
+    world = World(nodes=2, spares=1)
+    world.wait(10, lambda node, _: world.ranks(node))
+    world.hear(NodeLeft(1))
+    actions = world.wait(4, lambda node, _: world.ranks(node))
+    assert kinds(actions) == ["Evict", "Blame", "StopRanks"] and actions[0].node == 1
+    world.exit(0)
+    (again,) = world.exit(1)
+    assert isinstance(again, StartAttempt) and again.placement == {0: (0, 1), 2: (2, 3)}
+
+
+def test_without_a_spare_the_run_waits_for_the_node() -> None:
+    world = World(nodes=2)
+    world.hear(NodeLeft(1))
+    world.wait(4, lambda node, _: world.ranks(node))
+    world.exit(0)
+    assert world.exit(1) == []
+    (again,) = world.join(1)
+    assert isinstance(again, StartAttempt) and again.placement == {0: (0, 1), 1: (2, 3)}
+
+
+def test_nodes_that_never_come_end_the_run() -> None:
+    world = World.__new__(World)
+    world.now, world.actions, world.decider = 0.0, [], Decider(Plan(4, 2, 1), 0.0)
+    world.join(0)
+    (end,) = [action for action in world.wait(310, lambda node, _: ()) if isinstance(action, EndRun)]
+    assert end.outcome == "failed" and "only [0] came" in end.reason
+
+
+def test_an_executor_that_comes_back_empty_has_lost_its_ranks() -> None:
+    world = World()
+    world.hear(NodeLeft(0))
+    actions = world.join(0)
+    assert kinds(actions) == ["Blame", "StopRanks", "StartAttempt"] and actions[0].cause == "node"
+
+
+def test_an_executor_that_comes_back_with_its_ranks_goes_on() -> None:
+    world = World()
+    world.hear(NodeLeft(0))
+    world.now += 1
+    assert world.join(0, running=range(4), epoch=5) == []
+    assert world.wait(5, lambda node, _: world.ranks(node)) == []
+
+
+def test_ranks_that_will_not_die_are_killed_again() -> None:
+    world = World()
+    world.exit(0)
+    assert kinds(world.wait(4, lambda node, _: ())) == ["StopRanks"]
+
+
+# Drivers
+
+
+def test_a_new_driver_goes_on_where_the_last_one_was_at_any_instant() -> None:
+    """Whatever has been decided is written; the ranks live on meanwhile."""
+    world = World()
+    for exits, running in (((), range(4)), ((2,), (0, 1, 3))):
+        for rank in exits:
+            world.exit(rank)
+        state = read(State, plain(world.decider.state))
+        assert state == world.decider.state
+        world.decider = Decider(world.plan, world.now, state)
+        assert world.join(0, running=running, epoch=5) == []
+    assert kinds(world.all_exit()) == ["StartAttempt"] and world.epoch == 6
+
+
+def test_a_new_driver_that_finds_all_ranks_done_ends_the_run() -> None:
+    world = World()
+    world.decider = Decider(world.plan, 0.0, world.decider.state)
+    exits = tuple(RankExited(0, 5, rank, 0, "done", 9, "", "a.log") for rank in range(4))
+    (end,) = world.hear(NodeJoined(0, 5, "here", 7, 2, 10**9, (), exits, False))
+    assert isinstance(end, EndRun) and end.outcome == "finished"
+
+
+def test_an_attempt_that_was_decided_and_never_begun_is_followed_by_another() -> None:
+    world = World()
+    world.decider = Decider(world.plan, 0.0, world.decider.state)
+    assert kinds(world.join(0)) == ["Blame", "StopRanks", "StartAttempt"] and world.epoch == 6
+
+
+# Anything
+
+
+@st.composite
+def happenings(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    what = st.sampled_from(["exit", "beat", "join", "left", "stop", "wait"])
+    return draw(st.lists(st.tuples(what, st.integers(0, 3), st.integers(0, 9)), max_size=60))
+
+
+@given(happenings())
+def test_whatever_happens_there_is_one_attempt_at_a_time_and_one_end(
+    what: list[tuple[str, int, int]],
+) -> None:
+    world = World(nodes=2, spares=1)
+    for name, a, b in what:
+        if name == "exit":
+            cause, code = (("done", 0), ("killed", -9), ("user", 1), ("peer", 1))[b % 4]
+            world.hear(RankExited(a // 2, world.epoch - (b == 9), a, code, cause, b, "x", "a.log"))
+        elif name == "beat":
+            ranks = world.ranks(a, step=b, idle_seconds=5.0 * b, state="T" if b == 7 else "S")
+            world.hear(Beat(a, world.epoch, 7, tuple(ranks)))
+        elif name == "join":
+            world.join(a)
+        elif name == "left":
+            world.hear(NodeLeft(a))
+        elif name == "stop" and b == 0:
+            world.hear(StopAsked(a))
+        else:
+            world.wait(b)
+    epochs = [action.epoch for action in world.actions if isinstance(action, StartAttempt)]
+    assert epochs == list(range(5, 5 + len(epochs)))
+    for started in (action for action in world.actions if isinstance(action, StartAttempt)):
+        assert sorted(rank for ranks in started.placement.values() for rank in ranks) == list(range(WORLD))
+    ends = [action for action in world.actions if isinstance(action, EndRun)]
+    assert len(ends) <= 1 and (not ends or world.actions[-1] is ends[0])
+    assert read(State, plain(world.decider.state)) == world.decider.state

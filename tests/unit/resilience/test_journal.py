@@ -1,0 +1,53 @@
+"""If these fail, a new driver forgets what the last one had decided."""
+
+from pathlib import Path
+
+import pytest
+
+from myriad.resilience.actions import EndRun, StartAttempt
+from myriad.resilience.decisions import Plan, State
+from myriad.resilience.facts import RankExited
+from myriad.resilience.incidents import Incident
+from myriad.resilience.journal import Journal
+
+PLAN = Plan(world=4, nodes=2, first_epoch=3, patience=0.5)
+ENDED = RankExited(0, 3, 1, 1, "user", 7, "ValueError: moon", "a.log")
+STATE = State(
+    "ending",
+    3,
+    placement={0: (0, 1), 1: (2, 3)},
+    exits={1: ENDED},
+    incident=Incident.of_exit(ENDED, "a rank ended", after_stop=False),
+    repeats={"user at step 7: ValueError: moon": 1},
+)
+START = StartAttempt(rule="all are there", epoch=3, placement={0: (0, 1)}, again=False)
+
+
+def test_the_newest_plan_and_state_come_back(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.begin(PLAN)
+    assert journal.replay() == (PLAN, None)
+    journal.write([START], State("running", 3))
+    journal.write([EndRun(rule="done", outcome="finished", reason="")], STATE)
+    assert journal.replay() == (PLAN, STATE)
+    journal.begin(Plan(world=2, nodes=1, first_epoch=4))
+    assert journal.replay() == (Plan(world=2, nodes=1, first_epoch=4), None)
+
+
+def test_a_torn_last_line_counts_as_unwritten_and_is_written_over(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.begin(PLAN)
+    journal.write([START], STATE)
+    whole = journal.path.read_bytes()
+    journal.write([START], State("running", 4))
+    longer = journal.path.read_bytes()
+    for size in range(len(whole), len(longer)):
+        journal.path.write_bytes(longer[:size])
+        assert journal.replay() == (PLAN, STATE)
+    journal.write([START], State("running", 5))
+    assert journal.replay() == (PLAN, State("running", 5))
+
+
+def test_without_a_plan_there_is_nothing_to_drive(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no plan"):
+        Journal(tmp_path / "journal.jsonl").replay()
