@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from watching import is_alive, wait_until
 
 from myriad.errors import BadInputError, RunFailedError

@@ -22,6 +22,8 @@ def cause_of(code: int, error: str, *, memory_killed: bool) -> Cause:
     want of memory."""
     if code == 0:
         return "done"
+    if code == -signal.SIGINT or error.rsplit("\n", 1)[-1].startswith("KeyboardInterrupt"):
+        return "interrupted"
     if code == -signal.SIGKILL:
         return "host memory" if memory_killed else "killed"
     if code < 0:

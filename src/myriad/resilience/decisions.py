@@ -191,7 +191,7 @@ class Decider:
             return
         state.exits[ended.rank] = ended
         state.best_step = max(state.best_step, ended.step)
-        asked_and_obeyed = state.stop_asked and ended.code == -2
+        asked_and_obeyed = state.stop_asked and ended.cause == "interrupted"
         if state.phase == "ending" or ended.code == 0 or asked_and_obeyed:
             return
         if ended.cause == "peer":

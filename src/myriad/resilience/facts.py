@@ -28,11 +28,21 @@ __all__ = [
 ]
 
 Cause = Literal[
-    "done", "user", "input", "peer", "killed", "crash", "host memory", "device memory", "device", "disk"
+    "done",
+    "interrupted",
+    "user",
+    "input",
+    "peer",
+    "killed",
+    "crash",
+    "host memory",
+    "device memory",
+    "device",
+    "disk",
 ]
-"""Why a rank ended: by itself and well; by an error of the user's program, or of its input; because another
-one was gone; by a SIGKILL from outside; by a fatal signal; because memory or a disk was full; by a fault of
-its device."""
+"""Why a rank ended: by itself and well; by a SIGINT; by an error of the user's program, or of its input;
+because another one was gone; by a SIGKILL from outside; by a fatal signal; because memory or a disk was full;
+by a fault of its device."""
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,8 @@ class _Warm:
         if pid == 0:
             os.setsid()  # the rank and what it starts can be ended together
             die_with_parent(parent)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the rank knows better
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             for descriptor in self._ranks:
                 os.close(descriptor)
             self._channel.close()
@@ -108,13 +110,13 @@ def _become_rank(request: dict[str, Any]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    faulthandler.enable()
-    faulthandler.register(DUMP_SIGNAL, all_threads=True)
 
 
 def main(arguments: list[str]) -> int:
     """A rank's exit code in a rank."""
     die_with_parent(int(arguments[0]))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a Ctrl-C must not be lost in a fork
+    signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # a COMMAND that does not know it shall live
     channel = socket.socket(fileno=int(arguments[1]))
     run, command = arguments[2], arguments[3:]
     worker = None if command else importlib.import_module(_WORKER)
@@ -126,6 +128,8 @@ def main(arguments: list[str]) -> int:
     _become_rank(request)
     if worker is None:
         os.execvp(command[0], [*command, run])
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
     code: int = worker.main([run])
     return code
 

@@ -14,6 +14,8 @@ from myriad.resilience.memory_kills import count_memory_kills
         (0, "", False, "done"),
         (-9, "", False, "killed"),
         (-9, "", True, "host memory"),
+        (-2, "", False, "interrupted"),
+        (1, "Traceback\nKeyboardInterrupt", False, "interrupted"),
         (-11, "Fatal Python error: Segmentation fault", False, "crash"),
         (2, "layout.tp = 3: must divide", False, "input"),
         (1, "Traceback\nValueError: the moon is full", False, "user"),
