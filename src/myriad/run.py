@@ -5,7 +5,7 @@
               events.jsonl        a line per event     } last line: killed at any instant, a run is readable
               logs/               rank-R-attempt-A.log
               checkpoints/        step-N/
-              profile.json, hierarchy.json    measured once, so that a resumed run computes alike
+              profile.json, hierarchy.json, peak.json    measured once, so that a resumed run computes alike
               lock                held (flock) by the launcher while ranks are at work
 
 A resumed run goes back to its checkpoint, so its steps may be written twice. The newest attempt is right: a

@@ -1,10 +1,7 @@
 """A rank's line to the keeper of its node; the first rank of the node starts one where there is none."""
 
-import hashlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -14,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from myriad.checkpoint.claiming import Claimed
+from myriad.checkpoint.keeper_start import keeper_name, start_keeper
 from myriad.checkpoint.member import Opened
 from myriad.checkpoint.memory import SnapshotMemory
 from myriad.checkpoint.piece import Piece, join_pieces, split_pieces
@@ -50,14 +48,14 @@ class KeeperClient:
         return self._wire.is_open()
 
     def _await(self, name: str, starts: bool, log: Path) -> Wire:
-        process = _start(name, log) if starts else None
+        process = start_keeper(name, log) if starts else None
         deadline = time.monotonic() + _START_SECONDS
         while (wire := _connect(name)) is None:
             code = None if process is None else process.poll()
             if code or time.monotonic() > deadline:
                 raise RunFailedError(f"the checkpoint process did not start (log: {log})")
             if code == 0:  # an older one still had the name, and was about to end
-                process = _start(name, log)
+                process = start_keeper(name, log)
             time.sleep(_POLL_SECONDS)
         return wire
 
@@ -145,12 +143,6 @@ class KeeperClient:
         self._wire.close()
 
 
-def keeper_name(run: Path, node: int | None = None) -> str:
-    """The same in every attempt of a run on a machine; ``node``: where several of its nodes share it."""
-    what = f"{run.resolve()}:{os.getuid()}:{'' if node is None else node}"
-    return f"myriad-keeper-{hashlib.blake2s(what.encode(), digest_size=12).hexdigest()}"
-
-
 def list_in_memory(run: Path, node: int | None = None, ranks: int = 1) -> list[tuple[int, int]]:
     """Steps that all ranks of this machine have in memory, with their bytes; none without a keeper.
     ``node``: as `keeper_name` has it; ``ranks``: how many there are at least."""
@@ -187,18 +179,3 @@ def _connect(name: str, seconds: float = _START_SECONDS) -> Wire | None:
         wire.close()
         return None
     return wire
-
-
-def _start(name: str, log: Path) -> "subprocess.Popen[bytes]":
-    """In a session of its own: what ends this rank, or all ranks, does not end it."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    with log.open("ab") as stream:
-        return subprocess.Popen(
-            [sys.executable, "-m", "myriad.checkpoint.keeper_process", name],
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **one_thread},
-            start_new_session=True,
-        )

@@ -12,6 +12,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,7 +52,16 @@ def embedded_documents(root: Path | None = None) -> Iterator[Document]:
 
 def embedded_key(root: Path | None = None) -> str:
     """Names the text without reading it: Python's version, and every file's name and size."""
-    root = root or _library_folder()
+    return _key_of(root) if root is not None else _own_key()
+
+
+@cache
+def _own_key() -> str:
+    """Of the library that is running: it does not change meanwhile, and has some 1,600 files."""
+    return _key_of(_library_folder())
+
+
+def _key_of(root: Path) -> str:
     listing = "".join(f"{path.relative_to(root).as_posix()} {path.stat().st_size}\n" for path in _files(root))
     return hashlib.blake2b(f"{sys.version_info[:3]}\n{listing}".encode(), digest_size=8).hexdigest()
 

@@ -1,12 +1,14 @@
 """``python -m myriad.resilience.executor_process RUN NODE THREADS [COMMAND...]``: a node's executor.
 
-What ranks are forked from is started before all else: its imports take longest.
+What ranks are forked from is started before all else: its imports take longest. Meanwhile the keeper of the
+node comes up, which the ranks would else wait for.
 """
 
 import os
 import sys
 from pathlib import Path
 
+from myriad.checkpoint.keeper_start import keeper_name, start_keeper
 from myriad.resilience.engines.child import die_with_parent
 from myriad.resilience.warm_parent import WarmParent
 from myriad.run import Run
@@ -29,6 +31,8 @@ def main(arguments: list[str]) -> int:
         return WarmParent(path, command, page, int(threads), log)
 
     warm = start_warm()
+    if not command:
+        start_keeper(keeper_name(path), Run(path).logs_path / f"keeper-{node}.log")
     from myriad.resilience.executor import execute
 
     return execute(Run(path), int(node), page, warm, start_warm)

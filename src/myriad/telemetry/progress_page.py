@@ -129,7 +129,8 @@ class ProgressPage:
     def read(self, row: int) -> Seen:
         """A look at a row."""
         values = _ROW.unpack_from(self._memory, row * ROW_BYTES)
-        return Seen(*values[:7], _text(values[8]), _text(values[9]))
+        pid, epoch, step, entered, left, changed, took, _, activity, phase = values
+        return Seen(pid, epoch, step, entered, left, changed, took, _text(activity), _text(phase))
 
     def clear(self, row: int) -> None:
         """For a rank that is about to start."""

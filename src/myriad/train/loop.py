@@ -130,7 +130,7 @@ class Trainer:
 
     def _build_meter(self) -> StepMeter:
         job = self.job
-        self.peak: Peak = find_peak(self.device, self.dtype)
+        self.peak: Peak = find_peak(self.device, self.dtype, kept=self.run_folder.path / "peak.json")
         tokens = job.train.global_batch * job.model.sequence
         flops = job.model.flops_per_token() * tokens
         return StepMeter(tokens, flops, self.peak.flops_per_second * self.place.world, self.device)
