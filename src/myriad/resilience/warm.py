@@ -11,6 +11,7 @@ It reaps the ranks, so it alone can signal them without meeting a number that th
 a COMMAND ranks are that program instead; it, too, gets the run folder as its last argument.
 """
 
+import atexit
 import ctypes
 import faulthandler
 import gc
@@ -22,7 +23,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from myriad.resilience.engines.child import die_with_parent
 
@@ -112,6 +113,20 @@ def _become_rank(request: dict[str, Any]) -> None:
     os.close(log)
 
 
+def _train(worker: Any, run: str) -> NoReturn:
+    """A rank's life. It ends at once: taking its modules apart one by one would take most of a second, in
+    which nobody knows that it is dying."""
+    try:
+        code = worker.main([run])
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def main(arguments: list[str]) -> int:
     """A rank's exit code in a rank."""
     die_with_parent(int(arguments[0]))
@@ -130,8 +145,7 @@ def main(arguments: list[str]) -> int:
         os.execvp(command[0], [*command, run])
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
-    code: int = worker.main([run])
-    return code
+    _train(worker, run)
 
 
 if __name__ == "__main__":
