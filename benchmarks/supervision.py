@@ -1,0 +1,167 @@
+"""What it costs to be watched, and how quickly a fault is found and repaired.
+
+    python benchmarks/supervision.py [--ranks 2] [--kills 5] [--folder FOLDER]
+
+faults      a run of real ranks, of which one is killed, again and again, one is stopped, and the driver is
+            killed: until the driver has told who, until it has asked for all ranks anew, until they train
+watching    what a rank writes on its progress page in a step, timed alone, beside the median step; processor
+            time of driver and executor
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from myriad.job import load_job
+from myriad.resilience.engines.local import run_local
+from myriad.run import Run
+from myriad.telemetry.progress_page import ProgressRow
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "processes"))
+
+from watching import process_of
+
+JOB = ["layout.zero=3", "layout.micro_batch=2", "train.threads=1", "checkpoint.memory_seconds=0"]
+TIMES = 20_000
+
+
+def seconds_of_writing(spans: int) -> float:
+    """Of a step's spans, without what spans cost by themselves."""
+    row = ProgressRow.unseen()
+    before = row.enter("forward", False)
+
+    def write() -> None:
+        for _ in range(spans):
+            row.leave(row.enter("reduce", True), True)
+        row.leave(before, False)
+
+    began = time.perf_counter()
+    for _ in range(TIMES // spans):
+        write()
+    return (time.perf_counter() - began) / (TIMES // spans)
+
+
+def spans_of_a_step(run: Run) -> int:
+    """Of one rank, counted with its own program."""
+    from myriad.program.build import build_program
+
+    job = run.job()
+    program = build_program(job.layout, job.overlap, job.num_micro_batches, tied=False, training=True)
+    return len(program.ranks[0])
+
+
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Faults:
+    """Does something to the run every few steps; the run's events tell when it was seen."""
+
+    def __init__(self, run: Run, acts: Sequence[Callable[[], None]], every: int) -> None:
+        self._run, self._acts, self._every = run, acts, every
+        self.done: list[float] = []
+        self.shares: dict[str, float] = {}
+        """Of a core, by watcher, from the first act to the last."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        for number, act in enumerate(self._acts):
+            while not self._has_come_to((number + 1) * self._every):
+                if self._ended.wait(0.005):
+                    return
+            self._measure_watchers()
+            self.done.append(time.time())
+            act()
+
+    def _measure_watchers(self) -> None:
+        now = time.monotonic()
+        used = {name: processor_seconds(process_of(name)) for name in ("driver", "executor_process")}
+        if not self.done:
+            self._began, self._used = now, used
+        else:
+            self.shares = {name: (used[name] - self._used[name]) / (now - self._began) for name in used}
+
+    def _has_come_to(self, step: int) -> bool:
+        lines = self._run.read_metrics()
+        return bool(lines) and lines[-1]["step"] >= step
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def kill_rank(ranks: int, number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(process_of(f"rank-{random.randrange(ranks)}"), number)
+
+
+class Successor:
+    """Kills the driver, and sees when another has taken over: when it has written where it is."""
+
+    def __init__(self, run: Run) -> None:
+        self._path = run.path / "driver.json"
+        self.seconds = 0.0
+
+    def kill_driver(self) -> None:
+        before, began = self._path.read_text(), time.monotonic()
+        os.kill(process_of("driver"), signal.SIGKILL)
+        while self._path.read_text() == before:
+            time.sleep(0.005)
+        self.seconds = time.monotonic() - began
+
+
+def times_of(run: Run, done: list[float]) -> Iterator[tuple[str, float, float, float]]:
+    """Of each fault: its cause, seconds until it was found, until ranks were asked for, until they train."""
+    events = run.read_events()
+    faults, restarts, starts = (
+        [event for event in events if event["event"] == name] for name in ("fault", "restart", "start")
+    )
+    for at, fault, restart, start in zip(done, faults, restarts, starts[1:], strict=False):
+        seen = fault["time"]
+        yield fault["cause"], seen - at, restart["time"] - seen, start["time"] - seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--folder", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        run = Run((given.folder or Path(temporary)) / "run")
+        kill, stop = (kill_rank(given.ranks, number) for number in (signal.SIGKILL, signal.SIGSTOP))
+        successor, every = Successor(run), 15
+        acts = [*[kill] * given.kills, stop, successor.kill_driver]
+        steps = f"train.steps={every * (len(acts) + 2)}"
+        run.create_or_resume(load_job("tiny", [*JOB, f"layout.dp={given.ranks}", steps]))
+        faults = Faults(run, acts, every)
+        run_local(run, given.ranks)
+        faults.end()
+        report(run, faults, successor)
+
+
+def report(run: Run, faults: Faults, successor: Successor) -> None:
+    step = statistics.median(line["step_seconds"] for line in run.read_metrics())
+    spans = spans_of_a_step(run)
+    writing = seconds_of_writing(spans)
+    print(f"{'fault':10} {'found after':>12} {'restart asked':>14} {'trains again':>13}")
+    for cause, found, asked, trains in times_of(run, faults.done):
+        print(f"{cause:10} {found:10.3f} s {asked:12.3f} s {trains:11.2f} s")
+    print(f"driver killed: another one drives after {successor.seconds:.2f} s, no rank noticed")
+    print(f"step {1e3 * step:.1f} ms, {spans} spans: written in {1e6 * writing:.1f} us, {writing / step:.4%}")
+    for name, share in faults.shares.items():
+        print(f"{name}: {share:.2%} of a core")
+
+
+if __name__ == "__main__":
+    main()
