@@ -16,7 +16,6 @@ their memory; on a spare where a node is gone. What a healthy node does not cure
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from myriad.resilience.actions import (
     Action,
@@ -40,8 +39,9 @@ from myriad.resilience.facts import (
     StopAsked,
 )
 from myriad.resilience.incidents import OF_THE_USER, Incident
+from myriad.resilience.state import Plan, State
 
-__all__ = ["Decider", "Plan", "State"]
+__all__ = ["Decider"]
 
 _GATHER_SECONDS = 300.0
 _BLAME_SECONDS = 1.5
@@ -53,43 +53,6 @@ _LEAST_SILENCE_SECONDS = 2.5
 _DUMP_SECONDS = 1.0
 _REPEAT_SECONDS = 3.0
 """After which ranks that were to be killed, and live, are to be killed again."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the run needs."""
-
-    world: int
-    nodes: int
-    """On which the ranks run; whatever else joins is a spare."""
-    first_epoch: int
-    patience: float = 1.0
-    restarts: int = 3
-    saving_seconds: float = 600.0
-
-
-@dataclass
-class State:
-    """What outlives a driver."""
-
-    phase: Literal["gathering", "running", "ending", "over"]
-    epoch: int
-    """Of the newest attempt; before the first: one less."""
-    placement: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Node to its ranks, of that attempt."""
-    exits: dict[int, RankExited] = field(default_factory=dict)
-    """Of that attempt, by rank."""
-    incident: Incident | None = None
-    """Of that attempt."""
-    repeats: dict[str, int] = field(default_factory=dict)
-    """How often each fault has come since the last step of progress."""
-    best_step: int = -1
-    """The highest that was under way."""
-    fault_step: int = -1
-    """The same when the last fault came."""
-    stop_asked: bool = False
-    outcome: Outcome | None = None
-    reason: str = ""
 
 
 @dataclass

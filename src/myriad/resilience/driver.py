@@ -111,7 +111,10 @@ class Driver:
 
     def _act(self, actions: Sequence[Action]) -> None:
         if actions:
-            self._journal.write(actions, self._decider.state)
+            try:
+                self._journal.write(actions, self._decider.state)
+            except OSError as error:  # a full disk costs what a next driver would know, never the run
+                _LOG.warning("a decision is not in the journal: %s", error)
         for action in actions:
             self._do(action)
 
@@ -129,8 +132,8 @@ class Driver:
             self._event("eviction", action, "node")
             _tell_engine({"replace": action.node})
         elif isinstance(action, EndRun):
-            self._send_all(Leave())
             _tell_engine({"end": action.outcome, "reason": action.reason, "rule": action.rule})
+            self._send_all(Leave())
             self._over.set()
 
     def _start(self, action: StartAttempt) -> None:

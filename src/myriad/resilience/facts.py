@@ -6,7 +6,7 @@ decisions.
 ``epoch`` is the number of an attempt. Whoever is told of another epoch than its own drops what it was told.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
@@ -160,8 +160,6 @@ class Dump:
 @dataclass(frozen=True)
 class Leave:
     """The run is over: end, and leave no rank behind."""
-
-    reason: str = field(default="")
 
 
 Order = Start | End | Dump | Leave

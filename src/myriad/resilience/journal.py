@@ -15,7 +15,7 @@ from typing import Any
 from myriad.jsonl import JsonlTail, append_line
 from myriad.resilience.actions import Action
 from myriad.resilience.codec import encode, plain, read
-from myriad.resilience.decisions import Plan, State
+from myriad.resilience.state import Plan, State
 
 __all__ = ["Journal"]
 

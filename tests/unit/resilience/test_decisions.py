@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from myriad.resilience.actions import Action, Blame, DumpStacks, EndRun, StartAttempt, StopRanks
 from myriad.resilience.codec import plain, read
-from myriad.resilience.decisions import Decider, Plan, State
+from myriad.resilience.decisions import Decider
 from myriad.resilience.facts import Beat, NodeJoined, NodeLeft, RankExited, RankSeen, StopAsked
+from myriad.resilience.state import Plan, State
 
 WORLD = 4
 

@@ -24,8 +24,8 @@ from types import FrameType
 from typing import Any, Literal, Protocol
 
 from myriad.errors import BadInputError, RunFailedError
-from myriad.resilience.decisions import Plan
 from myriad.resilience.journal import Journal
+from myriad.resilience.state import Plan
 from myriad.resilience.wire import run_secret
 from myriad.run import Run
 
@@ -137,7 +137,8 @@ class _Processes:
         """What the driver has said; waits a moment for it. Whoever has died is started again."""
         found = self._driver.read(_POLL_SECONDS)
         if not any("end" in message for message in found):
-            self._driver.revive()
+            has_driven = (self._run.path / "driver.json").exists()
+            self._driver.revive(for_ever=has_driven)
             self._executor.revive()
         return found
 
@@ -194,14 +195,17 @@ class _Kept:
         *lines, self._text = (self._text + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def revive(self) -> None:
-        """Another, if it is dead. Raises `RunFailedError` when none will live."""
+    def revive(self, *, for_ever: bool = False) -> None:
+        """Another, if it is dead. ``for_ever``: one that keeps dying is tried now and then, as ranks train
+        without it; else raises `RunFailedError`."""
         assert self._process is not None
         if self._process.poll() is None:
             return
-        soon = time.monotonic() - self._started < _SOON_SECONDS
-        self._deaths = self._deaths + 1 if soon else 1
-        if self._deaths > _MOST_DEATHS:
+        lived = time.monotonic() - self._started
+        if self._deaths > _MOST_DEATHS and for_ever and lived < _SOON_SECONDS:
+            return
+        self._deaths = self._deaths + 1 if lived < _SOON_SECONDS else 1
+        if self._deaths > _MOST_DEATHS and not for_ever:
             raise RunFailedError(f"the {self._name} does not stay alive (log: {self._log})")
         _LOG.info("the %s has ended with %s; starting another", self._name, self._process.returncode)
         self.end(signal.SIGKILL)

@@ -1,0 +1,47 @@
+"""What is to be driven, and how far it has come: what outlives a driver, in the journal."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from myriad.resilience.actions import Outcome
+from myriad.resilience.facts import RankExited
+from myriad.resilience.incidents import Incident
+
+__all__ = ["Plan", "State"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the run needs."""
+
+    world: int
+    nodes: int
+    """On which the ranks run; whatever else joins is a spare."""
+    first_epoch: int
+    patience: float = 1.0
+    restarts: int = 3
+    saving_seconds: float = 600.0
+
+
+@dataclass
+class State:
+    """What outlives a driver."""
+
+    phase: Literal["gathering", "running", "ending", "over"]
+    epoch: int
+    """Of the newest attempt; before the first: one less."""
+    placement: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Node to its ranks, of that attempt."""
+    exits: dict[int, RankExited] = field(default_factory=dict)
+    """Of that attempt, by rank."""
+    incident: Incident | None = None
+    """Of that attempt."""
+    repeats: dict[str, int] = field(default_factory=dict)
+    """How often each fault has come since the last step of progress."""
+    best_step: int = -1
+    """The highest that was under way."""
+    fault_step: int = -1
+    """The same when the last fault came."""
+    stop_asked: bool = False
+    outcome: Outcome | None = None
+    reason: str = ""
