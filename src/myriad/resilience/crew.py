@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,14 @@ from myriad.resilience.causes import cause_of
 from myriad.resilience.engines.logs import error_excerpt
 from myriad.resilience.facts import RankExited, RankSeen, Start
 from myriad.resilience.memory_kills import count_memory_kills
+from myriad.resilience.process_state import process_state
 from myriad.resilience.warm_parent import WarmParent
 from myriad.run import Run
 from myriad.telemetry.progress_page import PROGRESS, ProgressPage
 
 __all__ = ["Crew"]
 
+_STOPPED_LOOKS = 6
 _LOOPBACK = "127."
 
 
@@ -43,6 +44,7 @@ class Crew:
         self._warm, self._start_warm = warm, start_warm
         self._ranks: dict[int, _Rank] = {}
         self._waiting: Start | None = None
+        self._stopped_looks = 0
         self._memory_kills = count_memory_kills()
         self.epoch = 0
         """Of the newest ranks; 0: there were none."""
@@ -143,8 +145,15 @@ class Crew:
 
     def look(self) -> tuple[RankSeen, ...]:
         """What each rank that lives is doing."""
+        self._look_at_warm()
         now = time.monotonic_ns()
         return tuple(self._look_at(rank, now) for rank in self._ranks.values())
+
+    def _look_at_warm(self) -> None:
+        """Stopped, it neither forks nor tells who has ended: it is given up with its ranks."""
+        self._stopped_looks = self._stopped_looks + 1 if process_state(self._warm.pid) == "T" else 0
+        if self._stopped_looks > _STOPPED_LOOKS:
+            self._warm.kill()
 
     def _look_at(self, rank: _Rank, now: int) -> RankSeen:
         seen: Any = self._page.read(rank.row)
@@ -152,7 +161,7 @@ class Crew:
         return RankSeen(
             rank=rank.number,
             pid=rank.pid,
-            state=_state_of(rank.pid),
+            state=process_state(rank.pid),
             phase=seen.phase,
             activity=seen.activity,
             step=seen.step if seen.pid else -1,
@@ -174,9 +183,3 @@ class Crew:
             for message in messages:
                 self._ranks.pop(message.get("ended", -1), None)
         self._warm.close()
-
-
-def _state_of(pid: int) -> str:
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return "?"

@@ -51,8 +51,8 @@ _SILENT_SECONDS, _AWAY_SECONDS = 3.5, 3.0
 """Without a beat of a node that is connected; without a connection."""
 _LEAST_SILENCE_SECONDS = 2.5
 _DUMP_SECONDS = 1.0
-_REPEAT_SECONDS = 3.0
-"""After which ranks that were to be killed, and live, are to be killed again."""
+_REPEAT_SECONDS, _REPEATS = 3.0, 2
+"""After which ranks that were to be killed, and live, are to be killed again; then their executor is."""
 
 
 @dataclass
@@ -73,6 +73,7 @@ class Decider:
         self._nodes: dict[int, _Node] = {}
         self._since = self._began = now
         self._kill_at: float | None = None
+        self._repeats = 0
         self._stopped_since: dict[int, float] = {}
         self._deadlines = Deadlines(plan.patience, plan.saving_seconds)
 
@@ -169,7 +170,7 @@ class Decider:
     def _end_attempt(self, incident: Incident, now: float, **evidence: object) -> Iterator[Action]:
         """The others cannot go on: none of them is asked to, as their snapshots are in the node's memory."""
         self.state.incident, self.state.phase = incident, "ending"
-        self._since, self._kill_at = now, None
+        self._since, self._kill_at, self._repeats = now, None, 0
         yield Blame(
             rule=incident.rule,
             evidence=dict(evidence),
@@ -191,12 +192,24 @@ class Decider:
             actions += self._overdue_ranks(now)
         elif phase == "ending" and now - self._since > _REPEAT_SECONDS:
             self._since = now
-            actions.append(StopRanks(rule="ranks that were to end still live", epoch=self.state.epoch))
+            actions += self._end_again(now)
         elif phase == "gathering" and now - self._since > _GATHER_SECONDS * self._plan.patience:
             there = sorted(self.nodes)
             reason = f"{self._plan.nodes} nodes are needed, and only {there} came"
             actions.append(self._end_run("nodes did not come", "failed", reason))
         return [*actions, *self._go_on(now)]
+
+    def _end_again(self, now: float) -> Iterator[Action]:
+        """Ranks that were to end live, or nobody says that they do not."""
+        self._repeats += 1
+        if self._repeats <= _REPEATS:
+            yield StopRanks(rule="ranks that were to end still live", epoch=self.state.epoch)
+            return
+        for number, ranks in self.state.placement.items():
+            if number in self._nodes and set(ranks) - set(self.state.exits):
+                del self._nodes[number]
+                yield Evict(rule="a node cannot end its ranks", node=number)
+                yield from self._lose(number, ranks, 0.0, now)
 
     def _silent_nodes(self, now: float) -> Iterator[Action]:
         for number, node in list(self._nodes.items()):
@@ -226,9 +239,9 @@ class Decider:
             return
         seen = self._seen()
         limit = self._plan.patience * _STOPPED_SECONDS
-        stopped = [rank for rank, since in self._stopped_since.items() if now - since >= limit]
+        stopped = [one for one in seen if now - self._stopped_since.get(one.rank, now) >= limit]
         if stopped:
-            rank = next(one for one in seen if one.rank == stopped[0])
+            rank = stopped[0]
             text = f"rank {rank.rank} was stopped (SIGSTOP), pid {rank.pid}"
             yield from self._end_attempt(self._hang("a rank was stopped", "stopped", rank, text), now)
         elif seen:

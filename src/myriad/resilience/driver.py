@@ -5,7 +5,8 @@
 
 One a run, no torch, one thread. What it knows is in the journal (what was decided) and with the executors
 (what is): a new one goes on where the last was killed, and training does not notice. It is found by
-RUN/driver.json. To the engine it speaks in lines of JSON on its output: {"replace": NODE}, {"end": ...}.
+RUN/driver.json. To the engine it speaks in lines of JSON on its output: {} each second, {"replace": NODE},
+{"end": OUTCOME, "reason": ...}.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ __all__ = ["Driver", "main"]
 
 _LOG = logging.getLogger(__name__)
 _DUE_SECONDS = 0.1
+_ALIVE_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
 
 
@@ -73,8 +76,12 @@ class Driver:
                 state = self._decider.state
                 assert state.outcome is not None
                 self._do(EndRun(rule="it was over", outcome=state.outcome, reason=state.reason))
+            tell_at = 0.0
             while not self._over.is_set():
                 self._act(self._decider.due(time.monotonic()))
+                if time.monotonic() >= tell_at:
+                    tell_at = time.monotonic() + _ALIVE_SECONDS
+                    _tell_engine({})
                 await asyncio.sleep(_DUE_SECONDS)
             await self._let_leave()
 
@@ -157,8 +164,10 @@ class Driver:
 
 
 def _tell_engine(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+    line = (json.dumps(message) + "\n").encode()
+    os.set_blocking(1, bool(message))  # an engine that is stopped for a night does not read that all is well
+    with suppress(BlockingIOError):
+        os.write(1, line)
 
 
 def _publish(path: Path, record: dict[str, Any]) -> None:

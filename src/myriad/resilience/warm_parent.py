@@ -67,6 +67,15 @@ class WarmParent:
                 return found or None
             found.append(json.loads(data))
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """It, and its ranks; `receive` tells the rest."""
+        self._process.kill()
+
     def close(self) -> None:
         """Ends it, and its ranks."""
         self.channel.close()

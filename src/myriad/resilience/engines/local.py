@@ -25,6 +25,7 @@ from typing import Any, Literal, Protocol
 
 from myriad.errors import BadInputError, RunFailedError
 from myriad.resilience.journal import Journal
+from myriad.resilience.process_state import process_state
 from myriad.resilience.state import Plan
 from myriad.resilience.wire import run_secret
 from myriad.run import Run
@@ -36,6 +37,9 @@ _POLL_SECONDS = 0.1
 _END_SECONDS = 5.0
 _MOST_DEATHS, _SOON_SECONDS = 5, 2.0
 """A driver or executor that dies so often, each time so soon, will not stay."""
+_SILENT_SECONDS, _FIRST_SECONDS = 3.5, 10.0
+"""How long a driver may say nothing, and how much longer before its first word."""
+_STOPPED_SECONDS = 1.5
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -88,7 +92,8 @@ def run_local(
     run_secret(run.path / "secret")
     (run.path / "driver.json").unlink(missing_ok=True)
     threads = threads or max(1, num_cores() // world)
-    with _catch_signals() as caught, _Processes(run, threads, command) as processes:
+    silent = _SILENT_SECONDS * max(1.0, job.resilience.patience)
+    with _catch_signals() as caught, _Processes(run, threads, command, silent) as processes:
         return _watch(processes, caught, _Guarded(observer))
 
 
@@ -117,10 +122,11 @@ def _catch_signals() -> Iterator[_Caught]:
 class _Processes:
     """The executor and the driver: kept alive."""
 
-    def __init__(self, run: Run, threads: int, command: Sequence[str]) -> None:
+    def __init__(self, run: Run, threads: int, command: Sequence[str], silent_seconds: float) -> None:
         self._run = run
         self._executor = _Kept(run, "executor", ("executor_process", run.path, 0, threads, *command))
         self._driver = _Kept(run, "driver", ("driver", run.path))
+        self._silent_seconds = silent_seconds
 
     def __enter__(self) -> "_Processes":
         self._executor.start()  # its imports take longest
@@ -138,6 +144,9 @@ class _Processes:
         found = self._driver.read(_POLL_SECONDS)
         if not any("end" in message for message in found):
             has_driven = (self._run.path / "driver.json").exists()
+            self._driver.end_if_silent(self._silent_seconds)
+            for kept in (self._driver, self._executor):
+                kept.end_if_stopped()
             self._driver.revive(for_ever=has_driven)
             self._executor.revive()
         return found
@@ -163,12 +172,12 @@ class _Kept:
         module, *arguments = map(str, module_and_arguments)
         self._command = [sys.executable, "-m", f"myriad.resilience.{module}", *arguments]
         self._process: subprocess.Popen[bytes] | None = None
-        self._deaths, self._started = 0, 0.0
+        self._deaths, self._started, self._went_on_at = 0, 0.0, 0.0
 
     def start(self) -> None:
         """One."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._started = time.monotonic()
+        self._started = self._went_on_at = time.monotonic()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -180,20 +189,37 @@ class _Kept:
             )
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        self._text = b""
+        self._text, self._heard_at = b"", time.monotonic() + _FIRST_SECONDS
 
     def read(self, seconds: float) -> list[dict[str, Any]]:
         """Lines of its output, waited for."""
         assert self._process is not None and self._process.stdout is not None
         output = self._process.stdout
+        if output.closed:  # ended, and not started again for now
+            time.sleep(seconds)
+            return []
         if not select.select([output], [], [], seconds)[0]:
             return []
         data = output.read()
         if not data:
             time.sleep(0.01)  # it has ended, or is about to
             return []
+        self._heard_at = time.monotonic()
         *lines, self._text = (self._text + data).split(b"\n")
         return [json.loads(line) for line in lines]
+
+    def end_if_stopped(self) -> None:
+        """By SIGSTOP, be it before anybody else knows of it."""
+        now = time.monotonic()
+        if self._process is None or process_state(self._process.pid) != "T":
+            self._went_on_at = now
+        elif now - self._went_on_at > _STOPPED_SECONDS:
+            self.end(signal.SIGKILL)
+
+    def end_if_silent(self, seconds: float) -> None:
+        """It is stopped, or hangs."""
+        if time.monotonic() - self._heard_at > seconds:
+            self.end(signal.SIGKILL)
 
     def revive(self, *, for_ever: bool = False) -> None:
         """Another, if it is dead. ``for_ever``: one that keeps dying is tried now and then, as ranks train
@@ -208,7 +234,8 @@ class _Kept:
         if self._deaths > _MOST_DEATHS and not for_ever:
             raise RunFailedError(f"the {self._name} does not stay alive (log: {self._log})")
         _LOG.info("the %s has ended with %s; starting another", self._name, self._process.returncode)
-        self.end(signal.SIGKILL)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
         self.start()
 
     def send_signal(self, number: signal.Signals) -> None:
