@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 from myriad.comm.groups import Group
@@ -40,6 +41,8 @@ _LAYERS = (
     (512, 512, 2),
 )
 """Hidden, sequence, micro-batch."""
+_STACK = 6
+"""Blocks that are timed together."""
 _HEAD_WIDTH = 64
 _SLOW_FLOPS = 2e10
 """Per second: a core without instructions for a type is timed at the smallest sizes only."""
@@ -147,18 +150,30 @@ def _layer(
     together: Group | None,
     clock: Callable[[Callable[[], object]], float] = _best,
 ) -> LayerTime:
-    """One block, its gradients going where a runtime sends them."""
+    """One block among others, so that its weights are in no cache when it begins; its gradients go where a
+    runtime sends them."""
     model = _model(hidden, sequence)
-    definition = GPT(model, seed=1)
-    layer = definition.build(1, Boundary())
-    for name, values in definition.initial(1).items():
-        parameter = layer.get_parameter(name)
-        parameter.data = values.to(dtype)
-        set_sink(parameter, GradientSink(torch.zeros(parameter.shape)))
+    definition = GPT(model.model_copy(update={"layers": _STACK}), seed=1)
+    layers = [_build(definition, number, dtype) for number in range(1, _STACK + 1)]
     x = torch.randn(micro_batch, sequence, hidden).to(dtype).requires_grad_()
     tokens = torch.zeros(micro_batch, sequence, dtype=torch.int64)
     context, gradient = Context(targets=tokens, samples=tokens[:, 0]), torch.randn(x.shape).to(dtype)
     if together is not None:
         dist.barrier(together)
-    seconds = clock(lambda: layer(x, context).backward(gradient))
-    return LayerTime(model, micro_batch, seconds)
+
+    def iterate() -> None:
+        out = x
+        for layer in layers:
+            out = layer(out, context)
+        out.backward(gradient)
+
+    return LayerTime(model, micro_batch, clock(iterate) / _STACK)
+
+
+def _build(definition: GPT, number: int, dtype: torch.dtype) -> nn.Module:
+    layer = definition.build(number, Boundary())
+    for name, values in definition.initial(number).items():
+        parameter = layer.get_parameter(name)
+        parameter.data = values.to(dtype)
+        set_sink(parameter, GradientSink(torch.zeros(parameter.shape)))
+    return layer
