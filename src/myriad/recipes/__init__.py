@@ -1,4 +1,4 @@
-"""Ready jobs, models, clusters and accelerators as TOML; a recipe's name works wherever a path does."""
+"""Ready jobs, models, clusters, accelerators and faults as TOML; a recipe's name works wherever a path does."""
 
 import difflib
 import tomllib
@@ -10,7 +10,7 @@ from myriad.errors import BadInputError
 
 __all__ = ["Kind", "read_recipe", "recipe_names"]
 
-Kind = Literal["accelerators", "clusters", "jobs", "models"]
+Kind = Literal["accelerators", "clusters", "faults", "jobs", "models"]
 
 
 def recipe_names(kind: Kind) -> list[str]:

@@ -145,6 +145,8 @@ def main(arguments: list[str]) -> int:
         os.execvp(command[0], [*command, run])
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    if planned := os.environ.get("MYRIAD_FAULTS"):  # broken on purpose: `myriad faults run`
+        importlib.import_module("myriad.resilience.faults.inside").arm(planned)
     _train(worker, run)
 
 

@@ -117,10 +117,16 @@ class ProgressRow:
 class ProgressPage:
     """The page of a node: anonymous memory with a descriptor, which processes inherit; gone with the last."""
 
-    def __init__(self, num_rows: int) -> None:
-        self.descriptor = os.memfd_create("myriad-progress", 0)
-        os.ftruncate(self.descriptor, num_rows * ROW_BYTES)
-        self._memory = mmap.mmap(self.descriptor, num_rows * ROW_BYTES)
+    NAME = "memfd:myriad-progress"
+    """As /proc shows the descriptor."""
+
+    def __init__(self, num_rows: int, descriptor: int | None = None) -> None:
+        """``descriptor``: of one that is there already, which is read along."""
+        if descriptor is None:
+            descriptor = os.memfd_create(self.NAME.removeprefix("memfd:"), 0)
+            os.ftruncate(descriptor, num_rows * ROW_BYTES)
+        self.descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, num_rows * ROW_BYTES)
 
     def address(self, row: int) -> str:
         """The value of `PROGRESS` for the process that writes a row."""

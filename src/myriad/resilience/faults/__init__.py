@@ -1,0 +1,1 @@
+"""Breaking a run on purpose, and grading how it is repaired."""

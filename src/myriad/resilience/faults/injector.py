@@ -1,0 +1,183 @@
+"""Causes the faults of a scenario, from outside, each when its time has come; sees who takes a place that
+became empty.
+
+A thread of the process that `myriad train` is: it reads the progress page of the node, as its executor does,
+and asks no rank. What only a rank can do to itself is armed before (`myriad.resilience.faults.inside`), and
+here is merely cleared up. Everything caused is a line of RUN/faults/caused.jsonl, and so is a successor.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from myriad.jsonl import JsonlTail, append_line
+from myriad.resilience.faults.inside import CAUSED, MemoryLimit
+from myriad.resilience.faults.kinds import KINDS, KindName, aim_of
+from myriad.resilience.faults.processes import Processes, is_alive
+from myriad.resilience.faults.scenario import Fault
+from myriad.resilience.faults.storage import committed_steps, fill, flip_a_bit, free
+from myriad.run import Run
+from myriad.telemetry.progress_page import Seen
+
+__all__ = ["Injector", "plan_inside"]
+
+_LOOK_SECONDS, _SUCCESSOR_SECONDS = 0.002, 0.02
+_SIGNALS: dict[KindName, signal.Signals] = {
+    "kill": signal.SIGKILL,
+    "segv": signal.SIGSEGV,
+    "abort": signal.SIGABRT,
+    "stop": signal.SIGSTOP,
+}
+
+
+@dataclass
+class _Gap:
+    """A process that is gone, and whose successor is looked for."""
+
+    number: int
+    fault: Fault
+    gone: int
+
+
+def plan_inside(folder: Path, faults: Sequence[Fault], group: Path | None) -> Path:
+    """Writes down what ranks are to cause themselves; the value of MYRIAD_FAULTS."""
+    folder.mkdir(parents=True)
+    told: list[dict[str, Any]] = [
+        {**fault.model_dump(), "number": number, "group": str(group)}
+        for number, fault in enumerate(faults)
+        if KINDS[fault.kind].inside
+    ]
+    path = folder / "planned.json"
+    path.write_text(json.dumps(told))
+    return path
+
+
+class Injector(threading.Thread):
+    """Of one run."""
+
+    def __init__(self, run: Run, world: int, faults: Sequence[Fault], group: Path | None) -> None:
+        super().__init__(daemon=True)
+        self._run, self._world, self._faults = run, world, faults
+        self._limit = None if group is None else MemoryLimit(group)
+        self._log = run.path / "faults" / CAUSED
+        self._processes = Processes(run)
+        self._waiting = {
+            number: fault for number, fault in enumerate(faults) if not KINDS[fault.kind].inside
+        }
+        self._inside = JsonlTail(self._log)
+        self._taker: int | None = None
+        self._gaps: list[_Gap] = []
+        self._full_until: float | None = None
+        self._looked_at, self._began = 0.0, 0.0
+        self._best_step = -1
+        self._over = threading.Event()
+
+    def end(self) -> None:
+        """The run is over."""
+        self._over.set()
+        self.join()
+        if self._limit is not None:
+            self._limit.set(None)
+        if self._full_until is not None:
+            free(self._run.checkpoints_path)
+
+    def run(self) -> None:
+        """Looks and acts until the end."""
+        while not self._over.wait(_LOOK_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        rows = self._processes.rows(self._world)
+        self._best_step = max([self._best_step, *(row.step for row in rows if row.pid)])
+        if self._best_step > 0 and not self._began:
+            self._began = time.monotonic()
+        for number, fault in list(self._waiting.items()):
+            if self._is_time(fault, rows) and self._cause(number, fault, rows):
+                del self._waiting[number]
+        self._look_after()
+
+    def _is_time(self, fault: Fault, rows: Sequence[Seen]) -> bool:
+        if not self._began:
+            return False
+        if fault.seconds is not None and time.monotonic() - self._began < fault.seconds:
+            return False
+        if fault.step is not None and self._best_step < fault.step:
+            return False
+        watched = rows if fault.rank is None else rows[fault.rank : fault.rank + 1]
+        moments = {word for row in watched if row.pid for word in (row.phase, row.activity)}
+        return fault.during is None or fault.during in moments
+
+    # What is done
+
+    def _cause(self, number: int, fault: Fault, rows: Sequence[Seen]) -> bool:
+        """False: what it is to be done to is not there yet."""
+        if fault.kind == "disk-full":
+            fill(self._run.checkpoints_path)
+            self._full_until = time.monotonic() + fault.lasts_seconds
+            self._note(number)
+            return True
+        if fault.kind == "damage":
+            return self._damage(number)
+        if fault.where == "node":
+            return self._send(number, fault, [self._processes.pid("keeper"), self._processes.pid("executor")])
+        return self._send(number, fault, [self._processes.pid(fault.where, fault.rank)])
+
+    def _send(self, number: int, fault: Fault, pids: Sequence[int | None]) -> bool:
+        if not pids or None in pids:
+            return False
+        self._note(number)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid or 0, _SIGNALS[fault.kind])
+        if aim_of(fault.kind, fault.where).seen == "successor":
+            self._gaps.append(_Gap(number, fault, pids[-1] or 0))
+        return True
+
+    def _damage(self, number: int) -> bool:
+        """The keeper goes first: it would store what is in memory when the ranks are gone."""
+        steps = committed_steps(self._run.checkpoints_path)
+        pids = [self._processes.pid("keeper"), self._processes.pid("rank", 0)]
+        if len(steps) < 2 or None in pids:
+            return False
+        flip_a_bit(self._run.checkpoints_path / f"step-{steps[-1]}")
+        self._note(number)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid or 0, signal.SIGKILL)
+        return True
+
+    # What follows
+
+    def _look_after(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at < _SUCCESSOR_SECONDS:
+            return
+        self._looked_at = now
+        self._lift_limit()
+        for gap in list(self._gaps):
+            pid = self._processes.pid(gap.fault.where)
+            if pid is not None and pid != gap.gone:
+                append_line(self._log, {"number": gap.number, "successor": time.time()})
+                self._gaps.remove(gap)
+        if self._full_until is not None and now > self._full_until:
+            self._full_until = None
+            free(self._run.checkpoints_path)
+
+    def _lift_limit(self) -> None:
+        """As soon as whoever took the memory is gone: others are to have it."""
+        for line in self._inside.poll():
+            self._taker = line.get("pid", self._taker)
+        if self._taker is not None and self._limit is not None and not is_alive(self._taker):
+            self._limit.set(None)
+            self._taker = None
+
+    def _note(self, number: int) -> None:
+        """Before it is done: what is seen of it comes later."""
+        append_line(self._log, {"number": number, "time": time.time(), "step": self._best_step})

@@ -1,0 +1,107 @@
+"""Faults that a rank causes itself, because nobody outside could: an error of its program, a hang, memory
+that it takes. For ``myriad faults run`` alone.
+
+It is armed by MYRIAD_FAULTS, the path of a file that lists them, read once at the start of a rank; without
+that this module is not even imported. Then the rank's row of the progress page, which hears of every step
+and every part of it, is what triggers: at the first moment of the step, or of a part of it, every time alike.
+
+    MYRIAD_FAULTS = FOLDER/planned.json     [{"number": 0, "kind": "hang", "rank": 1, "step": 12, ...}]
+    FOLDER/caused.jsonl                     a line for what was caused, before it was: it comes once
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from myriad.jsonl import JsonlTail, append_line
+from myriad.telemetry.progress_page import ProgressRow
+
+__all__ = ["ARMED", "CAUSED", "arm"]
+
+ARMED = "MYRIAD_FAULTS"
+CAUSED = "caused.jsonl"
+_SPARE_BYTES = 64 * 2**20
+"""Of memory that is left to take before the kernel kills."""
+
+
+def arm(planned: str) -> None:
+    """This rank causes what it is to cause."""
+    path, rank = Path(planned), int(os.environ["RANK"])
+    log = path.with_name(CAUSED)
+    done = {line["number"] for line in JsonlTail(log).poll()}
+    for fault in json.loads(path.read_text()):
+        if fault["rank"] == rank and (fault["kind"] == "exception" or fault["number"] not in done):
+            _arm_one(fault, log)
+
+
+def _arm_one(fault: dict[str, Any], log: Path) -> None:
+    """Wraps what the rank calls at the beginning of a step and of each of its parts."""
+    cause = _CAUSES[fault["kind"]]
+    state = {"step": -1, "done": False}
+
+    def look(moment: str) -> None:
+        if state["step"] >= fault["step"] and moment == (fault["during"] or "step") and not state["done"]:
+            state["done"] = True
+            line = {"number": fault["number"], "time": time.time(), "step": state["step"]}
+            append_line(log, line | {"pid": os.getpid()})
+            cause(fault)
+
+    step, enter = ProgressRow.step, ProgressRow.enter
+
+    def stepping(row: ProgressRow, number: int) -> None:
+        step(row, number)
+        state["step"] = number
+        look("step")
+
+    def entering(row: ProgressRow, name: str, communicates: bool) -> bytes:
+        look(name)
+        return enter(row, name, communicates)
+
+    setattr(ProgressRow, "step", stepping)  # noqa: B010: a method is replaced on purpose
+    setattr(ProgressRow, "enter", entering)  # noqa: B010
+
+
+def _raise(fault: dict[str, Any]) -> NoReturn:
+    raise RuntimeError("caused on purpose by `myriad faults run`")
+
+
+def _hang(fault: dict[str, Any]) -> NoReturn:
+    while True:
+        time.sleep(60)
+
+
+def _fill_memory(fault: dict[str, Any]) -> NoReturn:
+    """Until the kernel kills somebody: this process has taken the most."""
+    group = MemoryLimit(Path(fault["group"]))
+    group.set(group.used() + _SPARE_BYTES)
+    taken = []
+    while True:
+        taken.append(bytearray(os.urandom(4096)) * 1024)
+
+
+_CAUSES: dict[str, Callable[[dict[str, Any]], NoReturn]] = {
+    "exception": _raise,
+    "hang": _hang,
+    "host-memory": _fill_memory,
+}
+
+
+class MemoryLimit:
+    """Of a control group, of either version."""
+
+    def __init__(self, group: Path) -> None:
+        v2 = (group / "memory.max").exists()
+        self._limit = group / ("memory.max" if v2 else "memory.limit_in_bytes")
+        self._used = group / ("memory.current" if v2 else "memory.usage_in_bytes")
+        self._none = "max" if v2 else "-1"
+
+    def used(self) -> int:
+        """Bytes."""
+        return int(self._used.read_text())
+
+    def set(self, num_bytes: int | None) -> None:
+        """``None``: there is no limit."""
+        self._limit.write_text(self._none if num_bytes is None else str(num_bytes))

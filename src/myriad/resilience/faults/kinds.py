@@ -1,0 +1,179 @@
+"""The faults that can be caused: what each is, how it is caused, and what a run is to make of it.
+
+An aim is one line beside the fault it is for, and grading reads nothing else. None of them is about speed of
+the machine but the times, which are those of a machine that is not overloaded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from myriad.program.actions import Kind as ActionKind
+
+__all__ = ["KINDS", "MOMENTS", "PHASES", "Aim", "KindName", "Target", "aim_of"]
+
+KindName = Literal[
+    "kill", "segv", "abort", "stop", "exception", "hang", "host-memory", "disk-full", "damage"
+]
+Target = Literal["rank", "driver", "executor", "node", "loader", "keeper", "storage", "checkpoint"]
+Seen = Literal["driver", "successor", "storage", "load"]
+
+PHASES = ("starting", "loading", "step", "validating", "saving", "ending")
+MOMENTS = (*PHASES, *map(str, ActionKind))
+"""Parts of a rank's life and of a step, by their names on the progress page."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aim:
+    """What a run is to make of a fault."""
+
+    seen: Seen = "driver"
+    """By whom: the driver (a `fault` with a cause); who starts another process for one that is gone; who
+    stores a checkpoint; who loads one."""
+    causes: tuple[str, ...] = ()
+    """One of which the driver is to name."""
+    detected_seconds: float
+    median_steps: float = 0.0
+    """As many median steps, where that is longer."""
+    trains_seconds: float | None = None
+    """After detection."""
+    steps_lost: int | None = None
+    """At most."""
+    restarts: bool = True
+    """All ranks begin anew."""
+    stops: bool = False
+    """The run is to end with the reason."""
+    also: str = ""
+    """The rest of it in words, for people: it follows from the others, or holds for every fault."""
+
+
+@dataclass(frozen=True)
+class FaultKind:
+    """One fault."""
+
+    what: str
+    how: str
+    aims: Mapping[Target, Aim]
+    """By what it can be done to."""
+    inside: bool = False
+    """Caused by the rank itself, which is told at its start; else from outside."""
+    needs_root: bool = False
+
+
+_CRASH = Aim(causes=("killed", "crash"), detected_seconds=0.25, trains_seconds=1.0, steps_lost=1)
+_KINDS: dict[KindName, FaultKind] = {
+    "kill": FaultKind(
+        "a process ends at once, without a word",
+        "SIGKILL",
+        {
+            "rank": _CRASH,
+            "driver": Aim(
+                seen="successor",
+                detected_seconds=5.0,
+                steps_lost=0,
+                restarts=False,
+                also="another takes over from its journal; no rank notices",
+            ),
+            "executor": Aim(causes=("node",), detected_seconds=3.5, steps_lost=1),
+            "node": Aim(
+                causes=("node",),
+                detected_seconds=3.5,
+                also="executor, ranks and the memory of snapshots: goes on from the newest that is stored",
+            ),
+            "loader": Aim(
+                seen="successor",
+                detected_seconds=10.0,
+                steps_lost=0,
+                restarts=False,
+                also="only the loader starts again",
+            ),
+            "keeper": Aim(
+                seen="successor",
+                detected_seconds=10.0,
+                steps_lost=0,
+                restarts=False,
+                also="training goes on; snapshots do again",
+            ),
+        },
+    ),
+    "segv": FaultKind("a rank reads memory that is not its own", "SIGSEGV", {"rank": _CRASH}),
+    "abort": FaultKind("a rank's library gives up", "SIGABRT", {"rank": _CRASH}),
+    "stop": FaultKind(
+        "a process lives and does nothing more",
+        "SIGSTOP",
+        {
+            "rank": Aim(causes=("stopped",), detected_seconds=3.0, trains_seconds=1.0, steps_lost=1),
+            "executor": Aim(causes=("node",), detected_seconds=3.5, steps_lost=1),
+        },
+    ),
+    "exception": FaultKind(
+        "an error of the user's program, the same at the same step in every attempt",
+        "the rank raises RuntimeError",
+        {
+            "rank": Aim(
+                causes=("user",),
+                detected_seconds=0.25,
+                stops=True,
+                also="the second time the run stops with the traceback; nobody is evicted",
+            )
+        },
+        inside=True,
+    ),
+    "hang": FaultKind(
+        "a rank goes on living and never enters what the others wait in",
+        "the rank sleeps for ever",
+        {
+            "rank": Aim(
+                causes=("hang",),
+                detected_seconds=15.0,
+                median_steps=5.0,
+                trains_seconds=1.0,
+                steps_lost=1,
+                also="the first that did not enter is named, its stacks are in its log",
+            )
+        },
+        inside=True,
+    ),
+    "host-memory": FaultKind(
+        "a rank takes all memory that the node has, and the kernel kills it",
+        "a memory control group for the run; the rank fills what is free in it",
+        {
+            "rank": Aim(
+                causes=("host memory",), detected_seconds=0.25, trains_seconds=1.0, steps_lost=1
+            )
+        },
+        inside=True,
+        needs_root=True,
+    ),
+    "disk-full": FaultKind(
+        "the disk of the checkpoints is full for a while",
+        "a tmpfs as the folder of checkpoints, filled to its last byte, and freed",
+        {
+            "storage": Aim(
+                seen="storage",
+                detected_seconds=10.0,
+                steps_lost=0,
+                restarts=False,
+                also="training does not stop; saves fail softly, and succeed again",
+            )
+        },
+        needs_root=True,
+    ),
+    "damage": FaultKind(
+        "a bit of the newest checkpoint flips, and memory is lost, so that it is needed",
+        "a byte of a tensor file is changed, then SIGKILL of the keeper and a rank",
+        {
+            "checkpoint": Aim(
+                seen="load",
+                detected_seconds=10.0,
+                also="found at load and set aside; goes on from the verified step before",
+            )
+        },
+    ),
+}
+KINDS: Mapping[KindName, FaultKind] = _KINDS
+
+
+def aim_of(kind: KindName, where: Target) -> Aim:
+    """What a run is to make of it; the scenario has been checked."""
+    return KINDS[kind].aims[where]

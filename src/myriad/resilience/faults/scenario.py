@@ -1,0 +1,174 @@
+"""A scenario: a job, and what is done to it. A TOML file, or the name of one in ``recipes/faults``.
+
+    about = "A rank is killed"
+    job = "tiny"
+    overrides = ["layout.dp=2", "train.steps=40"]
+    seed = 1
+
+    [[faults]]
+    kind = "kill"           # all kinds: myriad faults list
+    where = "rank"
+    rank = 1                # left out: drawn by the seed, as is what comes next
+    step = 12               # and during = "saving", or a part of a step; or seconds = 3.5, from the first step on
+
+    [soak]                  # instead of [[faults]], or beside them: drawn by the seed, one after the other
+    minutes = 1.0
+    faults_per_minute = 6.0
+    kinds = ["kill", "stop"]
+
+Everything is checked before anything starts.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from myriad.config import Config
+from myriad.errors import BadInputError
+from myriad.job import Job, load_job
+from myriad.recipes import read_recipe
+from myriad.resilience.faults.kinds import KINDS, MOMENTS, PHASES, KindName, Target
+
+__all__ = ["Fault", "Scenario", "Soak", "load_scenario", "planned_faults"]
+
+
+class Fault(Config):
+    """What is done, to whom, when."""
+
+    kind: KindName
+    """What is done."""
+    where: Target = "rank"
+    """To what."""
+    rank: int | None = Field(None, ge=0)
+    """To which, where that is a rank; off: drawn by the seed."""
+    step: int | None = Field(None, ge=1)
+    """When this step is under way, or has been; off: drawn by the seed, unless seconds are given."""
+    during: str | None = None
+    """And when this goes on: a phase, or a part of a step; off: at any moment."""
+    seconds: float | None = Field(None, ge=0)
+    """So long after the first step began; off: a step counts."""
+    lasts_seconds: float = Field(2.0, gt=0)
+    """How long the disk stays full."""
+
+
+class Soak(Config):
+    """Faults at random."""
+
+    minutes: float = Field(gt=0)
+    """How long, from the first step on; the job is to last longer."""
+    faults_per_minute: float = Field(gt=0)
+    """On average."""
+    kinds: tuple[KindName, ...] = ("kill", "segv", "abort", "stop")
+    """From which they are drawn, each done to ranks."""
+
+
+class Scenario(Config):
+    """All of it."""
+
+    about: str = ""
+    """A line for people."""
+    job: str = "tiny"
+    """A job file, or the name of a recipe."""
+    overrides: tuple[str, ...] = ()
+    """Of the job's keys: "layout.dp=2"."""
+    seed: int = Field(1, ge=0)
+    """Of whatever is left open."""
+    faults: tuple[Fault, ...] = ()
+    """Each is caused once, when its time has come (an exception in every attempt)."""
+    soak: Soak | None = None
+    """More of them, at random."""
+
+    def resolved_job(self) -> Job:
+        """Raises `BadInputError`."""
+        return load_job(self.job, list(self.overrides))
+
+
+def load_scenario(name_or_path: str) -> Scenario:
+    """By path or name; it and its job are checked. Raises `BadInputError`."""
+    tree = read_recipe("faults", name_or_path, "scenario")
+    try:
+        scenario = Scenario.model_validate(tree)
+    except ValidationError as error:
+        raise _as_bad_input(error) from None
+    _check(scenario, scenario.resolved_job())
+    return scenario
+
+
+def _as_bad_input(error: ValidationError) -> BadInputError:
+    first: Any = error.errors()[0]
+    key = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":
+        section = {"faults": Fault, "soak": Soak}.get(str(first["loc"][0]), Scenario)
+        return BadInputError(key, first["input"], f"unknown key; one of {', '.join(section.model_fields)}")
+    message: str = first["msg"][0].lower() + first["msg"][1:]
+    return BadInputError(key, first["input"], message.removeprefix("input "))
+
+
+def _check(scenario: Scenario, job: Job) -> None:
+    if not scenario.faults and scenario.soak is None:
+        raise BadInputError("faults", [], "at least one [[faults]], or a [soak]")
+    for number, fault in enumerate(scenario.faults):
+        for key, value, allowed in _wrong(fault, job):
+            raise BadInputError(f"faults.{number}.{key}", value, allowed)
+    soak = scenario.soak
+    if soak is not None and (strange := [kind for kind in soak.kinds if not _may_soak(kind)]):
+        able = [kind for kind in KINDS if _may_soak(kind)]
+        raise BadInputError("soak.kinds", strange[0], f"one of {', '.join(able)}")
+    if soak is not None and not soak.kinds:
+        raise BadInputError("soak.kinds", [], "at least one kind")
+
+
+def _may_soak(kind: KindName) -> bool:
+    return "rank" in KINDS[kind].aims and not KINDS[kind].inside
+
+
+def _wrong(fault: Fault, job: Job) -> Iterator[tuple[str, object, str]]:
+    kind, world, steps = KINDS[fault.kind], job.layout.world, job.train.steps
+    if fault.where not in kind.aims:
+        yield "where", fault.where, f"{fault.kind} is done to {', '.join(kind.aims)}"
+    if fault.rank is not None and fault.where != "rank":
+        yield "rank", fault.rank, f'only with where = "rank", not with "{fault.where}"'
+    if fault.rank is not None and fault.rank >= world:
+        yield "rank", fault.rank, f"the job has {world} ranks, 0 to {world - 1}"
+    if fault.step is not None and fault.step > steps:
+        yield "step", fault.step, f"at most train.steps = {steps}"
+    if fault.step is not None and fault.seconds is not None:
+        yield "seconds", fault.seconds, "a step or seconds, not both"
+    if fault.during is not None and fault.during not in MOMENTS:
+        yield "during", fault.during, f"one of {', '.join(MOMENTS)}"
+    if kind.inside and fault.seconds is not None:
+        yield "seconds", fault.seconds, f"{fault.kind} comes at a step: the rank causes it itself"
+    if kind.inside and fault.during in PHASES and fault.during != "step":
+        parts = [moment for moment in MOMENTS if moment not in PHASES]
+        yield "during", fault.during, f"with {fault.kind} one of {', '.join(parts)}"
+    if fault.where in ("checkpoint", "storage", "node") and not job.checkpoint.every:
+        yield "where", fault.where, "needs checkpoint.every: nothing is stored before the end"
+    if fault.where in ("checkpoint", "storage") and job.checkpoint.url is not None:
+        yield "where", fault.where, f"needs checkpoint.url = off, not {job.checkpoint.url}"
+
+
+def planned_faults(scenario: Scenario, job: Job) -> list[Fault]:
+    """With all that was left open drawn by the seed: the same every time."""
+    draw = random.Random(scenario.seed)
+    faults = [_filled(fault, job, draw) for fault in scenario.faults]
+    return faults + ([] if scenario.soak is None else list(_soaked(scenario.soak, job, draw)))
+
+
+def _filled(fault: Fault, job: Job, draw: random.Random) -> Fault:
+    """In the second quarter of the run: its pace is known, and most is still to come."""
+    steps, drawn = job.train.steps, {}
+    if fault.where == "rank" and fault.rank is None:
+        drawn["rank"] = draw.randrange(job.layout.world)
+    if fault.step is None and fault.seconds is None:
+        drawn["step"] = draw.randint(max(1, steps // 4), max(1, steps // 2))
+    return fault.model_copy(update=drawn)
+
+
+def _soaked(soak: Soak, job: Job, draw: random.Random) -> Iterator[Fault]:
+    seconds = draw.expovariate(soak.faults_per_minute / 60)
+    while seconds < 60 * soak.minutes:
+        kind, rank = draw.choice(soak.kinds), draw.randrange(job.layout.world)
+        yield Fault(kind=kind, where="rank", rank=rank, seconds=seconds)
+        seconds += draw.expovariate(soak.faults_per_minute / 60)

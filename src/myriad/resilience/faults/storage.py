@@ -1,0 +1,104 @@
+"""What faults of storage and memory need of the machine: a small disk, a control group; both are root's."""
+
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from myriad.errors import BadInputError
+
+__all__ = ["committed_steps", "fill", "flip_a_bit", "free", "memory_group", "small_disk"]
+
+_DISK_BYTES = 64 * 2**20
+_FILLER = "filler"
+
+
+@contextmanager
+def small_disk(where: Path) -> Iterator[None]:
+    """A tmpfs over a folder, as long as it is needed. Raises `BadInputError`."""
+    mounting = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(where)]
+    try:
+        subprocess.run(mounting, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        raise BadInputError("faults", "disk-full", "needs root, and a mount of a tmpfs") from None
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(where)], check=True, capture_output=True)
+
+
+def fill(folder: Path) -> None:
+    """To the last byte."""
+    with (folder / _FILLER).open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(2**16))
+
+
+def free(folder: Path) -> None:
+    """What `fill` has taken."""
+    (folder / _FILLER).unlink(missing_ok=True)
+
+
+def committed_steps(checkpoints: Path) -> list[int]:
+    """Oldest first."""
+    found = [path.parent.name.removeprefix("step-") for path in checkpoints.glob("step-*/manifest.json")]
+    return sorted(int(step) for step in found if step.isdigit())
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    """Of a tensor file, in its middle: no length, time or name tells of it."""
+    path = max(checkpoint.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1 << random.randrange(8)
+    with path.open("r+b") as file:
+        file.write(content)
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def memory_group() -> Iterator[Path]:
+    """A control group of memory without a limit, which this process and what it starts are in. Raises
+    `BadInputError`."""
+    group = None
+    try:
+        home = _own_group()
+        group = home / f"myriad-faults-{os.getpid()}"
+        group.mkdir()
+        _enter(group)
+    except OSError:
+        if group is not None:
+            with suppress(OSError):
+                group.rmdir()
+        raise BadInputError("faults", "host-memory", "needs root, and control groups of memory") from None
+    try:
+        yield group
+    finally:
+        _leave(group, home)
+
+
+def _own_group() -> Path:
+    """Of this process, by the version that manages memory here. Raises ``OSError``."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for root in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
+            group = root / path.lstrip("/")
+            if "memory" in controllers.split(",") and (group / "memory.limit_in_bytes").exists():
+                return group
+            if not controllers and (group / "memory.max").exists():
+                return group
+    raise FileNotFoundError("no control group of memory")
+
+
+def _enter(group: Path) -> None:
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def _leave(group: Path, home: Path) -> None:
+    """With whatever is still there: a keeper may outlive the run by a moment."""
+    for pid in (group / "cgroup.procs").read_text().split():
+        with suppress(OSError):
+            (home / "cgroup.procs").write_text(pid)
+    with suppress(OSError):
+        group.rmdir()

@@ -1,0 +1,134 @@
+"""One scenario on a real run: made in a fresh folder, broken, and graded beside the run that nothing happened to.
+
+    FOLDER/undisturbed/KEY/     kept: one for each job, and for each change of this program
+    FOLDER/NAME-1, NAME-2 ...   a run each, as `myriad train` leaves it, with faults/ and report.json beside
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from importlib import metadata, resources
+from pathlib import Path
+
+from myriad.errors import RunFailedError
+from myriad.job import Job, dump_toml
+from myriad.jsonl import JsonlTail
+from myriad.resilience.engines.local import run_local
+from myriad.resilience.faults.grade import Evidence, Report, grade_run
+from myriad.resilience.faults.injector import Injector, plan_inside
+from myriad.resilience.faults.inside import ARMED, CAUSED
+from myriad.resilience.faults.scenario import Fault, Scenario, planned_faults
+from myriad.resilience.faults.storage import memory_group, small_disk
+from myriad.run import Run
+
+__all__ = ["try_scenario"]
+
+Tell = Callable[[str], None]
+_MEASURED = ("profile.json", "hierarchy.json", "peak.json")
+"""What a run measures once, and how it computes may depend on it."""
+
+
+def try_scenario(name: str, scenario: Scenario, folder: Path, tell: Tell) -> Report:
+    """Raises `BadInputError` when this machine cannot cause a fault, before anything has started."""
+    job = scenario.resolved_job()
+    faults = planned_faults(scenario, job)
+    run = Run(_fresh(folder, name))
+    with ExitStack() as stack:
+        group = _prepare(run, job, faults, stack)
+        undisturbed = _undisturbed(job, folder, tell)
+        for measured in _MEASURED:
+            if (undisturbed.path / measured).exists():
+                shutil.copyfile(undisturbed.path / measured, run.path / measured)
+        tell(f"{name}: {len(faults)} fault{'s' if len(faults) != 1 else ''} in {run.path}")
+        outcome = _break(run, job, faults, group)
+        equal = _are_equal(run, undisturbed, job.train.steps) if outcome == "finished" else None
+    caused = JsonlTail(run.path / "faults" / CAUSED).poll()
+    evidence = Evidence(
+        caused=caused,
+        events=run.read_events(),
+        metrics=undisturbed.read_metrics(),
+        outcome=outcome,
+        equal=equal,
+    )
+    report = grade_run(name, faults, evidence)
+    report.folder = str(run.path)
+    (run.path / "faults" / "report.json").write_text(json.dumps(asdict(report), indent=1))
+    return report
+
+
+def _fresh(folder: Path, name: str) -> Path:
+    """One that is not there yet."""
+    number = 1
+    while (folder / f"{name}-{number}").exists():
+        number += 1
+    return folder / f"{name}-{number}"
+
+
+def _prepare(run: Run, job: Job, faults: Sequence[Fault], stack: ExitStack) -> Path | None:
+    """What some kinds need of the machine; gives the control group."""
+    kinds = {fault.kind for fault in faults}
+    group = stack.enter_context(memory_group()) if "host-memory" in kinds else None
+    run.create_or_resume(job)
+    if "disk-full" in kinds:
+        stack.enter_context(small_disk(run.checkpoints_path))
+    return group
+
+
+def _break(run: Run, job: Job, faults: Sequence[Fault], group: Path | None) -> str:
+    """Trains; how it ended."""
+    planned = plan_inside(run.path / "faults", faults, group)
+    injector = Injector(run, job.layout.world, faults, group)
+    injector.start()
+    try:
+        with run.lock(), _environment(ARMED, str(planned)):
+            return run_local(run, job.layout.world, threads=job.train.threads)
+    except RunFailedError as error:
+        return str(error)
+    finally:
+        injector.end()
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _undisturbed(job: Job, folder: Path, tell: Tell) -> Run:
+    """Of the same job; made where there is none yet."""
+    run = Run(folder / "undisturbed" / _key(job))
+    if not (run.checkpoints_path / f"step-{job.train.steps}" / "manifest.json").exists():
+        tell(f"the undisturbed run: {job.train.steps} steps of {job.name} in {run.path}")
+        with run.lock():
+            run.create_or_resume(job)
+            run_local(run, job.layout.world, threads=job.train.threads)
+    return run
+
+
+def _key(job: Job) -> str:
+    """Of all that decides about the bits of a run: the job, this program, torch."""
+    digest = hashlib.blake2s(digest_size=8)
+    digest.update(dump_toml(job).encode())
+    digest.update(metadata.version("torch").encode())
+    for path in sorted(Path(str(resources.files("myriad"))).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return f"{job.name}-{digest.hexdigest()}"
+
+
+def _are_equal(run: Run, other: Run, steps: int) -> bool:
+    """Bit for bit: every loss, every tensor at the end, the optimizer's too."""
+    import torch
+
+    from myriad.checkpoint.store import load_model
+
+    losses = [[line["loss"] for line in one.read_metrics()] for one in (run, other)]
+    ours, theirs = (load_model(one.checkpoints_path / f"step-{steps}", "") for one in (run, other))
+    same = ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return same and len(losses[0]) == steps and losses[0] == losses[1]
