@@ -1,4 +1,4 @@
-"""Ready jobs, models, clusters, accelerators and faults as TOML; a recipe's name works wherever a path does."""
+"""Ready jobs, models, clusters, accelerators, faults as TOML; a recipe's name works wherever a path does."""
 
 import difflib
 import tomllib

@@ -68,9 +68,7 @@ class Injector(threading.Thread):
         self._limit = None if group is None else MemoryLimit(group)
         self._log = run.path / "faults" / CAUSED
         self._processes = Processes(run)
-        self._waiting = {
-            number: fault for number, fault in enumerate(faults) if not KINDS[fault.kind].inside
-        }
+        self._waiting = {number: fault for number, fault in enumerate(faults) if not KINDS[fault.kind].inside}
         self._inside = JsonlTail(self._log)
         self._taker: int | None = None
         self._gaps: list[_Gap] = []

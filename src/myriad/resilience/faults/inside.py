@@ -60,8 +60,8 @@ def _arm_one(fault: dict[str, Any], log: Path) -> None:
         look(name)
         return enter(row, name, communicates)
 
-    setattr(ProgressRow, "step", stepping)  # noqa: B010: a method is replaced on purpose
-    setattr(ProgressRow, "enter", entering)  # noqa: B010
+    ProgressRow.step = stepping  # type: ignore[method-assign]
+    ProgressRow.enter = entering  # type: ignore[method-assign]
 
 
 def _raise(fault: dict[str, Any]) -> NoReturn:

@@ -12,9 +12,7 @@ from myriad.program.actions import Kind as ActionKind
 
 __all__ = ["KINDS", "MOMENTS", "PHASES", "Aim", "KindName", "Target", "aim_of"]
 
-KindName = Literal[
-    "kill", "segv", "abort", "stop", "exception", "hang", "host-memory", "disk-full", "damage"
-]
+KindName = Literal["kill", "segv", "abort", "stop", "exception", "hang", "host-memory", "disk-full", "damage"]
 Target = Literal["rank", "driver", "executor", "node", "loader", "keeper", "storage", "checkpoint"]
 Seen = Literal["driver", "successor", "storage", "load"]
 
@@ -137,11 +135,7 @@ _KINDS: dict[KindName, FaultKind] = {
     "host-memory": FaultKind(
         "a rank takes all memory that the node has, and the kernel kills it",
         "a memory control group for the run; the rank fills what is free in it",
-        {
-            "rank": Aim(
-                causes=("host memory",), detected_seconds=0.25, trains_seconds=1.0, steps_lost=1
-            )
-        },
+        {"rank": Aim(causes=("host memory",), detected_seconds=0.25, trains_seconds=1.0, steps_lost=1)},
         inside=True,
         needs_root=True,
     ),

@@ -9,7 +9,7 @@
     kind = "kill"           # all kinds: myriad faults list
     where = "rank"
     rank = 1                # left out: drawn by the seed, as is what comes next
-    step = 12               # and during = "saving", or a part of a step; or seconds = 3.5, from the first step on
+    step = 12               # and during = "saving", or a part of a step; or seconds = 3.5 instead
 
     [soak]                  # instead of [[faults]], or beside them: drawn by the seed, one after the other
     minutes = 1.0
@@ -100,7 +100,7 @@ def _as_bad_input(error: ValidationError) -> BadInputError:
     first: Any = error.errors()[0]
     key = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
-        section = {"faults": Fault, "soak": Soak}.get(str(first["loc"][0]), Scenario)
+        section: type[Config] = {"faults": Fault, "soak": Soak}.get(str(first["loc"][0]), Scenario)
         return BadInputError(key, first["input"], f"unknown key; one of {', '.join(section.model_fields)}")
     message: str = first["msg"][0].lower() + first["msg"][1:]
     return BadInputError(key, first["input"], message.removeprefix("input "))

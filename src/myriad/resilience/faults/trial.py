@@ -1,7 +1,7 @@
-"""One scenario on a real run: made in a fresh folder, broken, and graded beside the run that nothing happened to.
+"""One scenario on a real run in a fresh folder: broken, and graded beside the run that nothing happened to.
 
-    FOLDER/undisturbed/KEY/     kept: one for each job, and for each change of this program
-    FOLDER/NAME-1, NAME-2 ...   a run each, as `myriad train` leaves it, with faults/ and report.json beside
+FOLDER/undisturbed/KEY/     kept: one for each job, and for each change of this program
+FOLDER/NAME-1, NAME-2 ...   a run each, as `myriad train` leaves it, with faults/ and report.json beside
 """
 
 import hashlib
