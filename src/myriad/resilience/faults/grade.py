@@ -47,7 +47,7 @@ class Grade:
     culprit_right: bool | None = None
     """``None``: nobody is to be named."""
     trains_seconds: float | None = None
-    """After detection, until ranks trained again; ``None``: they never stopped, or never did again."""
+    """After the end of the attempt was decided, until ranks trained again; ``None``: they never stopped, or never did again."""
     steps_lost: int | None = None
     """That were done and had to be done again."""
     missed: list[str] = field(default_factory=list)
@@ -202,7 +202,7 @@ class _Grader:
 
     def _follow(self, grade: Grade, incident: _Incident, line: Line) -> None:
         if incident.started is not None:
-            grade.trains_seconds = incident.started - incident.named
+            grade.trains_seconds = incident.started - incident.fault["time"]
             resumed = incident.resumed["step"] if incident.resumed is not None else 0
             grade.steps_lost = max(0, line["step"] - 1 - resumed)
 

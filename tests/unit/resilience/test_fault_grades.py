@@ -1,0 +1,128 @@
+"""If these fail, a run that was repaired badly is graded as good, or the other way round."""
+
+from typing import Any
+
+import pytest
+
+from myriad.resilience.faults.grade import Evidence, Report, grade_run
+from myriad.resilience.faults.scenario import Fault
+
+KILL = Fault(kind="kill", where="rank", rank=1, step=20)
+
+
+def caused(number: int = 0, at: float = 100.0, step: int = 20) -> dict[str, Any]:
+    return {"number": number, "time": at, "step": step}
+
+
+def told(cause: str = "killed", rank: int = 1, at: float = 100.02) -> dict[str, Any]:
+    return {"event": "fault", "time": at, "cause": cause, "rank": rank, "step": 20, "problem": f"rank {rank}"}
+
+
+def again(at: float = 100.6, step: int = 19) -> list[dict[str, Any]]:
+    return [{"event": "start", "time": at}, {"event": "resume", "time": at, "step": step}]
+
+
+def graded(*faults: Fault, lines: list[dict[str, Any]], events: list[dict[str, Any]], **other: Any) -> Report:
+    evidence = {"outcome": "finished", "equal": True, "metrics": [{"step_seconds": 0.05}]} | other
+    return grade_run("it", faults, Evidence(caused=lines, events=events, **evidence))
+
+
+def test_a_fault_that_is_found_named_and_repaired_meets_its_aims() -> None:
+    report = graded(KILL, lines=[caused()], events=[told(), *again()])
+    (grade,) = report.grades
+    assert report.met
+    assert grade.detected_seconds == pytest.approx(0.02)
+    assert grade.trains_seconds == pytest.approx(0.58)
+    assert (grade.culprit_right, grade.steps_lost) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("events", "missed"),
+    [
+        ([], "not detected"),
+        ([told(at=100.5), *again(101.0)], "detected after 0.50 s"),
+        ([told(rank=0), *again()], "wrong culprit"),
+        ([told(cause="hang"), *again()], "wrong culprit"),
+        ([told()], "did not train again"),
+        ([told(), *again(at=102.0)], "trained again after 1.98 s"),
+        ([told(), *again(step=16)], "3 steps lost"),
+    ],
+)
+def test_an_aim_that_is_missed_is_said(events: list[dict[str, Any]], missed: str) -> None:
+    report = graded(KILL, lines=[caused()], events=events)
+    assert not report.met
+    assert report.grades[0].missed[0].startswith(missed)
+
+
+def test_a_fault_whose_time_never_came_is_no_success() -> None:
+    assert graded(KILL, lines=[], events=[]).grades[0].missed == ["its time never came: the run was over"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "other", "missed"),
+    [
+        ([], {"equal": False}, "weights differ"),
+        ([], {"outcome": "it broke", "equal": None}, "the run was to finish: it broke"),
+        ([{"event": "eviction", "time": 101.0, "node": 0}], {}, "1 healthy nodes evicted"),
+        ([told(at=110.0), *again(111.0)], {}, "1 faults told that nobody caused"),
+    ],
+)
+def test_the_run_as_a_whole_is_graded(
+    extra: list[dict[str, Any]], other: dict[str, Any], missed: str
+) -> None:
+    report = graded(KILL, lines=[caused()], events=[told(), *again(), *extra], **other)
+    assert missed in report.missed[0]
+
+
+def test_two_faults_at_once_are_one_incident_and_a_third_later_is_its_own() -> None:
+    other = Fault(kind="kill", where="rank", rank=0, step=20)
+    later = Fault(kind="stop", where="rank", rank=0, step=30)
+    lines = [caused(0), caused(1, 100.001), caused(2, 110.0, 30)]
+    events = [told(), *again(), told("stopped", 0, 111.7), *again(112.3, 29)]
+    report = graded(KILL, other, later, lines=lines, events=events)
+    assert report.met
+    assert [grade.told for grade in report.grades] == ["rank 1", "rank 1", "rank 0"]
+
+
+def test_a_fault_during_the_recovery_of_another_is_told_by_itself() -> None:
+    other = Fault(kind="kill", where="rank", rank=0, step=20, during="loading")
+    events = [told(), told(rank=0, at=100.42), *again(101.0)]
+    report = graded(KILL, other, lines=[caused(0), caused(1, 100.4)], events=events)
+    assert [grade.told for grade in report.grades] == ["rank 1", "rank 0"]
+    assert all(grade.culprit_right for grade in report.grades)
+
+
+def test_a_program_that_is_wrong_is_to_stop_the_run_and_counts_each_time() -> None:
+    fault = Fault(kind="exception", where="rank", rank=1, step=20)
+    lines = [caused(), caused(at=101.0)]
+    events = [told("user"), *again(), told("user", at=101.02)]
+    stopped = {"outcome": "rank 1 ended with exit code 1", "equal": None}
+    assert graded(fault, lines=lines, events=events, **stopped).met
+    assert not graded(fault, lines=lines, events=events).met, "it went on as if nothing was wrong"
+
+
+def test_a_hang_is_found_when_its_culprit_is_named_with_the_stacks() -> None:
+    fault = Fault(kind="hang", where="rank", rank=1, step=20)
+    events = [{"event": "diagnosis", "time": 114.5}, told("hang", at=115.6), *again(116.2)]
+    report = graded(fault, lines=[caused()], events=events)
+    assert report.met and report.grades[0].detected_seconds == pytest.approx(14.5)
+    slow = graded(fault, lines=[caused()], events=events, metrics=[{"step_seconds": 4.0}])
+    assert slow.grades[0].aim_seconds == 20.0
+
+
+def test_a_process_that_is_replaced_without_a_word_to_the_driver() -> None:
+    fault = Fault(kind="kill", where="driver", step=20)
+    report = graded(fault, lines=[caused(), {"number": 0, "successor": 100.2}], events=[])
+    assert report.met and report.grades[0].detected_seconds == pytest.approx(0.2)
+    assert not graded(fault, lines=[caused()], events=[]).met
+
+
+def test_a_save_that_failed_and_a_damaged_piece_are_told_by_storage() -> None:
+    full = Fault(kind="disk-full", where="storage", step=20)
+    failed = {"event": "fault", "time": 100.4, "step": 20, "problem": "checkpoint not stored: no space"}
+    assert graded(full, lines=[caused()], events=[failed]).met
+    damage = Fault(kind="damage", where="checkpoint", step=20)
+    found = failed | {"set_aside": ["step-20.damaged"]}
+    events = [told(rank=0), {"event": "start", "time": 100.6}, found | {"time": 100.6}, again()[1]]
+    assert graded(damage, lines=[caused()], events=events).met
+    assert not graded(damage, lines=[caused()], events=events[:2]).met, "nobody saw the damage"
