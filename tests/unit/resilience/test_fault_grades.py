@@ -19,7 +19,8 @@ def told(cause: str = "killed", rank: int = 1, at: float = 100.02) -> dict[str, 
 
 
 def again(at: float = 100.6, step: int = 19) -> list[dict[str, Any]]:
-    return [{"event": "start", "time": at}, {"event": "resume", "time": at, "step": step}]
+    started = {"event": "start", "time": at}
+    return [{"event": "restart", "time": at - 0.5}, started, {"event": "resume", "time": at, "step": step}]
 
 
 def graded(*faults: Fault, lines: list[dict[str, Any]], events: list[dict[str, Any]], **other: Any) -> Report:
@@ -86,7 +87,7 @@ def test_two_faults_at_once_are_one_incident_and_a_third_later_is_its_own() -> N
 
 def test_a_fault_during_the_recovery_of_another_is_told_by_itself() -> None:
     other = Fault(kind="kill", where="rank", rank=0, step=20, during="loading")
-    events = [told(), told(rank=0, at=100.42), *again(101.0)]
+    events = [told(), again()[0], told(rank=0, at=100.42), *again(101.0)]
     report = graded(KILL, other, lines=[caused(0), caused(1, 100.4)], events=events)
     assert [grade.told for grade in report.grades] == ["rank 1", "rank 0"]
     assert all(grade.culprit_right for grade in report.grades)
@@ -123,6 +124,6 @@ def test_a_save_that_failed_and_a_damaged_piece_are_told_by_storage() -> None:
     assert graded(full, lines=[caused()], events=[failed]).met
     damage = Fault(kind="damage", where="checkpoint", step=20)
     found = failed | {"set_aside": ["step-20.damaged"]}
-    events = [told(rank=0), {"event": "start", "time": 100.6}, found | {"time": 100.6}, again()[1]]
+    events = [told(rank=0), *again(), found | {"time": 100.6}]
     assert graded(damage, lines=[caused()], events=events).met
-    assert not graded(damage, lines=[caused()], events=events[:2]).met, "nobody saw the damage"
+    assert not graded(damage, lines=[caused()], events=events[:-1]).met, "nobody saw the damage"

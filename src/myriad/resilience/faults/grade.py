@@ -47,7 +47,7 @@ class Grade:
     culprit_right: bool | None = None
     """``None``: nobody is to be named."""
     trains_seconds: float | None = None
-    """After the end of the attempt was decided, until ranks trained again; ``None``: they never stopped, or never did again."""
+    """After the end of the attempt was decided, until ranks trained; ``None``: it had no end, or no next."""
     steps_lost: int | None = None
     """That were done and had to be done again."""
     missed: list[str] = field(default_factory=list)
@@ -109,13 +109,10 @@ class _Incident:
     fault: Line
     named: float
     """When somebody was named: with the stacks of a hang, before the end."""
+    ended: float = float("inf")
+    """When the next attempt was asked for."""
     started: float | None = None
     resumed: Line | None = None
-
-    @property
-    def ended(self) -> float:
-        """When the run trained again, if it ever did."""
-        return float("inf") if self.started is None else self.started
 
 
 class _Grader:
@@ -175,8 +172,8 @@ class _Grader:
         self._follow(grade, incident, line)
 
     def _attribute(self) -> dict[float, int]:
-        """Incidents, by when they were caused: the next that is told, unless the run has trained again
-        before that; then it came into the one that was under way."""
+        """Incidents, by when they were caused: the next that is told, unless ranks were started again before
+        that; then it came into the one that was under way."""
         found: dict[float, int] = {}
         for line in self._caused:
             fault, at = self._faults[line["number"]], line["time"]
@@ -243,6 +240,9 @@ def _incidents(events: Sequence[Line]) -> list[_Incident]:
             named = diagnosed if event["cause"] == "hang" and diagnosed is not None else event["time"]
             found.append(_Incident(event, named))
             diagnosed = None
+        elif event["event"] == "restart":
+            for incident in found:
+                incident.ended = min(incident.ended, event["time"])
         elif event["event"] == "start":
             for incident in found:
                 incident.started = incident.started or event["time"]
