@@ -3,8 +3,9 @@
     rank 0 ── starts, wakes, revives ──► loader process ──► ring in shared memory ──► rank 0, rank 1, ...
 
 All ranks of a node that need the same tokens read the same bytes. What a step holds is a pure function of
-(seed, step), so a loader that dies is replaced and goes on with the step that is asked for: nothing is lost,
-nothing comes twice. It ends by itself when the rank that started it does.
+(seed, step), so a loader that dies, or is stopped while it is waited for, is replaced and goes on with the
+step that is asked for: nothing is lost, nothing comes twice. It ends by itself when the rank that started it
+does.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -32,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 _SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 5e-5, 5e-4
 _LIVENESS_SECONDS = 0.02
+_STOPPED_SECONDS = 1.5
 _ATTACH_SECONDS = 300.0
 _DEATHS_WITHOUT_PROGRESS = 3
 
@@ -137,6 +140,8 @@ class LoaderClient:
             time.sleep(sleep)
             sleep = min(sleep * 1.5, _LONGEST_SLEEP_SECONDS)
             if time.monotonic() >= next_look:
+                if self._process is not None:
+                    self._process.end_if_stopped()
                 self._look_after_loader()
                 next_look = time.monotonic() + _LIVENESS_SECONDS
 
@@ -168,6 +173,7 @@ class _LoaderProcess:
 
     def _start(self) -> None:
         self._progress = self._ring.progress
+        self._stopped_since: float | None = None
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "myriad.data.loader_process", str(self._descriptor)],
@@ -200,6 +206,16 @@ class _LoaderProcess:
             return False
         return True
 
+    def end_if_stopped(self) -> None:
+        """A loader that stays stopped (SIGSTOP) would never end by itself."""
+        if _state_of(self.pid) != "T":
+            self._stopped_since = None
+            return
+        self._stopped_since = self._stopped_since or time.monotonic()
+        if time.monotonic() - self._stopped_since > _STOPPED_SECONDS:
+            self._process.kill()
+            self._process.wait()
+
     def restart(self) -> None:
         """A new process for a dead one. Raises `RunFailedError` when they die without preparing a step."""
         code = self._process.returncode
@@ -221,6 +237,13 @@ class _LoaderProcess:
             self._process.kill()
             self._process.wait()
         os.close(self._descriptor)
+
+
+def _state_of(pid: int) -> str:
+    """The kernel's letter."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 def _attach(name: str) -> Ring:

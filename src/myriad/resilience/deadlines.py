@@ -17,7 +17,8 @@ from myriad.resilience.facts import RankSeen
 __all__ = ["Deadlines"]
 
 _SAMPLES = 256
-_LEAST = {"step": 15.0}
+_LEAST = {"step": 13.5}
+"""Ranks are heard of once a second: so a hang is known within 15 s."""
 _LEAST_ELSEWHERE = 60.0
 _FIRST = {"first step": 600.0, "step": 600.0, "validating": 600.0, "ending": 900.0}
 _FIRST_ELSEWHERE = 1200.0

@@ -90,6 +90,16 @@ def test_a_killed_loader_is_replaced_and_nothing_is_lost_or_repeated(spec: Loade
         assert len(pids) == 4 and client.restarts >= 3
 
 
+def test_a_stopped_loader_is_replaced_and_no_rank_waits_for_ever(spec: LoaderSpec) -> None:
+    with LoaderClient(spec) as client:
+        client.get(0)
+        stopped = loader_pid(client)
+        os.kill(stopped, signal.SIGSTOP)
+        for step in range(1, 12):
+            assert np.array_equal(client.get(step), expected(spec, step)), step
+        assert client.restarts == 1 and not is_running(stopped)
+
+
 def test_a_loader_killed_before_its_first_batch_is_replaced(spec: LoaderSpec) -> None:
     with LoaderClient(spec) as client:
         os.kill(loader_pid(client), signal.SIGKILL)

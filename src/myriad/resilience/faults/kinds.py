@@ -59,6 +59,13 @@ class FaultKind:
 
 
 _CRASH = Aim(causes=("killed", "crash"), detected_seconds=0.25, trains_seconds=1.0, steps_lost=1)
+_LOADER = Aim(
+    seen="successor",
+    detected_seconds=10.0,
+    steps_lost=0,
+    restarts=False,
+    also="only the loader starts again",
+)
 _KINDS: dict[KindName, FaultKind] = {
     "kill": FaultKind(
         "a process ends at once, without a word",
@@ -78,13 +85,7 @@ _KINDS: dict[KindName, FaultKind] = {
                 detected_seconds=3.5,
                 also="executor, ranks and the memory of snapshots: goes on from the newest that is stored",
             ),
-            "loader": Aim(
-                seen="successor",
-                detected_seconds=10.0,
-                steps_lost=0,
-                restarts=False,
-                also="only the loader starts again",
-            ),
+            "loader": _LOADER,
             "keeper": Aim(
                 seen="successor",
                 detected_seconds=10.0,
@@ -102,6 +103,7 @@ _KINDS: dict[KindName, FaultKind] = {
         {
             "rank": Aim(causes=("stopped",), detected_seconds=3.0, trains_seconds=1.0, steps_lost=1),
             "executor": Aim(causes=("node",), detected_seconds=3.5, steps_lost=1),
+            "loader": _LOADER,
         },
     ),
     "exception": FaultKind(
