@@ -14,6 +14,7 @@ from watching import process_of
 from myriad.checkpoint.store import load_model
 from myriad.job import load_job
 from myriad.resilience.engines.local import run_local
+from myriad.resilience.faults.storage import fill, free, small_disk
 from myriad.run import Run
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=40"]
@@ -85,6 +86,30 @@ def test_a_killed_and_a_stopped_rank_cost_a_step_at_most_and_not_a_bit(
         assert resume["source"] == "memory" and fault["step"] - resume["step"] <= 2
     assert [event["epoch"] for event in events(run, "restart")] == [2, 3]
     assert_same_run(run, undisturbed)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
+def test_a_last_checkpoint_that_found_a_full_disk_is_stored_when_there_is_room(
+    tmp_path: Path, corpus: Path
+) -> None:
+    run = make_run(tmp_path / "run", corpus, "layout.dp=2", "layout.zero=3", "checkpoint.memory_seconds=0")
+
+    class FreesWhenTold:
+        full = False
+
+        def tick(self) -> None:
+            if run.read_metrics() and not self.full:
+                self.full = True
+                fill(run.checkpoints_path)
+            if any(fault.get("cause") == "disk" for fault in events(run, "fault")):
+                free(run.checkpoints_path)
+
+        def stopping(self) -> None: ...
+
+    with small_disk(run.checkpoints_path):
+        assert run_local(run, 2, observer=FreesWhenTold()) == "finished"
+        assert load_model(run.checkpoints_path / "step-40", "")
+    assert [fault["cause"] for fault in events(run, "fault") if "cause" in fault] == ["disk"]
 
 
 def test_training_does_not_notice_that_its_driver_dies_and_survives_its_executor(

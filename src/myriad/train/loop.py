@@ -166,6 +166,8 @@ class Trainer:
 
     def _run_steps(self) -> None:
         steps = self.job.train.steps
+        if self.step == steps and self.resumed is not None and self.resumed.source == "memory":
+            self._save(is_last=True)  # an earlier attempt could not store it
         while self.step < steps:
             stopping = self._train_step()
             self._after_step(is_last=self.step == steps, stopping=stopping)

@@ -128,7 +128,10 @@ def _are_equal(run: Run, other: Run, steps: int) -> bool:
 
     from myriad.checkpoint.store import load_model
 
+    try:
+        ours, theirs = (load_model(one.checkpoints_path / f"step-{steps}", "") for one in (run, other))
+    except RunFailedError:
+        return False
     losses = [[line["loss"] for line in one.read_metrics()] for one in (run, other)]
-    ours, theirs = (load_model(one.checkpoints_path / f"step-{steps}", "") for one in (run, other))
     same = ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     return same and len(losses[0]) == steps and losses[0] == losses[1]
