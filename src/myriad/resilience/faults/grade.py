@@ -199,7 +199,8 @@ class _Grader:
 
     def _follow(self, grade: Grade, incident: _Incident, line: Line) -> None:
         if incident.started is not None:
-            grade.trains_seconds = incident.started - incident.fault["time"]
+            told = (one.fault["time"] for one in self._incidents if one.fault["time"] < incident.started)
+            grade.trains_seconds = incident.started - max(told)  # another may have come in between
             resumed = incident.resumed["step"] if incident.resumed is not None else 0
             grade.steps_lost = max(0, line["step"] - 1 - resumed)
 

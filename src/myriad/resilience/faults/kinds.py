@@ -59,6 +59,13 @@ class FaultKind:
 
 
 _CRASH = Aim(causes=("killed", "crash"), detected_seconds=0.25, trains_seconds=1.0, steps_lost=1)
+_DRIVER = Aim(
+    seen="successor",
+    detected_seconds=5.0,
+    steps_lost=0,
+    restarts=False,
+    also="another takes over from its journal; no rank notices",
+)
 _LOADER = Aim(
     seen="successor",
     detected_seconds=10.0,
@@ -72,13 +79,7 @@ _KINDS: dict[KindName, FaultKind] = {
         "SIGKILL",
         {
             "rank": _CRASH,
-            "driver": Aim(
-                seen="successor",
-                detected_seconds=5.0,
-                steps_lost=0,
-                restarts=False,
-                also="another takes over from its journal; no rank notices",
-            ),
+            "driver": _DRIVER,
             "executor": Aim(causes=("node",), detected_seconds=3.5, steps_lost=1),
             "node": Aim(
                 causes=("node",),
@@ -104,6 +105,7 @@ _KINDS: dict[KindName, FaultKind] = {
             "rank": Aim(causes=("stopped",), detected_seconds=3.0, trains_seconds=1.0, steps_lost=1),
             "executor": Aim(causes=("node",), detected_seconds=3.5, steps_lost=1),
             "loader": _LOADER,
+            "driver": _DRIVER,
         },
     ),
     "exception": FaultKind(

@@ -1,7 +1,6 @@
 """The processes of a run that this process has started, by what they are; and what its ranks are doing."""
 
 import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from myriad.checkpoint.keeper_start import keeper_name
 from myriad.resilience.faults.kinds import Target
+from myriad.resilience.process_state import process_state
 from myriad.run import Run
 from myriad.telemetry.progress_page import ROW_BYTES, ProgressPage, Seen
 
@@ -84,10 +84,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 def is_alive(pid: int) -> bool:
     """Not a zombie."""
-    with suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        return re.search(r"^State:\s+Z", status, re.MULTILINE) is None
-    return False
+    return process_state(pid) not in "?Z"
 
 
 def _is_module(pid: int, module: str) -> bool:
