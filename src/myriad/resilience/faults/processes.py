@@ -38,7 +38,7 @@ class Processes:
             assert rank is not None, "planned"
             rows = self.rows(rank + 1)
             pid = rows[rank].pid if rows else 0
-            return pid if pid and is_alive(pid) else None
+            return pid if pid and _is_rank(pid, rank) else None
         if where == "keeper":
             return next((pid for pid in all_pids() if self._is_keeper(pid)), None)
         return next((pid for pid in descendants(os.getpid()) if _is_module(pid, _MODULES[where])), None)
@@ -85,6 +85,13 @@ def descendants(pid: int) -> Iterator[int]:
 def is_alive(pid: int) -> bool:
     """Not a zombie."""
     return process_state(pid) not in "?Z"
+
+
+def _is_rank(pid: int, rank: int) -> bool:
+    """The page may still have the number of one that is gone, which is another's by now."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip() == f"myriad-rank-{rank}" and is_alive(pid)
+    return False
 
 
 def _is_module(pid: int, module: str) -> bool:

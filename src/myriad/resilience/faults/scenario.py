@@ -19,6 +19,7 @@
 Everything is checked before anything starts.
 """
 
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -107,6 +108,9 @@ def _as_bad_input(error: ValidationError) -> BadInputError:
 
 
 def _check(scenario: Scenario, job: Job) -> None:
+    for number, fault in enumerate(scenario.faults):
+        if KINDS[fault.kind].needs_root and os.geteuid() != 0:
+            raise BadInputError(f"faults.{number}.kind", fault.kind, "needs root")
     if not scenario.faults and scenario.soak is None:
         raise BadInputError("faults", [], "at least one [[faults]], or a [soak]")
     for number, fault in enumerate(scenario.faults):
