@@ -31,7 +31,7 @@ def faults(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def test_a_killed_and_a_stopped_rank_are_graded_as_recovered_to_the_bit(tmp_path: Path) -> None:
     scenario = tmp_path / "both.toml"
-    corpus = make_corpus(tmp_path / "corpus", count=300)
+    corpus = make_corpus(tmp_path, count=300)
     scenario.write_text(JOB.format(corpus=corpus) + KILL_AND_STOP)
     done = faults("run", str(scenario), "--oversubscribe", "--json", "--folder", str(tmp_path / "runs"))
     (report,) = json.loads(done.stdout)["scenarios"]
