@@ -51,14 +51,14 @@ def _arm_one(fault: dict[str, Any], log: Path) -> None:
 
     step, enter = ProgressRow.step, ProgressRow.enter
 
-    def stepping(row: ProgressRow, number: int) -> None:
-        step(row, number)
+    def stepping(self: ProgressRow, number: int) -> None:
+        step(self, number)
         state["step"] = number
         look("step")
 
-    def entering(row: ProgressRow, name: str, communicates: bool) -> bytes:
+    def entering(self: ProgressRow, name: str, communicates: bool) -> bytes:
         look(name)
-        return enter(row, name, communicates)
+        return enter(self, name, communicates)
 
     ProgressRow.step = stepping  # type: ignore[method-assign]
     ProgressRow.enter = entering  # type: ignore[method-assign]

@@ -101,8 +101,9 @@ def _as_bad_input(error: ValidationError) -> BadInputError:
     first: Any = error.errors()[0]
     key = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
-        section: type[Config] = {"faults": Fault, "soak": Soak}.get(str(first["loc"][0]), Scenario)
-        return BadInputError(key, first["input"], f"unknown key; one of {', '.join(section.model_fields)}")
+        sections = {"faults": Fault.model_fields, "soak": Soak.model_fields}
+        section = sections.get(str(first["loc"][0]), Scenario.model_fields)
+        return BadInputError(key, first["input"], f"unknown key; one of {', '.join(section)}")
     message: str = first["msg"][0].lower() + first["msg"][1:]
     return BadInputError(key, first["input"], message.removeprefix("input "))
 
