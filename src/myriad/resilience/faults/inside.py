@@ -49,11 +49,11 @@ def _arm_one(fault: dict[str, Any], log: Path) -> None:
             append_line(log, line | {"pid": os.getpid()})
             cause(fault)
 
-    step, enter = ProgressRow.step, ProgressRow.enter
+    begin, enter = ProgressRow.step, ProgressRow.enter
 
-    def stepping(self: ProgressRow, number: int) -> None:
-        step(self, number)
-        state["step"] = number
+    def stepping(self: ProgressRow, step: int) -> None:
+        begin(self, step)
+        state["step"] = step
         look("step")
 
     def entering(self: ProgressRow, name: str, communicates: bool) -> bytes:
