@@ -45,7 +45,7 @@ def test_an_error_comes_at_its_step_and_its_part_in_every_attempt(armed, tmp_pat
         with pytest.raises(RuntimeError, match="on purpose"):
             row.enter("backward", False)
         lines = JsonlTail(tmp_path / CAUSED).poll()
-        assert [line["step"] for line in lines][:attempt] == [3] * attempt
+        assert [line["step"] for line in lines] == [3] * attempt
 
 
 def test_another_rank_trains_on(armed) -> None:
