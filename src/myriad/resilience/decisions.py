@@ -11,7 +11,8 @@ the last one written and hears from the executors what has become of the ranks. 
 twice: each is for one epoch, and does nothing the second time. The same code runs under a virtual clock.
 
 Recovery is the cheapest sufficient step: all ranks anew on the nodes that are there, from the snapshots in
-their memory; on a spare where a node is gone. What a healthy node does not cure is tried twice.
+their memory; on a spare where a node is gone or, when a spare is there, where the node may be the cause. What
+a healthy node does not cure is tried twice.
 """
 
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ from myriad.resilience.facts import (
     RankSeen,
     StopAsked,
 )
-from myriad.resilience.incidents import OF_THE_USER, Incident
+from myriad.resilience.incidents import OF_THE_NODE, OF_THE_USER, Incident
 from myriad.resilience.state import Plan, State
 
 __all__ = ["Decider"]
@@ -325,6 +326,17 @@ class Decider:
             yield self._end_run(rule, "failed", incident.text)
         else:
             state.phase, self._since = "gathering", now
+            yield from self._swap(incident)
+
+    def _swap(self, incident: Incident) -> Iterator[Action]:
+        """A spare stands ready, and another try on the same node could only cost more than it does."""
+        node, cause = incident.node, incident.cause
+        again = self.state.repeats[incident.signature] > 1 and cause not in OF_THE_USER
+        likely = again or cause in OF_THE_NODE
+        if likely and node in self.nodes and len(self.nodes) > self._plan.nodes:
+            del self._nodes[node]
+            rule = "the node may be the cause, and a spare is there"
+            yield Evict(rule=rule, evidence={"cause": cause, "again": again}, node=node)
 
     def _is_hopeless(self, incident: Incident) -> str | None:
         """The rule by which it makes no sense to begin again."""

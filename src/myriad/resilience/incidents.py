@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from myriad.resilience.facts import RankExited
 
-__all__ = ["OF_THE_USER", "Incident", "blame_text"]
+__all__ = ["OF_THE_NODE", "OF_THE_USER", "Incident", "blame_text"]
 
 OF_THE_USER = ("user", "input", "device memory", "disk")
 """Causes that a healthy node does not cure: nobody is evicted for them."""
+OF_THE_NODE = ("device", "hang")
+"""Causes for which the node is suspect at once; for any other when the same comes again without progress."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.resilience.actions import Action, Blame, DumpStacks, EndRun, StartAttempt, StopRanks
+from myriad.resilience.actions import Action, Blame, DumpStacks, EndRun, Evict, StartAttempt, StopRanks
 from myriad.resilience.codec import plain, read
 from myriad.resilience.decisions import Decider
 from myriad.resilience.facts import Beat, NodeJoined, NodeLeft, RankExited, RankSeen, StopAsked
@@ -292,6 +292,36 @@ def test_without_a_spare_the_run_waits_for_the_node() -> None:
     assert world.exit(1) == []
     (again,) = world.join(1)
     assert isinstance(again, StartAttempt) and again.placement == {0: (0, 1), 1: (2, 3)}
+
+
+def test_a_node_whose_device_fails_gives_way_to_a_spare() -> None:
+    world = World(nodes=2, spares=1)
+    world.exit(2, 1, "device")
+    evict, again = world.all_exit()
+    assert isinstance(evict, Evict) and evict.node == 1
+    assert isinstance(again, StartAttempt) and again.placement == {0: (0, 1), 2: (2, 3)}
+
+
+def test_a_killed_rank_is_tried_again_where_it_was_and_then_on_a_spare() -> None:
+    world = World(nodes=2, spares=1)
+    world.exit(2)
+    assert kinds(world.all_exit()) == ["StartAttempt"]
+    world.exit(2)
+    assert kinds(world.all_exit()) == ["Evict", "StartAttempt"]
+    assert world.decider.state.placement == {0: (0, 1), 2: (2, 3)}
+
+
+@pytest.mark.parametrize("cause", ["user", "device memory", "disk"])
+def test_nobody_is_evicted_for_an_error_of_the_program(cause: str) -> None:
+    world = World(nodes=2, spares=1)
+    world.exit(2, 1, cause, error="ValueError: moon")
+    assert kinds(world.all_exit()) == ["StartAttempt"]
+
+
+def test_without_a_spare_nobody_is_evicted() -> None:
+    world = World(nodes=2)
+    world.exit(2, 1, "device")
+    assert kinds(world.all_exit()) == ["StartAttempt"]
 
 
 def test_nodes_that_never_come_end_the_run() -> None:
