@@ -120,7 +120,9 @@ class Decider:
         node = self._nodes.get(beat.node)
         if node is None:
             return []
-        node.heard_at, node.joined = now, replace(node.joined, port=beat.port)
+        node.heard_at = now
+        if beat.port != node.joined.port:
+            node.joined = replace(node.joined, port=beat.port)
         if beat.epoch == self.state.epoch:
             node.ranks = {one.rank: one for one in beat.ranks}
         seen = self._seen()

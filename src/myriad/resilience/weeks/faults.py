@@ -1,0 +1,106 @@
+"""Which faults come, and when: drawn from a mix of kinds that is data, the same for every policy.
+
+Faults are a Poisson process whose rate is that of the mix, for each accelerator. Each fault carries its own
+luck, so that policies which use it differently meet the same faults.
+"""
+
+import random
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from myriad.config import Config
+from myriad.errors import BadInputError
+from myriad.resilience.facts import Cause
+
+__all__ = ["DAY", "Fault", "Kind", "Mix", "Shows", "draw_faults", "load_mix", "mix_names"]
+
+DAY = 86400.0
+Shows = Literal["exit", "hang", "silent", "corrupt", "slow", "planned"]
+"""A rank ends; nobody goes on; a node is gone; the numbers are wrong and nobody knows; a node is slow; a
+person wants a new start."""
+
+
+class Kind(Config):
+    """One kind of fault."""
+
+    weight: float = Field(gt=0)
+    """How many there were, or their share: by what the others have."""
+    shows: Shows
+    cause: Cause = "crash"
+    """That a rank's end tells."""
+    stays: bool = False
+    """The node fails again whenever it is used again."""
+
+
+class Mix(Config):
+    """Kinds of faults, and how often any of them comes."""
+
+    source: str
+    faults: float = Field(gt=0)
+    """Seen on so many accelerators in so many days."""
+    accelerators: float = Field(gt=0)
+    days: float = Field(gt=0)
+    kinds: dict[str, Kind] = Field(min_length=1)
+
+    def per_day(self, accelerators: int) -> float:
+        """Faults a day on so many accelerators."""
+        return self.faults * accelerators / (self.accelerators * self.days)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One that comes."""
+
+    at: float
+    name: str
+    kind: Kind
+    place: float
+    """Of the node among all, 0 to 1."""
+    luck: float
+    """0 to 1."""
+
+
+def draw_faults(mix: Mix, accelerators: int, seconds: float, seed: int, *, often: float = 1.0) -> list[Fault]:
+    """All of a run, in order of time; ``often``: so many times the mix's rate."""
+    random_source = random.Random(seed)
+    rate = often * mix.per_day(accelerators) / DAY
+    names, weights = list(mix.kinds), [kind.weight for kind in mix.kinds.values()]
+    found, at = [], random_source.expovariate(1.0) / rate
+    while at < seconds:
+        (name,) = random_source.choices(names, weights)
+        found.append(Fault(at, name, mix.kinds[name], random_source.random(), random_source.random()))
+        at += random_source.expovariate(1.0) / rate
+    return found
+
+
+def mix_names() -> list[str]:
+    """Those that come with Myriad."""
+    entries = (resources.files("myriad.resilience.weeks") / "mixes").iterdir()
+    return sorted(entry.name.removesuffix(".toml") for entry in entries if entry.name.endswith(".toml"))
+
+
+def load_mix(name_or_path: str) -> Mix:
+    """By name, or from a file. Raises `BadInputError`."""
+    try:
+        if name_or_path in mix_names():
+            folder = resources.files("myriad.resilience.weeks") / "mixes"
+            text = (folder / f"{name_or_path}.toml").read_text(encoding="utf-8")
+        elif name_or_path.endswith(".toml"):
+            text = Path(name_or_path).read_text(encoding="utf-8")
+        else:
+            allowed = f"a .toml file or one of {', '.join(mix_names())}"
+            raise BadInputError("--mix", name_or_path, allowed)
+        return Mix.model_validate(tomllib.loads(text))
+    except OSError as error:
+        raise BadInputError("--mix", name_or_path, f"cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInputError("--mix", name_or_path, f"not valid TOML: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise BadInputError(f"{name_or_path}: {key}", first["input"], first["msg"].lower()) from None
