@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from myriad.planner.work import Work
     from myriad.telemetry.spans import Span
 
-__all__ = ["Wanted", "forecast"]
+__all__ = ["Wanted", "forecast", "predict_step"]
 
 _MOST_ROWS = 32
 _MOST_JITTER = 0.5
@@ -58,6 +58,18 @@ def forecast(wanted: Wanted) -> None:
         typer.echo(json.dumps(_as_json(job, cluster, found, written)))
     else:
         _print(job, cluster, found, written)
+
+
+def predict_step(name: str, overrides: Sequence[str], cluster: "Cluster") -> tuple[int, float]:
+    """Accelerators that a job takes, and the seconds of an iteration on them. Raises `BadInputError`."""
+    from myriad.job import load_job
+    from myriad.planner.costs import Costs
+    from myriad.planner.simulator import simulate
+
+    job = load_job(name, overrides)
+    _check_place(job, cluster)
+    prediction = simulate(Costs(_work_of(job, cluster), cluster), slower={}, jitter=0.0, seed=1)
+    return job.layout.world, prediction.seconds
 
 
 def _check_place(job: "Job", cluster: "Cluster") -> None:

@@ -1,5 +1,5 @@
 """``myriad simulate``: one iteration's program as a picture (``--program``), or on a cluster, predicted
-(``--cluster``: `myriad.cli.forecast`)."""
+(``--cluster``: `myriad.cli.forecast`), or weeks of them with faults (``--weeks``: `myriad.cli.weeks`)."""
 
 import json
 from pathlib import Path
@@ -29,13 +29,16 @@ _FEW_COLOURS = {"forward": "blue", "backward": "green", "backward_input": "cyan"
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    metavar = "(--cluster CLUSTER | --program) [OPTIONS] [--KEY VALUE]..."
+    metavar = "(--cluster CLUSTER [--weeks N] | --program) [OPTIONS] [--KEY VALUE]..."
     app.command("simulate", cls=OverrideCommand, options_metavar=metavar)(simulate)
 
 
 def simulate(
     context: typer.Context,
-    job: Annotated[str, typer.Argument(metavar="JOB", help="A job file, or a recipe's name.")],
+    job: Annotated[
+        str | None,
+        typer.Argument(metavar="[JOB]", help="A job file, or a recipe's name; --weeks does without."),
+    ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(metavar="CLUSTER", help="Predict on this cluster: a file, or a recipe's name."),
@@ -63,7 +66,25 @@ def simulate(
     jitter: Annotated[
         float, typer.Option(help="Standard deviation of each compute's time, as a share of it; 0: none.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the jitter; of the first of several runs.")] = 1,
+    weeks: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="So many weeks with faults, instead of one iteration."),
+    ] = None,
+    mix: Annotated[
+        str | None,
+        typer.Option(metavar="MIX", help="Of faults: llama3 (default), byterobust, megascale, or a file."),
+    ] = None,
+    spares: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Spare nodes that stand by (with --weeks); 16 if not given."),
+    ] = None,
+    runs: Annotated[
+        int | None, typer.Option(metavar="N", help="With other faults each (with --weeks); 20 if not given.")
+    ] = None,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Which time or rate is worth what (with --weeks; a minute).")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print figures, and with --program every box, as one JSON object.")
     ] = False,
@@ -78,6 +99,26 @@ def simulate(
     if out is not None:
         check_picture("--out", out)
     overrides = OverrideCommand.of(context)
+    of_one = {"spans": spans, "full": full, "straggler": straggler, "jitter": jitter}
+    if weeks is not None:
+        from myriad.cli.weeks import WantedWeeks, simulate_weeks
+
+        _refuse(of_one | {"program": program}, "--weeks is about many iterations")
+        if cluster is None:
+            raise BadInputError("--cluster", None, "--weeks needs a cluster: a file, or a recipe's name")
+        given = (
+            16 if spares is None else spares,
+            20 if runs is None else runs,
+            seed,
+            sensitivity,
+            out,
+            as_json,
+        )
+        simulate_weeks(WantedWeeks(weeks, job, overrides, cluster, mix or "llama3", *given))
+        return
+    _refuse({"mix": mix, "spares": spares, "runs": runs, "sensitivity": sensitivity}, "needs --weeks N")
+    if job is None:
+        raise BadInputError("JOB", None, "a job file, or a recipe's name")
     if cluster is not None and not program:
         from myriad.cli.forecast import Wanted, forecast
 
@@ -86,10 +127,14 @@ def simulate(
         return
     if not program or cluster is not None:
         raise BadInputError("--program", program, "either --cluster CLUSTER, to predict, or --program")
-    for option, given in {"spans": spans, "full": full, "straggler": straggler, "jitter": jitter}.items():
-        if given:
-            raise BadInputError(f"--{option}", str(given), "needs --cluster CLUSTER instead of --program")
+    _refuse(of_one, "needs --cluster CLUSTER instead of --program")
     _show(job, overrides, out, as_json)
+
+
+def _refuse(options: dict[str, object], allowed: str) -> None:
+    for option, given in options.items():
+        if given not in (None, False, 0.0):
+            raise BadInputError(f"--{option}", str(given), allowed)
 
 
 def _show(job_name: str, overrides: list[str], out: Path | None, as_json: bool) -> None:

@@ -54,7 +54,7 @@ class VirtualCluster:
     """One run on it."""
 
     def __init__(
-        self, times: Times, faults: Sequence[Fault], *, spares: int, patience: float = 1.0, nodes: int = 4
+        self, times: Times, faults: Sequence[Fault], *, spares: int, patience: float = 1.0, nodes: int = 16
     ) -> None:
         """``nodes``: those that stand for all."""
         self._times, self._patience, self._num_nodes = times, patience, nodes
@@ -286,9 +286,9 @@ class VirtualCluster:
             self._clock.after(self._times.crash_seen_seconds, exits)
         elif kind.shows == "hang":
             training = self._ready_at > self._started_at
-            since, phase = (self._now, "step") if training else (self._started_at, "starting")
+            since = self._now if training else self._started_at
             self._do("detecting")
-            self._hang = _Hang(since, named, phase)
+            self._hang = _Hang(since, named, "step" if training else "starting")
             self._look_again(_BEAT_SECONDS)
         else:
             self._silent[node] = self._now

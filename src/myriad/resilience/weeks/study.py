@@ -16,6 +16,8 @@ __all__ = ["Effect", "Outcome", "Setting", "compare", "num_policies", "sensitivi
 _FACTORS = (0.5, 2.0)
 _NOT_VARIED = ("corrupt_found_seconds", "slow_found_seconds")
 """Aims: there, or not."""
+_STEPS = ("memory_every",)
+"""There is no half of a step."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,14 @@ def compare(setting: Setting, done: Callable[[], None]) -> list[Outcome]:
 
 
 def sensitivity(setting: Setting, done: Callable[[], None]) -> list[Effect]:
-    """Of Myriad as it is: one change at a time, the same seeds; ``done`` is called after each change."""
+    """Of Myriad as it is: one change at a time, the same seeds; ``done`` is called after each run."""
     found = []
     for name, change, changed in sensitivity_changes(setting):
-        runs = [myriad_ledger(changed, changed.faults(seed)) for seed in setting.seeds]
-        found.append(Effect(name, change, fmean(run.effective_ratio for run in runs)))
-        done()
+        ratios = []
+        for seed in setting.seeds:
+            ratios.append(myriad_ledger(changed, changed.faults(seed)).effective_ratio)
+            done()
+        found.append(Effect(name, change, fmean(ratios)))
     return found
 
 
@@ -143,7 +147,7 @@ def sensitivity_changes(setting: Setting) -> Iterator[tuple[str, str, Setting]]:
         yield "spare nodes", said, replace(setting, spares=round(factor * setting.spares))
         yield "patience", said, replace(setting, patience=factor)
         for name, value in setting.times.model_dump().items():
-            if name not in _NOT_VARIED:
+            if name not in _NOT_VARIED and not (name in _STEPS and factor < 1):
                 changed = setting.times.model_copy(update={name: factor * value})
                 yield name, said, replace(setting, times=changed)
     for name, value in load_aims().items():

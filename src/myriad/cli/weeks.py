@@ -1,0 +1,207 @@
+"""``myriad simulate --weeks``: weeks with faults on a cluster, as tables, chart or JSON."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from myriad.cli.files import check_picture, write_picture
+from myriad.errors import BadInputError
+
+if TYPE_CHECKING:
+    from myriad.planner.cluster import Cluster
+    from myriad.resilience.weeks.study import Effect, Outcome, Setting
+
+__all__ = ["WantedWeeks", "simulate_weeks"]
+
+_MOST_WEEKS, _MOST_RUNS, _MOST_SPARES = 52.0, 1000, 100_000
+
+
+@dataclass(frozen=True)
+class WantedWeeks:
+    """What was asked for on the command line."""
+
+    weeks: float
+    job: str | None
+    overrides: Sequence[str]
+    cluster: str
+    mix: str
+    spares: int
+    runs: int
+    seed: int
+    sensitivity: bool
+    out: Path | None
+    as_json: bool
+
+
+def simulate_weeks(wanted: WantedWeeks) -> None:
+    """Simulates, writes and prints. Raises `BadInputError`."""
+    from myriad.resilience.weeks.study import compare, num_policies, sensitivity, sensitivity_changes
+
+    if wanted.out is not None:
+        check_picture("--out", wanted.out)
+    cluster, setting = _setting(wanted)
+    changes = sum(1 for _ in sensitivity_changes(setting)) if wanted.sensitivity else 0
+    with _bar(wanted.runs * num_policies() + changes * wanted.runs) as done:
+        outcomes = compare(setting, done)
+        effects = sensitivity(setting, done) if wanted.sensitivity else []
+    headline = _headline(wanted, cluster, setting)
+    if wanted.out is not None:
+        from myriad.cli.weeks_chart import draw
+
+        write_picture("--out", wanted.out, draw(headline, outcomes, effects))
+    if wanted.as_json:
+        typer.echo(json.dumps(_as_json(wanted, setting, outcomes, effects)))
+    else:
+        _print(headline, wanted, setting, outcomes, effects)
+
+
+def _setting(wanted: WantedWeeks) -> "tuple[Cluster, Setting]":
+    from myriad.cli.measure import cluster_path
+    from myriad.recipes.cluster import load_cluster
+    from myriad.resilience.weeks.faults import DAY, load_mix
+    from myriad.resilience.weeks.study import Setting
+    from myriad.resilience.weeks.times import load_times
+
+    for option, value, least, most in (
+        ("--weeks", wanted.weeks, 0.01, _MOST_WEEKS),
+        ("--runs", wanted.runs, 1, _MOST_RUNS),
+        ("--spares", wanted.spares, 0, _MOST_SPARES),
+    ):
+        if not least <= value <= most:
+            raise BadInputError(option, value, f"{least:g} to {most:,g}")
+    mix, cluster = load_mix(wanted.mix), load_cluster(cluster_path(wanted.cluster))
+    times, world = load_times(), cluster.world
+    if wanted.job is not None:
+        from myriad.cli.forecast import predict_step
+
+        world, step_seconds = predict_step(wanted.job, wanted.overrides, cluster)
+        times = load_times(step_seconds=step_seconds)
+    elif wanted.overrides:
+        raise BadInputError("JOB", None, f"{wanted.overrides[0]} needs a job that it changes")
+    seeds = range(wanted.seed, wanted.seed + wanted.runs)
+    return cluster, Setting(mix, world, wanted.weeks * 7 * DAY, wanted.spares, times, seeds)
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[], None]]:
+    """Where somebody looks on."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("simulating", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _headline(wanted: WantedWeeks, cluster: "Cluster", setting: "Setting") -> str:
+    runs = f"{wanted.runs} run{'s' if wanted.runs > 1 else ''}"
+    where = f"{setting.accelerators:,} accelerators of {cluster.name} and {wanted.spares} spare nodes"
+    return f"{wanted.weeks:g} weeks on {where}: {setting.faults_per_day:.1f} faults a day, {runs}"
+
+
+def _print(
+    headline: str,
+    wanted: WantedWeeks,
+    setting: "Setting",
+    outcomes: "Sequence[Outcome]",
+    effects: "Sequence[Effect]",
+) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+
+    def show(rows: Sequence[Sequence[str]]) -> None:
+        head, *lines = _aligned(rows)
+        console.print(Text(head, style="bold"), soft_wrap=True)
+        for line in lines:
+            console.print(Text(line), soft_wrap=True)
+        console.print()
+
+    console.print(Text(headline, style="bold"), soft_wrap=True)
+    console.print(Text(f"faults: {setting.mix.source}", style="dim"), soft_wrap=True)
+    console.print()
+    show(_ratio_rows(outcomes))
+    show(_ledger_rows(outcomes))
+    if effects:
+        show(_effect_rows(outcomes[0].mean, effects))
+    note = f"Myriad: its own decisions. A step takes {setting.times.step_seconds:.3g} s. Nothing was run."
+    console.print(Text(note, style="dim"), soft_wrap=True)
+    if wanted.out is not None:
+        console.print(str(wanted.out), soft_wrap=True)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _ratio_rows(outcomes: "Sequence[Outcome]") -> list[list[str]]:
+    rows = [["effective training time", "mean", "p5", "p95", "attempts a run", "spare node days a run"]]
+    for one in outcomes:
+        low, high = one.interval
+        attempts = sum(ledger.attempt for ledger in one.ledgers) / len(one.ledgers)
+        ratios = [f"{ratio:.1%}" for ratio in (one.mean, low, high)]
+        rows.append([one.title, *ratios, f"{attempts:.0f}", f"{one.spare_node_seconds / 86400:.0f}"])
+    return rows
+
+
+def _ledger_rows(outcomes: "Sequence[Outcome]") -> list[list[str]]:
+    """Classes in which no policy spends anything are left out."""
+    from myriad.resilience.ledger import KINDS
+
+    shares = [one.shares for one in outcomes]
+    rows = [["share of the wall time", *(one.title for one in outcomes)]]
+    rows += [
+        [kind, *(f"{one[kind]:.2%}" for one in shares)] for kind in KINDS if any(s[kind] for s in shares)
+    ]
+    return [*rows, ["in all", *(f"{sum(one.values()):.2%}" for one in shares)]]
+
+
+def _effect_rows(base: float, effects: "Sequence[Effect]") -> list[list[str]]:
+    """Largest first, in points of the effective training time."""
+    rows = [["of Myriad as it is, changed", "to", "mean", "points"]]
+    for one in sorted(effects, key=lambda one: -abs(one.ratio - base)):
+        points = 100 * (one.ratio - base)
+        rows.append([one.name, one.change, f"{one.ratio:.2%}", f"{points:+.2f}"])
+    return rows
+
+
+def _as_json(
+    wanted: WantedWeeks, setting: "Setting", outcomes: "Sequence[Outcome]", effects: "Sequence[Effect]"
+) -> dict[str, Any]:
+    policies = [
+        {
+            "policy": one.title,
+            "mean": one.mean,
+            "p5": one.interval[0],
+            "p95": one.interval[1],
+            "runs": one.ratios,
+            "shares": one.shares,
+            "spare_node_seconds": one.spare_node_seconds,
+        }
+        for one in outcomes
+    ]
+    return {
+        "accelerators": setting.accelerators,
+        "seconds": setting.seconds,
+        "spares": setting.spares,
+        "mix": {"name": wanted.mix, "source": setting.mix.source},
+        "faults_per_day": setting.faults_per_day,
+        "times": setting.times.model_dump(),
+        "policies": policies,
+        "sensitivity": [{"name": one.name, "change": one.change, "mean": one.ratio} for one in effects],
+        "out": None if wanted.out is None else str(wanted.out),
+    }
