@@ -125,6 +125,8 @@ class Decider:
             node.joined = replace(node.joined, port=beat.port)
         if beat.epoch == self.state.epoch:
             node.ranks = {one.rank: one for one in beat.ranks}
+        if beat.node not in self.state.placement:  # a spare: it lives
+            return []
         seen = self._seen()
         if seen and self.state.phase == "running":
             self._deadlines.saw(seen)

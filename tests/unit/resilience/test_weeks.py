@@ -1,0 +1,186 @@
+"""If these fail, what is foretold of weeks with faults is not what the run's own decisions would do."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from myriad.errors import BadInputError
+from myriad.resilience.ledger import Ledger
+from myriad.resilience.weeks.cluster import VirtualCluster
+from myriad.resilience.weeks.faults import DAY, Fault, Kind, draw_faults, load_mix, mix_names
+from myriad.resilience.weeks.rivals import rival_ledger
+from myriad.resilience.weeks.study import Setting, compare, sensitivity_changes
+from myriad.resilience.weeks.times import Times, load_aims, load_rival, load_times
+
+TIMES = load_times()
+STEP = TIMES.step_seconds
+AT = 10_000.0
+
+
+def run(*faults: Fault, seconds: float = DAY, spares: int = 2, nodes: int = 4, **times: float) -> Ledger:
+    cluster = VirtualCluster(load_times(**times), faults, spares=spares, nodes=nodes)
+    return cluster.run(seconds)
+
+
+def fault(at: float = AT, place: float = 0.3, luck: float = 0.9, **kind: object) -> Fault:
+    return Fault(at, "it", Kind(weight=1, **kind), place, luck)
+
+
+def cost(*faults: Fault, **how: float) -> dict[str, float]:
+    """Seconds of each class beyond those of a healthy run."""
+    with_faults, without = run(*faults, **how).seconds(), run(**how).seconds()
+    return {kind: with_faults[kind] - without[kind] for kind in with_faults if kind != "training"}
+
+
+def test_a_healthy_run_loses_its_start_and_the_snapshots():
+    found = run().seconds()
+    assert found["restarting"] == TIMES.cold_start_seconds
+    assert found["saving"] == pytest.approx(TIMES.saving_ratio * (DAY - TIMES.cold_start_seconds))
+    assert found["training"] == pytest.approx(DAY - found["restarting"] - found["saving"])
+
+
+def test_a_crash_costs_a_restart_and_at_most_two_steps():
+    found = cost(fault(shows="exit", cause="killed"))
+    assert found["detecting"] == pytest.approx(TIMES.crash_seen_seconds)
+    assert found["restarting"] == pytest.approx(TIMES.end_seconds + TIMES.restart_seconds)
+    assert STEP <= found["lost"] <= 2 * STEP
+
+
+def test_a_lost_node_is_found_by_its_silence_and_goes_back_to_the_last_copy():
+    ledger = run(fault(shows="silent"))
+    found = ledger.seconds()
+    assert 3.5 <= found["detecting"] <= 4.5 and found["waiting"] == 0.0
+    assert STEP <= found["lost"] <= (TIMES.copies_every + 1) * STEP
+    assert ledger.spare_node_seconds == pytest.approx(2 * DAY - (DAY - AT) + 4.0, abs=5.0)
+
+
+def test_a_hang_is_found_at_five_steps():
+    found = cost(fault(shows="hang"))
+    assert 5 * STEP <= found["detecting"] <= 5 * STEP + 3.0
+
+
+def test_a_broken_device_is_swapped_once_and_fails_no_more():
+    assert run(fault(shows="exit", cause="device", stays=True)).attempt == 2
+
+
+def test_a_node_that_hangs_again_is_found_although_another_was_named_first():
+    ledger = run(fault(shows="hang", stays=True, luck=0.0))
+    assert ledger.attempt == 3 and ledger.seconds()["detecting"] > 300
+
+
+def test_without_spares_the_run_waits_until_the_node_is_repaired():
+    found = run(fault(shows="silent"), spares=0, repair_seconds=7200.0).seconds()
+    assert 7200 - 600 < found["waiting"] < 7200 and found["person"] == 0.0
+
+
+def test_a_device_that_stays_broken_without_a_spare_ends_the_run_and_a_person_comes():
+    found = run(fault(shows="exit", cause="device", stays=True), spares=0, repair_seconds=3600.0).seconds()
+    assert found["person"] == TIMES.person_seconds and found["waiting"] == pytest.approx(3600.0, abs=1.0)
+
+
+def test_two_nodes_lost_at_once_are_one_incident():
+    ledger = run(fault(shows="silent", place=0.1), fault(AT + 1, shows="silent", place=0.9))
+    assert ledger.attempt == 2 and ledger.seconds()["restarting"] < 300 + 75
+
+
+def test_wrong_numbers_cost_what_was_done_since_unless_a_detector_sees_them():
+    unseen = cost(fault(shows="corrupt", stays=True))
+    assert unseen["lost"] >= TIMES.unseen_seconds * 0.99
+    assert unseen["diagnosing"] == pytest.approx(TIMES.save_seconds + TIMES.person_seconds)
+    seen = cost(fault(shows="corrupt", stays=True), **load_aims())
+    assert seen["lost"] <= TIMES.durable_seconds + 70 and seen["diagnosing"] == 0.0
+
+
+def test_a_straggler_costs_its_share_until_it_is_gone():
+    found = cost(fault(shows="slow", stays=True))
+    assert found["slow"] == pytest.approx(TIMES.unseen_seconds * 0.1 / 1.1, rel=0.01)
+
+
+def test_a_new_start_that_a_person_wanted_is_no_fault():
+    found = cost(fault(shows="planned"))
+    assert found["planned"] == pytest.approx(TIMES.save_seconds + TIMES.cold_start_seconds)
+    assert found["detecting"] == 0.0
+
+
+kinds = st.builds(
+    Kind,
+    weight=st.just(1.0),
+    shows=st.sampled_from(["exit", "hang", "silent", "corrupt", "slow", "planned"]),
+    cause=st.sampled_from(["device", "user", "killed", "disk", "host memory"]),
+    stays=st.booleans(),
+)
+many_faults = st.lists(
+    st.builds(Fault, st.floats(0, 2 * DAY), st.just("x"), kinds, st.floats(0, 0.99), st.floats(0, 1)),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(many_faults, st.integers(0, 3), st.booleans())
+def test_whatever_comes_every_second_is_accounted_for_and_training_goes_on(faults, spares, with_aims):
+    aims = load_aims() if with_aims else {}
+    how = {"spares": spares, "repair_seconds": 20_000.0, **aims}
+    ledger = run(*sorted(faults, key=lambda one: one.at), seconds=6 * DAY, **how)
+    found = ledger.seconds()
+    assert sum(found.values()) == pytest.approx(ledger.wall_seconds) == 6 * DAY
+    assert min(found.values()) >= 0 and ledger.stretches[-1].shares.get("training", 0) > 0.5
+    rival = rival_ledger(load_rival("byterobust"), TIMES, faults, 6 * DAY, spares=spares)
+    assert sum(rival.seconds().values()) == pytest.approx(6 * DAY)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_few_nodes_stand_for_many(seed):
+    """Every fault of the cluster hits one of the few; were they more, the ledger would be the same."""
+    faults = draw_faults(load_mix("llama3"), 12288, 7 * DAY, seed)
+    few, many = (
+        VirtualCluster(TIMES, faults, spares=16, nodes=nodes).run(7 * DAY).seconds() for nodes in (16, 64)
+    )
+    assert few == pytest.approx(many)
+
+
+@pytest.mark.parametrize("name", mix_names())
+def test_faults_come_at_the_rate_of_the_mix(name):
+    mix = load_mix(name)
+    assert mix.per_day(12288) == pytest.approx(5.8, abs=0.03)
+    drawn = draw_faults(mix, 12288, 400 * DAY, 1)
+    assert len(drawn) / 400 == pytest.approx(5.8, rel=0.1)
+    assert {one.name for one in drawn} <= set(mix.kinds)
+    assert draw_faults(mix, 12288, 400 * DAY, 1) == drawn
+
+
+def test_the_counts_of_llama_3_are_all_there():
+    mix = load_mix("llama3")
+    assert sum(kind.weight for kind in mix.kinds.values()) == mix.faults
+
+
+def test_all_policies_meet_the_same_faults_and_the_aims_help():
+    setting = Setting(load_mix("llama3"), 12288, 14 * DAY, 16, TIMES, range(2))
+    myriad, aims, *rivals = compare(setting, lambda: None)
+    assert aims.mean > myriad.mean and [one.title for one in rivals] == ["ByteRobust-like", "MegaScale-like"]
+    assert all(sum(one.shares.values()) == pytest.approx(1.0) for one in (myriad, aims, *rivals))
+    low, high = myriad.interval
+    assert low <= myriad.mean <= high
+
+
+def test_each_time_of_the_table_is_varied():
+    setting = Setting(load_mix("llama3"), 12288, DAY, 16, TIMES, range(1))
+    names = {name for name, _, changed in sensitivity_changes(setting) if changed != setting}
+    assert names == {*Times.model_fields, "faults a day", "spare nodes", "patience"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("source = 1\n[", "not valid TOML"),
+        ("source = 's'\nfaults = 1\naccelerators = 1\ndays = 1\nkinds = {}", "kinds"),
+        (
+            "source = 's'\nfaults = 1\naccelerators = 1\ndays = 1\nkinds.a = {weight = 0, shows = 'exit'}",
+            "weight",
+        ),
+    ],
+)
+def test_a_mix_that_is_none_is_refused(tmp_path, text, said):
+    path = tmp_path / "mix.toml"
+    path.write_text(text)
+    with pytest.raises(BadInputError, match=said):
+        load_mix(str(path))
