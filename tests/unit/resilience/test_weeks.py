@@ -111,11 +111,11 @@ kinds = st.builds(
 )
 many_faults = st.lists(
     st.builds(Fault, st.floats(0, 2 * DAY), st.just("x"), kinds, st.floats(0, 0.99), st.floats(0, 1)),
-    max_size=12,
+    max_size=8,
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(many_faults, st.integers(0, 3), st.booleans())
 def test_whatever_comes_every_second_is_accounted_for_and_training_goes_on(faults, spares, with_aims):
     aims = load_aims() if with_aims else {}

@@ -37,7 +37,7 @@ __all__ = ["VirtualCluster"]
 
 _BEAT_SECONDS = 1.0
 _LATER_SECONDS = 10.0
-"""A fault that needs a run that trains comes so much later, until there is one."""
+"""What needs a run that trains, and finds none, comes so much later than the next one."""
 _GATHER_SECONDS = 301.0
 _CODES = {"killed": -9, "host memory": -9, "crash": -11}
 
@@ -70,6 +70,7 @@ class VirtualCluster:
         self._good_until = inf
         """What was done after that is wrong."""
         self._after_end: Callable[[], None] | None = None
+        self._later: list[Callable[[], None]] = []
         self._alive.update(range(nodes + spares))
         self._begin_run()
         for fault in faults:
@@ -182,6 +183,9 @@ class VirtualCluster:
         self._do("training")
         self._ready_at, self._work.slower_ratio = self._now, self._times.slower_ratio if slow else 0.0
         self._beat()
+        for what in self._later:
+            self._clock.after(_LATER_SECONDS, what)
+        self._later = []
 
     def _end_ranks(self, epoch: int, code: int) -> None:
         for node in list(self._placement):
@@ -247,7 +251,7 @@ class VirtualCluster:
     def _stop(self, doing: Doing, pause: float, then: Callable[[], None]) -> None:
         """A person stops the run, which saves, and goes on later."""
         if self._work.doing != "training":
-            self._clock.after(_LATER_SECONDS, partial(self._stop, doing, pause, then))
+            self._later.append(partial(self._stop, doing, pause, then))
             return
         self._do(doing)
         self._after_end = partial(self._clock.after, pause, then)
@@ -261,7 +265,7 @@ class VirtualCluster:
         kind, running = fault.kind, self._decider.state.phase == "running"
         comes_always = kind.shows in ("exit", "silent") and running
         if self._work.doing != "training" and not comes_always:
-            self._clock.after(_LATER_SECONDS, partial(self._fault, fault))
+            self._later.append(partial(self._fault, fault))
             return
         nodes = sorted(self._placement)
         place = int(fault.place * len(nodes))
@@ -316,7 +320,7 @@ class VirtualCluster:
         if self._is_past(node, kind):
             return
         if self._work.doing != "training":
-            self._clock.after(_LATER_SECONDS, partial(self._found, node, kind, good_until))
+            self._later.append(partial(self._found, node, kind, good_until))
             return
         self._beat()
         self._good_until = good_until

@@ -32,6 +32,7 @@ def rival_ledger(
     """``times``: of what is no policy's own: people, steps, stragglers."""
     work = Work(times.model_copy(update={"saving_ratio": rival.saving_ratio}))
     events = [_Event(fault.at, order, fault) for order, fault in enumerate(faults)]
+    work.ledger.attempt = 1
     _spend(work, "restarting", times.cold_start_seconds, seconds, spares)
     while events:
         event = heapq.heappop(events)
@@ -43,6 +44,7 @@ def rival_ledger(
             continue
         for doing, length in _phases(event, rival, times):
             _spend(work, doing, length, seconds, spares)
+        work.ledger.attempt += 1
         work.slower_ratio = 0.0
         saved = inf if event.fault.kind.shows == "planned" else work.done
         good = min(saved, inf if event.good_until is None else event.good_until)
