@@ -2,6 +2,7 @@
 (``--cluster``: `myriad.cli.forecast`), or weeks of them with faults (``--weeks``: `myriad.cli.weeks`)."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,7 +132,7 @@ def simulate(
     _show(job, overrides, out, as_json)
 
 
-def _refuse(options: dict[str, object], allowed: str) -> None:
+def _refuse(options: Mapping[str, object], allowed: str) -> None:
     for option, given in options.items():
         if given not in (None, False, 0.0):
             raise BadInputError(f"--{option}", str(given), allowed)

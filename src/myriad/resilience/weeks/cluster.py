@@ -121,15 +121,16 @@ class VirtualCluster:
         return training_row(rank, step, step_seconds, idle)
 
     def _beat(self) -> None:
+        """All that live, and then the driver asks what is due."""
         for node in sorted(self._alive - set(self._silent)):
             ranks = (self._row(node),) if node in self._placement else ()
             self._act(self._decider.hear(Beat(node, self._epoch, 1, ranks), self._now))
+        self._act(self._decider.due(self._now))
 
     def _look(self) -> None:
         """The driver's next seconds are of interest."""
         self._looks = False
         self._beat()
-        self._act(self._decider.due(self._now))
         if self._silent or (self._hang is not None and self._decider.state.phase == "running"):
             self._look_again(_BEAT_SECONDS)
 
@@ -166,7 +167,6 @@ class VirtualCluster:
         self._placement = {node: ranks[0] for node, ranks in action.placement.items()}
         self._hang, self._started_at, self._ready_at = None, self._now, 0.0
         seconds = times.cold_start_seconds if self._cold else times.restart_seconds
-        self._cold = False
         self._clock.after(seconds, partial(self._ready, action.epoch))
 
     def _ready(self, epoch: int) -> None:
@@ -181,6 +181,7 @@ class VirtualCluster:
                 return
         slow = any(kind.shows == "slow" for _, kind in broken)
         self._do("training")
+        self._cold = False
         self._ready_at, self._work.slower_ratio = self._now, self._times.slower_ratio if slow else 0.0
         self._beat()
         for what in self._later:
@@ -205,13 +206,13 @@ class VirtualCluster:
 
     def _come_back(self) -> None:
         self._pass()
+        if self._decider.state.phase == "gathering":
+            self._beat()
         node, self._next_node = self._next_node, self._next_node + 1
         self._alive.add(node)
         if self._wanted:
             self._begin_run()
         elif self._decider.state.phase != "over":
-            if self._decider.state.phase == "gathering":
-                self._beat()
             self._join(node)
 
     # Persons
