@@ -184,3 +184,8 @@ def test_a_mix_that_is_none_is_refused(tmp_path, text, said):
     path.write_text(text)
     with pytest.raises(BadInputError, match=said):
         load_mix(str(path))
+
+
+def test_an_error_of_the_program_that_comes_again_at_once_ends_the_run_and_a_person_comes():
+    found = run(fault(shows="exit", cause="user", stays=True)).seconds()
+    assert found["person"] == TIMES.person_seconds

@@ -95,6 +95,11 @@ class VirtualCluster:
         self._pass()
         self._work.doing = doing
 
+    @property
+    def _is_up(self) -> bool:
+        """The attempt has trained."""
+        return self._ready_at > self._started_at
+
     # What the driver hears
 
     def _hear_exit(self, node: int, code: int, cause: Cause, error: str) -> None:
@@ -110,7 +115,7 @@ class VirtualCluster:
     def _row(self, node: int) -> RankSeen:
         """What its ranks show."""
         rank, step, hang = self._placement[node], self._work.step, self._hang
-        training = self._ready_at > self._started_at
+        training = self._is_up
         stepped = training and self._now - self._ready_at >= self._times.step_seconds
         step_seconds = self._times.step_seconds if stepped else 0.0
         if hang is not None:
@@ -162,7 +167,8 @@ class VirtualCluster:
             work.go_back(work.durable(self._good_until))
             self._good_until = inf
         elif not self._cold:
-            work.go_back(work.in_memory(times.copies_every if replaced else times.memory_every))
+            every, trained = times.copies_every if replaced else times.memory_every, self._is_up
+            work.go_back(work.in_memory(every, trained=trained))
         self._epoch = work.ledger.attempt = action.epoch
         self._placement = {node: ranks[0] for node, ranks in action.placement.items()}
         self._hang, self._started_at, self._ready_at = None, self._now, 0.0
@@ -290,7 +296,7 @@ class VirtualCluster:
             exits = partial(self._exit, self._epoch, node, code, kind.cause)
             self._clock.after(self._times.crash_seen_seconds, exits)
         elif kind.shows == "hang":
-            training = self._ready_at > self._started_at
+            training = self._is_up
             since = self._now if training else self._started_at
             self._do("detecting")
             self._hang = _Hang(since, named, "step" if training else "starting")

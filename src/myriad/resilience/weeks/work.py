@@ -46,9 +46,10 @@ class Work:
         """Under way."""
         return floor(self.done / self._times.step_seconds + _SOME)
 
-    def in_memory(self, every: float) -> float:
-        """Where the newest snapshot in memory was taken: that of a step is whole when the next one ends."""
-        whole = self.done / self._times.step_seconds - 1
+    def in_memory(self, every: float, *, trained: bool) -> float:
+        """Where the newest snapshot in memory was taken: that of a step is whole when the next one ends.
+        ``trained``: something was done since the attempt began."""
+        whole = self.done / self._times.step_seconds - trained
         return max(0.0, floor(whole / every + _SOME) * every * self._times.step_seconds)
 
     def durable(self, done: float) -> float:
