@@ -22,6 +22,8 @@ __all__ = ["Crew"]
 
 _STOPPED_LOOKS = 6
 _LOOPBACK = "127."
+_ERROR_CHARACTERS = 4096
+"""Of a rank's last words, the newest: messages have a limit."""
 
 
 @dataclass
@@ -121,7 +123,7 @@ class Crew:
 
     def _ended(self, number: int, code: int) -> RankExited:
         rank = self._ranks.pop(number)
-        error = error_excerpt(rank.log) if code else ""
+        error = error_excerpt(rank.log)[-_ERROR_CHARACTERS:] if code else ""
         kills = count_memory_kills() if code == -signal.SIGKILL else self._memory_kills
         cause = cause_of(code, error, memory_killed=kills > self._memory_kills)
         self._memory_kills = kills

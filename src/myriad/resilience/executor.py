@@ -19,6 +19,7 @@ from contextlib import suppress
 from myriad.resilience.crew import Crew
 from myriad.resilience.facts import (
     ORDERS,
+    STOP_ASKED,
     Beat,
     Dump,
     End,
@@ -60,7 +61,7 @@ class _Executor:
         self._run, self._node, self.crew = run, node, crew
         self._link: Link | None = None
         self._host = "127.0.0.1"
-        self._stop_asked = False
+        self._stop_asked = STOP_ASKED in os.environ
         self._over = asyncio.Event()
 
     async def live(self) -> None:

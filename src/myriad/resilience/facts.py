@@ -12,6 +12,7 @@ from typing import Literal
 __all__ = [
     "OBSERVED",
     "ORDERS",
+    "STOP_ASKED",
     "Beat",
     "Cause",
     "Dump",
@@ -26,6 +27,9 @@ __all__ = [
     "Start",
     "StopAsked",
 ]
+
+STOP_ASKED = "MYRIAD_STOP_ASKED"
+"""Tells an executor, in its environment, that a person wanted the run to stop before it was started."""
 
 Cause = Literal[
     "done",

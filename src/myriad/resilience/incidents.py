@@ -33,7 +33,7 @@ class Incident:
         """Equal for the same fault: of the user's program wherever it shows, of all else where it does."""
         if self.cause in OF_THE_USER:
             return f"{self.cause} at step {self.step}: {self.last_line}"
-        return f"{self.cause} of rank {self.rank}"
+        return f"{self.cause} of rank {self.rank} on node {self.node}"
 
     @staticmethod
     def of_exit(ended: RankExited, rule: str, *, after_stop: bool) -> "Incident":
@@ -48,6 +48,13 @@ def blame_text(ended: RankExited) -> str:
     error, code = ended.error, ended.code
     if code > 0 and error and "\n" not in error:
         return f"rank {ended.rank}: {error} (log: {ended.log})"
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     why = {"host memory": ", as the host's memory was full"}.get(ended.cause, "")
     return f"rank {ended.rank} {how}{why} (log: {ended.log})" + (f"\n{error}" if error else "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have numbers alone
+        return f"signal {number}"

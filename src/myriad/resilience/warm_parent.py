@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -50,8 +51,14 @@ class WarmParent:
         self._send({"signal": number, "ranks": list(ranks)})
 
     def _send(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode()
         with suppress(OSError):  # it is gone, and its ranks with it: `receive` says so
-            self.channel.send(json.dumps(message).encode())
+            while True:
+                try:
+                    self.channel.send(data)
+                    return
+                except BlockingIOError:  # it is still importing, and many wait
+                    select.select([], [self.channel], [])
 
     def receive(self) -> list[dict[str, Any]] | None:
         """What it has told since; ``None``: it is gone."""

@@ -18,7 +18,6 @@ import os
 import secrets
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ __all__ = ["MAX_BYTES", "Frames", "Link", "Refused", "frame", "run_secret"]
 
 VERSION = 1
 MAX_BYTES = 2**22
+_SECRET_BYTES = 64
 _HEADER = struct.Struct("!2sHI")
 _MAGIC = b"MY"
 _HANDSHAKE_SECONDS = 10.0
@@ -80,10 +80,12 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 def run_secret(path: Path) -> bytes:
     """The run's, made when it is not there; readable by its user alone."""
-    with suppress(FileExistsError):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    if not path.exists() or path.stat().st_size != _SECRET_BYTES:  # none, or what a full disk left of one
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(handle, "w") as file:
-            file.write(secrets.token_hex(32))
+            file.write(secrets.token_hex(_SECRET_BYTES // 2))
+        draft.replace(path)
     return path.read_bytes()
 
 
@@ -104,7 +106,8 @@ class Link:
             nonce = str(theirs.get("nonce", ""))
             self._send({"proof": _proof(secret, role, mine, nonce)})
             answer = await self._receive()
-        if not hmac.compare_digest(str(answer.get("proof", "")), _proof(secret, other, nonce, mine)):
+        proof, expected = str(answer.get("proof", "")), _proof(secret, other, nonce, mine)
+        if not hmac.compare_digest(_encoded(proof), _encoded(expected)):
             raise Refused(f"whoever is there does not know the secret of this run's {other}")
 
     def send(self, message: Any) -> None:
@@ -137,4 +140,9 @@ class Link:
 
 
 def _proof(secret: bytes, role: str, own: str, other: str) -> str:
-    return hmac.new(secret, f"{role}:{own}:{other}".encode(), hashlib.sha256).hexdigest()
+    return hmac.new(secret, _encoded(f"{role}:{own}:{other}"), hashlib.sha256).hexdigest()
+
+
+def _encoded(text: str) -> bytes:
+    """Whatever a stranger sends."""
+    return text.encode(errors="surrogatepass")

@@ -124,3 +124,27 @@ def test_both_ends_must_know_the_secret() -> None:
 def test_a_proof_cannot_be_sent_back_to_who_made_it() -> None:
     """Whoever mirrors the driver's own messages has its role, not the executor's."""
     assert any(isinstance(error, Refused) for error in asyncio.run(_meet(b"one", b"one", "driver")))
+
+
+@pytest.mark.parametrize("proof", ["é", "\ud800", "0" * 64])
+def test_whatever_a_stranger_calls_its_proof_is_refused(proof: str) -> None:
+    async def meet() -> None:
+        async def be_strange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(frame({"nonce": proof}) + frame({"proof": proof}))
+
+        server = await asyncio.start_server(be_strange, "127.0.0.1", 0)
+        async with server:
+            link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()[:2]))
+            with pytest.raises(Refused):
+                await link.prove(b"secret", "executor", "driver")
+            link.close()
+
+    asyncio.run(meet())
+
+
+def test_a_secret_that_a_full_disk_cut_short_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"")
+    secret = run_secret(path)
+    assert len(secret) == 64 and run_secret(path) == secret
+    assert path.stat().st_mode & 0o077 == 0

@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any, Literal, Protocol
 
 from myriad.errors import BadInputError, RunFailedError
+from myriad.resilience.facts import STOP_ASKED
 from myriad.resilience.journal import Journal
 from myriad.resilience.process_state import process_state
 from myriad.resilience.state import Plan
@@ -156,7 +157,9 @@ class _Processes:
         self._executor.end(signal.SIGKILL)
 
     def ask_to_stop(self) -> None:
-        """All ranks save and stop."""
+        """All ranks save and stop; an executor that is not yet able to hear it, and dies, has a follower that
+        knows."""
+        self._executor.environment[STOP_ASKED] = "1"
         self._executor.send_signal(signal.SIGINT)
 
     def wait(self) -> None:
@@ -173,6 +176,8 @@ class _Kept:
         self._command = [sys.executable, "-m", f"myriad.resilience.{module}", *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths, self._started, self._went_on_at = 0, 0.0, 0.0
+        self.environment: dict[str, str] = {}
+        """Of those that will be started."""
 
     def start(self) -> None:
         """One."""
@@ -181,7 +186,7 @@ class _Kept:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
-                env=os.environ | {"MYRIAD_ENGINE_PID": str(os.getpid())},
+                env=os.environ | {"MYRIAD_ENGINE_PID": str(os.getpid())} | self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
