@@ -15,7 +15,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 FLOORS = (
-    ("errors units config toml_text jsonl",),
+    ("errors units config toml_text jsonl processes whole_file",),
     ("kernels", "program", "network", "telemetry"),
     ("model", "optim", "data", "comm"),
     ("parallel", "planner", "checkpoint"),
@@ -26,7 +26,9 @@ FLOORS = (
 )
 """Lowest first; a string is a room: a folder, a file, or a few that belong together."""
 
-TORCH_FREE = "errors units config toml_text jsonl program network planner job recipes run cli"
+TORCH_FREE = (
+    "errors units config toml_text jsonl processes whole_file program network planner job recipes run cli"
+)
 
 PLACES = {
     name: (floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms for name in room.split()

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from myriad.errors import BadInputError
 from myriad.jsonl import JsonlTail, Record, append_line
+from myriad.whole_file import write_whole
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -94,7 +95,7 @@ class Run:
                 folder.mkdir(parents=True, exist_ok=True)
             text = dump_toml(job)
             if not resumed or self.job_path.read_text() != text:
-                _replace_file(self.job_path, text)
+                write_whole(self.job_path, text)
         return resumed
 
     @contextlib.contextmanager
@@ -154,15 +155,6 @@ def _append(path: Path, record: Mapping[str, Any]) -> None:
         append_line(path, record)
     except OSError as error:
         _LOG.warning("a line is lost: %s: %s", path, error.strerror)
-
-
-def _replace_file(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """Pictures that a command writes where it is told."""
 
-import os
 from pathlib import Path
 
 from myriad.errors import BadInputError
+from myriad.whole_file import write_whole
 
 __all__ = ["check_picture", "write_picture"]
 
@@ -17,9 +17,7 @@ def check_picture(option: str, path: Path) -> None:
 def write_picture(option: str, path: Path, svg: str) -> None:
     """Whole or not at all. Raises `BadInputError`."""
     check_picture(option, path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(svg)
-        beside.replace(path)
+        write_whole(path, svg)
     except OSError as error:
         raise BadInputError(option, str(path), f"cannot be written: {error.strerror}") from None

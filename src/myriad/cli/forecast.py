@@ -1,7 +1,6 @@
 """``myriad simulate --cluster``: one iteration on a cluster, predicted; as table, picture, spans or JSON."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from myriad.errors import BadInputError
+from myriad.whole_file import write_whole
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -138,7 +138,7 @@ def _write(
         lanes = [Lane(f"rank {rank}", spans) for rank, spans in ranks.items()]
         panel = Panel("one iteration, predicted", 0.0, found.seconds, lanes)
         try:
-            _replace(wanted.out, draw_spans(_headline(job, cluster, found), [panel]))
+            write_whole(wanted.out, draw_spans(_headline(job, cluster, found), [panel]))
         except OSError as error:
             raise BadInputError("--out", str(wanted.out), f"cannot be written: {error.strerror}") from None
         written.append(wanted.out)
@@ -147,19 +147,13 @@ def _write(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_spans(folder / "step-1.parquet", ranks, step=1)
-            _replace(wanted.spans / "job.toml", dump_toml(job))
+            write_whole(wanted.spans / "job.toml", dump_toml(job))
         except OSError as error:
             raise BadInputError(
                 "--spans", str(wanted.spans), f"cannot be written: {error.strerror}"
             ) from None
         written.append(wanted.spans)
     return written
-
-
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    beside.replace(path)
 
 
 def _headline(job: "Job", cluster: "Cluster", found: "Outlook") -> str:

@@ -1,6 +1,5 @@
 """Between a job and the planner: what is to be planned, and the job file that a plan is."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from myriad.planner.rescore import Plan
 from myriad.planner.saving import Saves
 from myriad.planner.space import Candidate, Problem, Shards
 from myriad.units import format_bytes
+from myriad.whole_file import write_whole
 
 __all__ = ["as_written", "check_plan_file", "job_of", "problem_of", "saves_of", "write_plan"]
 
@@ -88,10 +88,8 @@ def write_plan(path: Path, job: Job, plan: Plan, problem: Problem, placement: Pl
             "# start them numbered as in the cluster file (torchrun --node-rank, Slurm's list of hosts)."
         )
     text = "\n".join(lines) + "\n\n" + dump_toml(job_of(job, candidate, placement))
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text)
-        beside.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise BadInputError("--out", str(path), f"cannot be written: {error.strerror}") from None
 

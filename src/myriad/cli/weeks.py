@@ -1,14 +1,16 @@
 """``myriad simulate --weeks``: weeks with faults on a cluster, as tables, chart or JSON."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from myriad.cli.bars import share_bar
 from myriad.cli.files import check_picture, write_picture
 from myriad.errors import BadInputError
 
@@ -46,7 +48,14 @@ def simulate_weeks(wanted: WantedWeeks) -> None:
         check_picture("--out", wanted.out)
     cluster, setting = _setting(wanted)
     changes = sum(1 for _ in sensitivity_changes(setting)) if wanted.sensitivity else 0
-    with _bar(wanted.runs * num_policies() + changes * wanted.runs) as done:
+    total = wanted.runs * (num_policies() + changes)
+    counted = count(1)
+    with share_bar("simulating", quiet=wanted.as_json or not sys.stderr.isatty()) as tell:
+
+        def done() -> None:
+            number = next(counted)
+            tell(f"run {number} of {total}", number / total)
+
         outcomes = compare(setting, done)
         effects = sensitivity(setting, done) if wanted.sensitivity else []
     headline = _headline(wanted, cluster, setting)
@@ -85,18 +94,6 @@ def _setting(wanted: WantedWeeks) -> "tuple[Cluster, Setting]":
         raise BadInputError("JOB", None, f"{wanted.overrides[0]} needs a job that it changes")
     seeds = range(wanted.seed, wanted.seed + wanted.runs)
     return cluster, Setting(mix, world, wanted.weeks * 7 * DAY, wanted.spares, times, seeds)
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[[], None]]:
-    """Where somebody looks on."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("simulating", total=total)
-        yield lambda: progress.advance(task)
 
 
 def _headline(wanted: WantedWeeks, cluster: "Cluster", setting: "Setting") -> str:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -27,6 +26,7 @@ from myriad.data.config import DataConfig
 from myriad.data.manifest import Split
 from myriad.data.ring import Geometry, Ring
 from myriad.errors import RunFailedError
+from myriad.processes import process_state
 
 __all__ = ["LoaderClient", "LoaderSpec"]
 
@@ -208,7 +208,7 @@ class _LoaderProcess:
 
     def end_if_stopped(self) -> None:
         """A loader that stays stopped (SIGSTOP) would never end by itself."""
-        if _state_of(self.pid) != "T":
+        if process_state(self.pid) != "T":
             self._stopped_since = None
             return
         self._stopped_since = self._stopped_since or time.monotonic()
@@ -237,13 +237,6 @@ class _LoaderProcess:
             self._process.kill()
             self._process.wait()
         os.close(self._descriptor)
-
-
-def _state_of(pid: int) -> str:
-    """The kernel's letter."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
 
 
 def _attach(name: str) -> Ring:

@@ -23,9 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from myriad.errors import RunFailedError
+from myriad.processes import process_start_ticks
 from myriad.units import format_bytes
 
-__all__ = ["Geometry", "Ring", "process_start_ticks", "rendezvous_paths"]
+__all__ = ["Geometry", "Ring", "rendezvous_paths"]
 
 _MAGIC = 0x4D59524941440001
 _PREFIX = "myriad-loader-"
@@ -207,15 +208,6 @@ class Ring:
 def rendezvous_paths(name: str) -> list[Path]:
     """Where the ring of a name may lie: memory first, then the folder for temporary files."""
     return [folder / f"{_own_prefix()}{name}" for folder in _folders()]
-
-
-def process_start_ticks(pid: int) -> int | None:
-    """When a process started, in ticks since boot: with the pid, a name for good. None: it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _own_prefix() -> str:

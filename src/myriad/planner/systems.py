@@ -79,7 +79,7 @@ MEGATRON_2023 = System(
 )
 """Megatron-LM as MegaScale's baseline: bf16 with float32 gradients, distributed optimizer, FlashAttention;
 norm and GeLU of "fine-grained kernels" (arXiv 2402.15627, section 3.3). Its code has `sums_hide` too, but
-with that its rows would be predicted 2.6 % quicker still: what waits there instead is not known."""
+with that its rows would be predicted quicker still: what waits there instead is not known."""
 
 MEGASCALE = System(
     Practice(fused_loss=False, host_seconds=_MEGASCALE_HOST_SECONDS, tensor_parts=_TENSOR_PARTS),

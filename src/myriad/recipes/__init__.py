@@ -1,4 +1,5 @@
-"""Ready jobs, models, clusters, accelerators, faults as TOML; a recipe's name works wherever a path does."""
+"""Ready jobs, models, clusters, accelerators, faults and mixes of them as TOML; a recipe's name works
+wherever a path does."""
 
 import difflib
 import tomllib
@@ -10,7 +11,7 @@ from myriad.errors import BadInputError
 
 __all__ = ["Kind", "read_recipe", "recipe_names"]
 
-Kind = Literal["accelerators", "clusters", "faults", "jobs", "models"]
+Kind = Literal["accelerators", "clusters", "faults", "jobs", "mixes", "models"]
 
 
 def recipe_names(kind: Kind) -> list[str]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from myriad.processes import process_state
 from myriad.resilience.causes import cause_of
 from myriad.resilience.engines.logs import error_excerpt
 from myriad.resilience.facts import RankExited, RankSeen, Start
 from myriad.resilience.memory_kills import count_memory_kills
-from myriad.resilience.process_state import process_state
 from myriad.resilience.warm_parent import WarmParent
 from myriad.run import Run
 from myriad.telemetry.progress_page import PROGRESS, ProgressPage

@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from myriad.resilience.actions import (
@@ -46,6 +45,7 @@ from myriad.resilience.facts import (
 from myriad.resilience.journal import Journal
 from myriad.resilience.wire import Link, Refused, run_secret
 from myriad.run import Run
+from myriad.whole_file import write_whole
 
 __all__ = ["Driver", "main"]
 
@@ -70,7 +70,8 @@ class Driver:
         """Until the run is over."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         host, port = server.sockets[0].getsockname()[:2]
-        _publish(self._run.path / "driver.json", {"host": host, "port": port, "pid": os.getpid()})
+        address = {"host": host, "port": port, "pid": os.getpid()}
+        write_whole(self._run.path / "driver.json", json.dumps(address))
         async with server:
             if self._decider.state.phase == "over":  # decided, and perhaps not told
                 state = self._decider.state
@@ -168,12 +169,6 @@ def _tell_engine(message: dict[str, Any]) -> None:
     os.set_blocking(1, bool(message))  # an engine that is stopped for a night does not read that all is well
     with suppress(BlockingIOError):
         os.write(1, line)
-
-
-def _publish(path: Path, record: dict[str, Any]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(record))
-    draft.replace(path)
 
 
 def main(arguments: list[str]) -> int:

@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import struct
 from collections.abc import Iterable, Iterator
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from myriad.resilience.codec import decode, encode
+from myriad.whole_file import write_whole
 
 __all__ = ["MAX_BYTES", "Frames", "Link", "Refused", "frame", "run_secret"]
 
@@ -81,11 +81,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 def run_secret(path: Path) -> bytes:
     """The run's, made when it is not there; readable by its user alone."""
     if not path.exists() or path.stat().st_size != _SECRET_BYTES:  # none, or what a full disk left of one
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(handle, "w") as file:
-            file.write(secrets.token_hex(_SECRET_BYTES // 2))
-        draft.replace(path)
+        write_whole(path, secrets.token_hex(_SECRET_BYTES // 2), mode=0o600)
     return path.read_bytes()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from myriad import __version__
 from myriad.planner.cluster import Cluster
 from myriad.toml_text import dump_toml
+from myriad.whole_file import write_whole
 
 __all__ = ["CLUSTER_NAME", "find_cluster_file", "processor_name", "write_cluster"]
 
@@ -29,9 +30,7 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
         "# ranks beyond the cores take turns on them. To measure again: myriad plan --measure\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(head + dump_toml(cluster), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, head + dump_toml(cluster))
 
 
 def processor_name() -> str:

@@ -113,7 +113,7 @@ def _best(function: Callable[[], object], pair: Group) -> float:
 
 def _taken_ratio(pair: Group) -> float:
     """What transfers take from compute is more than their threads' processor time: interrupts, and caches
-    that hold other data after each (a fifth of a core against a third, at 1 Gbit/s)."""
+    that hold other data after each."""
     whole, part = torch.zeros(_ELEMENTS[-1]), torch.zeros(_ELEMENTS[-1] // 2)
 
     def transfer(times: int = 1) -> None:

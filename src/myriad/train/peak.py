@@ -5,13 +5,14 @@ moment, on every rank at once, as training will.
 """
 
 import json
-import os
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from myriad.whole_file import write_whole
 
 __all__ = ["Peak", "find_peak"]
 
@@ -43,9 +44,7 @@ def find_peak(
     if where not in known:
         known[where] = _measure(device, dtype, measure_seconds)
         if kept is not None:
-            draft = kept.with_name(f".{kept.name}.{os.getpid()}")
-            draft.write_text(json.dumps(known))
-            draft.replace(kept)
+            write_whole(kept, json.dumps(known))
     return Peak(known[where], f"measured {name} matrix product")
 
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myriad.data import ring as module
-from myriad.data.ring import Geometry, Ring, process_start_ticks, rendezvous_paths
+from myriad.data.ring import Geometry, Ring, rendezvous_paths
 from myriad.errors import RunFailedError
+from myriad.processes import process_start_ticks
 
 NAME = f"test-ring-{os.getpid()}"
 

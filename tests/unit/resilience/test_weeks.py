@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myriad.errors import BadInputError
+from myriad.recipes import recipe_names
 from myriad.resilience.ledger import Ledger
 from myriad.resilience.weeks.cluster import VirtualCluster
-from myriad.resilience.weeks.faults import DAY, Fault, Kind, draw_faults, load_mix, mix_names
+from myriad.resilience.weeks.faults import DAY, Fault, Kind, draw_faults, load_mix
 from myriad.resilience.weeks.rivals import rival_ledger
 from myriad.resilience.weeks.study import Setting, compare, sensitivity_changes
 from myriad.resilience.weeks.times import Times, load_aims, load_rival, load_times
@@ -138,7 +139,7 @@ def test_a_few_nodes_stand_for_many(seed):
     assert few == pytest.approx(many)
 
 
-@pytest.mark.parametrize("name", mix_names())
+@pytest.mark.parametrize("name", recipe_names("mixes"))
 def test_faults_come_at_the_rate_of_the_mix(name):
     mix = load_mix(name)
     assert mix.per_day(12288) == pytest.approx(5.8, abs=0.03)

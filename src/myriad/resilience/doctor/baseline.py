@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from myriad.config import Config
 from myriad.errors import BadInputError
 from myriad.resilience.doctor.item import Expected, Reading
+from myriad.whole_file import write_whole
 
 __all__ = ["default_path", "merge", "read_baseline", "summarize", "write_baseline"]
 
@@ -55,11 +56,9 @@ def read_baseline(path: Path, key: str = "--baseline") -> Expected:
 def write_baseline(path: Path, expected: Expected) -> None:
     """Whole or not at all. Raises `BadInputError` when it cannot be written."""
     text = json.dumps({"format": 1, "hardware": expected}, indent=1, sort_keys=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text + "\n")
     except OSError as error:
         raise BadInputError("--baseline", str(path), f"cannot be written: {error.strerror}") from None
 

@@ -106,16 +106,8 @@ def check_counters(nic: Nic, before: float, after: float) -> Reading:
 
 def _loopback(nic: Nic, node: MemoryNode) -> Reading:
     found = _transfer(nic.address, nic.address, node)
-    return Reading(
-        name=f"{nic.name} to memory node {node.index}",
-        value=found.bytes_per_second,
-        unit="bytes/s",
-        floor=_FLOOR,
-        hardware=nic.hardware,
-        problem=f"{found.wrong_bytes} bytes arrived different" if found.wrong_bytes else "",
-        note="loopback, one connection",
-        remedy="look for other work on these cores, or a NIC that hangs on the wrong memory node",
-    )
+    remedy = "look for other work on these cores, or a NIC that hangs on the wrong memory node"
+    return _arrived(nic, f"memory node {node.index}", found, remedy, "loopback, one connection")
 
 
 def _between(nics: list[Nic]) -> Iterator[Reading]:
@@ -125,15 +117,21 @@ def _between(nics: list[Nic]) -> Iterator[Reading]:
         return
     for source, target in zip(nics, [*nics[1:], nics[0]], strict=True):
         found = _transfer(source.address, target.address, None)
-        yield Reading(
-            name=f"{source.name} to {target.name}",
-            value=found.bytes_per_second,
-            unit="bytes/s",
-            floor=_FLOOR,
-            hardware=source.hardware,
-            problem=f"{found.wrong_bytes} bytes arrived different" if found.wrong_bytes else "",
-            remedy="compare with the other pairs: the NIC that is slow in two of them is the one",
-        )
+        remedy = "compare with the other pairs: the NIC that is slow in two of them is the one"
+        yield _arrived(source, target.name, found, remedy)
+
+
+def _arrived(source: Nic, target: str, found: Received, remedy: str, note: str = "") -> Reading:
+    return Reading(
+        name=f"{source.name} to {target}",
+        value=found.bytes_per_second,
+        unit="bytes/s",
+        floor=_FLOOR,
+        hardware=source.hardware,
+        problem=f"{found.wrong_bytes} bytes arrived different" if found.wrong_bytes else "",
+        note=note,
+        remedy=remedy,
+    )
 
 
 def _transfer(source: str, target: str, node: MemoryNode | None) -> Received:

@@ -24,9 +24,9 @@ from types import FrameType
 from typing import Any, Literal, Protocol
 
 from myriad.errors import BadInputError, RunFailedError
+from myriad.processes import process_state
 from myriad.resilience.facts import STOP_ASKED
 from myriad.resilience.journal import Journal
-from myriad.resilience.process_state import process_state
 from myriad.resilience.state import Plan
 from myriad.resilience.wire import run_secret
 from myriad.run import Run

@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from myriad.checkpoint.keeper_start import keeper_name
+from myriad.processes import process_state
 from myriad.resilience.faults.kinds import Target
-from myriad.resilience.process_state import process_state
 from myriad.run import Run
 from myriad.telemetry.progress_page import ROW_BYTES, ProgressPage, Seen
 

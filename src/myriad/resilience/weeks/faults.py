@@ -5,19 +5,17 @@ luck, so that policies which use it differently meet the same faults.
 """
 
 import random
-import tomllib
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationError
 
 from myriad.config import Config
 from myriad.errors import BadInputError
+from myriad.recipes import read_recipe
 from myriad.resilience.facts import Cause
 
-__all__ = ["DAY", "Fault", "Kind", "Mix", "Shows", "draw_faults", "load_mix", "mix_names"]
+__all__ = ["DAY", "Fault", "Kind", "Mix", "Shows", "draw_faults", "load_mix"]
 
 DAY = 86400.0
 Shows = Literal["exit", "hang", "silent", "corrupt", "slow", "planned"]
@@ -78,28 +76,10 @@ def draw_faults(mix: Mix, accelerators: int, seconds: float, seed: int, *, often
     return found
 
 
-def mix_names() -> list[str]:
-    """Those that come with Myriad."""
-    entries = (resources.files("myriad.resilience.weeks") / "mixes").iterdir()
-    return sorted(entry.name.removesuffix(".toml") for entry in entries if entry.name.endswith(".toml"))
-
-
 def load_mix(name_or_path: str) -> Mix:
     """By name, or from a file. Raises `BadInputError`."""
     try:
-        if name_or_path in mix_names():
-            folder = resources.files("myriad.resilience.weeks") / "mixes"
-            text = (folder / f"{name_or_path}.toml").read_text(encoding="utf-8")
-        elif name_or_path.endswith(".toml"):
-            text = Path(name_or_path).read_text(encoding="utf-8")
-        else:
-            allowed = f"a .toml file or one of {', '.join(mix_names())}"
-            raise BadInputError("--mix", name_or_path, allowed)
-        return Mix.model_validate(tomllib.loads(text))
-    except OSError as error:
-        raise BadInputError("--mix", name_or_path, f"cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInputError("--mix", name_or_path, f"not valid TOML: {error}") from None
+        return Mix.model_validate(read_recipe("mixes", name_or_path, "--mix"))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
