@@ -104,9 +104,14 @@ class Job(Config):
     """How faults are met."""
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """Micro-batches of each data-parallel replica in one iteration."""
+        return self.layout.shares_of(self.train.global_batch)
+
+    @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of one rank in one iteration."""
-        return self.train.global_batch // (self.layout.dp * self.layout.micro_batch)
+        """Micro-batches of one rank in one iteration; where shares differ, of one that has most."""
+        return max(self.shares)
 
     def check(self) -> "Job":
         """Every rule that spans fields. Raises `BadInputError`."""
@@ -159,10 +164,10 @@ def _check_partition(job: Job) -> None:
 
 
 def _check_batch(job: Job) -> None:
-    layout, batch = job.layout, job.train.global_batch
-    unit = layout.dp * layout.micro_batch
-    allowed = f"must be a multiple of layout.dp x layout.micro_batch = {unit}"
-    _need(batch % unit == 0, "train.global_batch", batch, allowed)
+    shares = job.layout.shares_of(job.train.global_batch)
+    alone = job.comm.sync_every > 1 and len(set(shares)) > 1
+    allowed = "needs comm.sync_every = 1: replicas that train alone count alike"
+    _need(not alone, "layout.shares", list(shares), allowed)
 
 
 def _check_window(job: Job) -> None:

@@ -60,7 +60,7 @@ def make_engine(case: Case, recorder: Recorder | None = None) -> Engine:
         groups,
         partition_layers(layout.partition, layout.num_stages, definition.kinds, costs),
         Batch(tokens, tokens, tokens[:, 0]),
-        case.global_batch // (layout.dp * layout.micro_batch),
+        layout.shares_of(case.global_batch)[groups.grid.index("dp")],
         OptimizerConfig(**(OPTIMIZER | case.optimizer)),
         seed=3,
         dtype=case.dtype,
@@ -80,12 +80,17 @@ def tokens_of_step(case: Case, step: int) -> torch.Tensor:
 
 
 def batch_of_rank(case: Case, engine: Engine, step: int) -> Batch:
-    return batch_of_replica(case, engine.groups.grid.index("dp"), engine.layout.dp, step)
+    layout, replica = engine.layout, engine.groups.grid.index("dp")
+    shares = [share * layout.micro_batch for share in layout.shares_of(case.global_batch)]
+    return batch_of_rows(case, sum(shares[:replica]), shares[replica], step)
 
 
 def batch_of_replica(case: Case, replica: int, num_replicas: int, step: int) -> Batch:
     share = case.global_batch // num_replicas
-    first = replica * share
+    return batch_of_rows(case, replica * share, share, step)
+
+
+def batch_of_rows(case: Case, first: int, share: int, step: int) -> Batch:
     tokens = tokens_of_step(case, step)[first : first + share]
     samples = torch.arange(first, first + share) + step * case.global_batch
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), samples)

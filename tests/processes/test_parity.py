@@ -107,6 +107,34 @@ def test_layout_gives_the_loss_and_parameters_of_one_process(
     assert_equal(case, one_process(model, optimizer))
 
 
+V = "zero-bubble-v"
+SHARES: list[tuple[str, str, dict[str, Any]]] = [
+    ("serial", "adamw", {"dp": 2, "shares": (5, 3), "zero": 1}),
+    ("serial", "adamw", {"dp": 3, "shares": (4, 3, 1), "zero": 0}),
+    ("serial", "lamb", {"dp": 2, "shares": (1, 3), "zero": 3, "micro_batch": 2}),
+    ("serial", "adamw", {"dp": 2, "shares": (2, 6), "zero": 2, "reduce": "each"}),
+    ("gpt2", "adamw", {"dp": 2, "pp": 2, "shares": (7, 1), "zero": 2, "schedule": "zero-bubble"}),
+    ("serial", "adamw", {"dp": 2, "pp": 2, "shares": (3, 5), "zero": 3, "virtual_stages": 2}),
+    ("serial", "adamw", {"dp": 2, "pp": 2, "shares": (3, 5), "virtual_stages": 2, "schedule": V}),
+    ("gpt2", "adamw", {"dp": 2, "pp": 2, "tp": 2, "shares": (3, 1), "zero": 2, "micro_batch": 2}),
+    ("parallel-window", "adamw", {"dp": 2, "tp": 2, "shares": (1, 3), "zero": 3, "micro_batch": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "optimizer", "layout"), SHARES, ids=name_of)
+def test_unequal_shares_give_the_loss_and_parameters_of_one_process(
+    model: str, optimizer: str, layout: dict[str, Any]
+) -> None:
+    case = Case(layout=layout, model=MODELS[model], optimizer={"name": optimizer})
+    assert_equal(case, one_process(model, optimizer))
+
+
+@pytest.mark.parametrize("layout", [SHARES[2][2], SHARES[5][2]], ids=name_of)
+def test_unequal_shares_without_any_overlap(layout: dict[str, Any]) -> None:
+    case = Case(layout=layout, overlap=dict.fromkeys(SWITCHES, False), optimizer={"name": "adamw"})
+    assert_equal(case, one_process("serial", "adamw"))
+
+
 SWITCHES = ("pipeline", "data", "optimizer", "tensor")
 DATA_AND_PIPELINE = {"dp": 2, "pp": 2, "zero": 2}
 TENSOR_AND_PIPELINE = {"tp": 2, "pp": 2, "micro_batch": 3}
@@ -135,6 +163,7 @@ def test_no_switch_changes_what_is_learned(layout: dict[str, Any], on: tuple[str
         {"dp": 2, "zero": 2},
         {"pp": 2, "virtual_stages": 2, "micro_batch": 2},
         {"dp": 2, "tp": 2, "pp": 2, "zero": 3, "micro_batch": 2},
+        {"dp": 2, "pp": 2, "shares": (5, 3), "zero": 2, "virtual_stages": 2},
     ],
     ids=name_of,
 )

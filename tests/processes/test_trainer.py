@@ -145,6 +145,21 @@ def test_a_run_goes_on_in_another_layout(start: Callable[..., Run]) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_run_goes_on_with_other_shares_from_its_checkpoint(start: Callable[..., Run]) -> None:
+    """Where it is in the data does not depend on who worked on what: nothing is skipped or seen twice."""
+    keys = ["train.steps=20", "checkpoint.every=10", "layout.dp=2", "layout.zero=1", "model.dropout=0.1"]
+    run, undisturbed = start("moved", *keys, "layout.shares=[6, 2]"), start("undisturbed", *keys)
+    assert run_ranks(2, interrupted, run, 10) == [0, 0]
+    job = run.job()
+    layout = job.layout.model_copy(update={"shares": (3, 5)})
+    run.create_or_resume(job.model_copy(update={"layout": layout}))
+    assert train(run, 2) == train(undisturbed, 2) == [0, 0]
+    (resumed,) = events(run, "resume")
+    assert 10 <= resumed["step"] < 20
+    found, expected = ([line["loss"] for line in each.read_metrics()] for each in (run, undisturbed))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_said(start: Callable[..., Run]) -> None:
     run = start("run", "train.steps=20", "checkpoint.every=5")
     assert train(run) == [0]

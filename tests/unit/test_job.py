@@ -139,6 +139,16 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
             "layout.reduce",
             "needs layout.zero = 2 or 3",
         ),
+        (["layout.dp=2", "layout.shares=[5]"], "layout.shares", "2 numbers of at least 1"),
+        (["layout.dp=2", "layout.shares=[8, 0]"], "layout.shares", "2 numbers of at least 1"),
+        (["layout.dp=2", "layout.shares=[]"], "layout.shares", "2 numbers of at least 1"),
+        (["layout.dp=2", "layout.shares=[5, 4]"], "layout.shares", "must add up to train.global_batch"),
+        (["layout.dp=2", "layout.micro_batch=3", "layout.shares=[1, 1]"], "layout.shares", "= 8 / 3"),
+        (
+            ["layout.dp=2", "layout.shares=[5, 3]", "comm.sync_every=2"],
+            "layout.shares",
+            "comm.sync_every = 1",
+        ),
         (["layout.dp=3"], "train.global_batch", "multiple of layout.dp x layout.micro_batch = 3"),
         (["model.window=65"], "model.window", "at most model.sequence = 64"),
         (["model.window_pattern=[]"], "model.window_pattern", "at least one"),
@@ -213,3 +223,9 @@ def test_a_folder_is_not_a_job(tmp_path: Path) -> None:
 def test_an_unknown_name_says_what_there_is() -> None:
     with pytest.raises(BadInputError, match=r"did you mean tiny\? a .toml file or one of .*tiny"):
         load_job("tinny")
+
+
+def test_shares_that_no_equal_division_gives() -> None:
+    job = load_job("tiny", ["layout.dp=3", "layout.shares=[3, 3, 2]"])
+    assert (job.shares, job.num_micro_batches) == ((3, 3, 2), 3)
+    assert load_job("tiny", ["layout.dp=2"]).shares == (4, 4)

@@ -1,6 +1,7 @@
 """``myriad parity``: train the same job in several layouts and say where they part."""
 
 import json
+import re
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -84,7 +85,8 @@ def parity(
 def _job(name: str, layout: str, overrides: list[str], steps: int, keep_every: int) -> "Job":
     from myriad.job import load_job
 
-    keys = [part.strip() for part in layout.split(",") if part.strip()]
+    parts = re.split(r",(?![^\[]*\])", layout)  # at commas that no list holds
+    keys = [part.strip() for part in parts if part.strip()]
     fixed = ["train.precision=float32", "train.threads=1", f"train.steps={steps}", "train.sample_prompt=off"]
     kept = [f"checkpoint.every={keep_every}", f"checkpoint.keep={steps}", "train.validate_every=0"]
     given = load_job(name, overrides).optimizer

@@ -45,6 +45,9 @@ class Layout(Config):
     or 3)."""
     micro_batch: int = Field(1, ge=1)
     """Sequences in one micro-batch."""
+    shares: tuple[int, ...] | None = None
+    """Micro-batches of each data-parallel replica in one iteration, [5, 3]: fewer for slower ones. The result
+    is the same; off: as many for each."""
     schedule: ScheduleName | None = None
     """Pipeline schedule; off: interleaved when virtual_stages > 1, else 1f1b. On slow links the eager ones
     hide transfers that others wait for, and hold more activations."""
@@ -71,6 +74,19 @@ class Layout(Config):
         """The schedule, with the default filled in."""
         return self.schedule or ("interleaved" if self.virtual_stages > 1 else "1f1b")
 
+    def shares_of(self, global_batch: int) -> tuple[int, ...]:
+        """Micro-batches of each replica. Raises `BadInputError` where the batch cannot be divided so."""
+        if self.shares is not None:
+            if sum(self.shares) * self.micro_batch != global_batch:
+                wanted = f"train.global_batch / layout.micro_batch = {global_batch} / {self.micro_batch}"
+                raise BadInputError("layout.shares", list(self.shares), f"must add up to {wanted}")
+            return self.shares
+        unit = self.dp * self.micro_batch
+        if global_batch % unit:
+            allowed = f"must be a multiple of layout.dp x layout.micro_batch = {unit}"
+            raise BadInputError("train.global_batch", global_batch, allowed)
+        return (global_batch // unit,) * self.dp
+
 
 def check_layout(layout: Layout) -> None:
     """Every rule that spans a layout's own fields. Raises `BadInputError`."""
@@ -79,6 +95,10 @@ def check_layout(layout: Layout) -> None:
     if layout.ep > 1:
         raise BadInputError("layout.ep", layout.ep, "only 1: expert parallelism is not built yet")
     check_virtual_stages(layout.schedule_name, layout.virtual_stages)
+    shares = layout.shares
+    if shares is not None and (len(shares) != layout.dp or min(shares) < 1):
+        allowed = f"{layout.dp} numbers of at least 1, one for each replica (layout.dp), or off"
+        raise BadInputError("layout.shares", list(shares), allowed)
     if layout.reduce == "each" and layout.zero < 2:
         allowed = "needs layout.zero = 2 or 3, where a reduced gradient is kept apart from the sum; or last"
         raise BadInputError("layout.reduce", layout.reduce, allowed)

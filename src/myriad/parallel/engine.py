@@ -73,7 +73,8 @@ class Engine:
         overlap: OverlapConfig = _OVERLAP,
         comm: CommConfig = _COMM,
     ) -> None:
-        """``sample``: one micro-batch, or tensors of its shapes and types."""
+        """``sample``: one micro-batch, or tensors of its shapes and types; ``num_micro_batches``: of this
+        rank's replica."""
         layout = groups.grid.layout
         self.groups, self.layout, self.recorder = groups, layout, recorder
         self._clip_norm = optimizer.clip_norm
@@ -87,6 +88,7 @@ class Engine:
                 tied=bool(definition.tied),
                 training=training,
                 num_chunks=num_chunks,
+                most_micro_batches=max(layout.shares or (num_micro_batches,)),
             )
             for training in (True, False)
         }

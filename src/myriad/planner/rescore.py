@@ -20,7 +20,7 @@ from myriad.planner.costs import Costs
 from myriad.planner.memory import Memory
 from myriad.planner.rank_memory import memory_of_ranks, memory_of_repeating_ranks
 from myriad.planner.sharing import predict
-from myriad.planner.simulator import program_of
+from myriad.planner.simulator import program_of, simulate
 from myriad.planner.space import Candidate, Problem
 from myriad.planner.steady import short_counts, steady_parts
 from myriad.planner.straight_line import Figures, StraightLine
@@ -87,6 +87,8 @@ class Simulations:
         """Of one iteration."""
         if costs.cluster.shared_cores is not None:
             return predict(costs, spans=False).seconds
+        if len(set(costs.work.shares)) > 1:
+            return simulate(costs, spans=False).seconds
         whole = costs.work.num_micro_batches
         counts = short_counts(costs.work.layout, whole)
         if counts is None:

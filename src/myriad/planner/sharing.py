@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from myriad.planner.collectives import tensor_group
 from myriad.planner.costs import Costs
-from myriad.planner.simulator import Prediction, Run, program_of, simulate
+from myriad.planner.simulator import Prediction, Run, programs_of, simulate
 from myriad.program.actions import COMPUTE, Action, Kind, Program
 
 __all__ = ["predict"]
@@ -33,12 +33,11 @@ def predict(costs: Costs, *, spans: bool = True) -> Prediction:
     cores = costs.cluster.shared_cores
     if cores is None:
         return simulate(costs, spans=spans)
-    program = program_of(costs, costs.work.num_micro_batches)
-    run = _SharingRun(program, costs, cores)
+    run = _SharingRun(programs_of(costs), costs, cores)
     first = run.iterate()
     run.keep = spans
     second = run.iterate()
-    return Prediction(max(second) - max(first), program, tuple(run.spans))
+    return Prediction(max(second) - max(first), run.program, tuple(run.spans))
 
 
 @dataclass
@@ -64,8 +63,8 @@ class _Transfer:
 class _SharingRun(Run):
     """All ranks of all replicas, in the order of time."""
 
-    def __init__(self, program: Program, costs: Costs, num_cores: int) -> None:
-        super().__init__(program, costs, list(range(costs.work.layout.dp)), {}, 0.0, 1)
+    def __init__(self, programs: Sequence[Program], costs: Costs, num_cores: int) -> None:
+        super().__init__(programs, costs, list(range(costs.work.layout.dp)), {}, 0.0, 1)
         tp = costs.work.layout.tp
         self.ranks_on = [
             Counter((lane * tp + index) % num_cores for index in range(tp)) for lane in range(len(self.lanes))
@@ -146,7 +145,7 @@ class _SharingRun(Run):
     def _move(self, lane: int, now: float) -> None:
         """Does what takes no time, up to the next compute or wait."""
         rank = self.lanes[lane][1]
-        actions = self.program.ranks[rank]
+        actions = self.actions[lane]
         while lane not in self.jobs and lane not in self.asleep and self.next[lane] < len(actions):
             action = actions[self.next[lane]]
             ready = self._ready(lane, rank, action)

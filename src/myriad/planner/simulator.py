@@ -15,7 +15,7 @@ parameters that travel behind the optimizer are there, or not, as they are in a 
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
@@ -25,7 +25,7 @@ from myriad.planner.costs import Costs
 from myriad.program.actions import COMPUTE, Action, Kind, Payload, Program, Transfer
 from myriad.program.build import build_program
 
-__all__ = ["Prediction", "Run", "SimulatedSpan", "program_of", "simulate"]
+__all__ = ["Prediction", "Run", "SimulatedSpan", "program_of", "programs_of", "simulate"]
 
 _COLLECTIVES = {
     Kind.GATHER: ("gather", True),
@@ -72,24 +72,42 @@ def simulate(
     """``slower``: factor on the compute of (replica, pipeline rank); ``jitter``: standard deviation of each
     compute's factor, for which every replica is simulated, as ``every_replica`` asks in any case.
     ``program``: what `program_of` made of a layout of the same shape, of any number of
-    micro-batches; off: made here, with the job's."""
-    work = costs.work
-    program = program or program_of(costs, work.num_micro_batches)
-    replicas = sorted({replica for replica, _ in slower or {}})
-    if every_replica or jitter:
-        replicas = list(range(work.layout.dp))
-    elif len(replicas) < work.layout.dp:
-        replicas.append(-1)  # stands for all that are as planned
-    run = Run(program, costs, replicas, dict(slower or {}), jitter, seed)
+    micro-batches, for all replicas; off: made here, with the job's shares."""
+    dp = costs.work.layout.dp
+    programs = [program] * dp if program else programs_of(costs)
+    replicas = list(range(dp))
+    if not (every_replica or jitter):
+        replicas = _that_differ(programs, {replica for replica, _ in slower or {}})
+    run = Run([programs[replica] for replica in replicas], costs, replicas, dict(slower or {}), jitter, seed)
     first = run.iterate()
     run.keep = spans
     second = run.iterate()
     seconds = max(second) - max(first)
-    return Prediction(seconds, program, tuple(run.spans))
+    return Prediction(seconds, run.program, tuple(run.spans))
 
 
-def program_of(costs: Costs, num_micro_batches: int) -> Program:
-    """What the ranks run in one iteration of so many micro-batches."""
+def _that_differ(programs: Sequence[Program], slower: Collection[int]) -> list[int]:
+    """Replicas that are slower, and one of each program that stands for all that are as planned; -1 where
+    those are all alike."""
+    replicas = sorted(slower)
+    first: dict[int, int] = {}
+    for replica, program in enumerate(programs):
+        if replica not in replicas:
+            first.setdefault(program.num_micro_batches, replica)
+    alike = len({program.num_micro_batches for program in programs}) == 1
+    return replicas + ([-1] if alike and first else list(first.values()))
+
+
+def programs_of(costs: Costs) -> list[Program]:
+    """What the ranks of each replica run in one iteration."""
+    shares = costs.work.shares
+    made = {count: program_of(costs, count, max(shares)) for count in set(shares)}
+    return [made[count] for count in shares]
+
+
+def program_of(costs: Costs, num_micro_batches: int, most_micro_batches: int = 0) -> Program:
+    """What the ranks run in one iteration of so many micro-batches; ``most_micro_batches``: of any replica,
+    where they differ."""
     work = costs.work
     program = build_program(
         work.layout,
@@ -98,6 +116,7 @@ def program_of(costs: Costs, num_micro_batches: int) -> Program:
         tied=work.model.tied,
         training=True,
         num_chunks=costs.num_chunks,
+        most_micro_batches=most_micro_batches,
     )
     if work.practice.at_the_ends:
         program = replace(program, ranks=tuple(map(_at_the_ends, program.ranks)))
@@ -125,16 +144,20 @@ class Run:
 
     def __init__(
         self,
-        program: Program,
+        programs: Sequence[Program],
         costs: Costs,
         replicas: Sequence[int],
         slower: Mapping[tuple[int, int], float],
         jitter: float,
         seed: int,
     ) -> None:
-        self.program, self.costs, self.replicas = program, costs, replicas
-        self.num_ranks = program.num_ranks
+        """``programs``: one for each of the replicas."""
+        self.program = max(programs, key=lambda program: program.num_micro_batches)
+        self.costs, self.replicas = costs, replicas
+        self.num_ranks = self.program.num_ranks
         self.lanes = [(replica, rank) for replica in replicas for rank in range(self.num_ranks)]
+        self.actions = [actions for program in programs for actions in program.ranks]
+        """Of each lane."""
         slowdown = costs.cluster.expected_slowdown
         self.factor = [slowdown * slower.get(lane, 1.0) for lane in self.lanes]
         self.random, self.jitter = random.Random(seed), jitter
@@ -178,9 +201,7 @@ class Run:
         self.movable = deque(range(len(self.lanes)))
 
     def _all_done(self) -> bool:
-        return all(
-            self.next[lane] == len(self.program.ranks[rank]) for lane, (_, rank) in enumerate(self.lanes)
-        )
+        return all(self.next[lane] == len(actions) for lane, actions in enumerate(self.actions))
 
     def _move_in_order(self) -> None:
         """The earliest lane does its next action: what replicas have posted is known before one computes."""
@@ -201,7 +222,7 @@ class Run:
     def _do_next(self, lane: int) -> bool:
         """The lane's next action; whether it could be done."""
         rank = self.lanes[lane][1]
-        actions = self.program.ranks[rank]
+        actions = self.actions[lane]
         if self.next[lane] == len(actions):
             return False
         action = actions[self.next[lane]]

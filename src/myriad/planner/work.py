@@ -6,7 +6,6 @@ from typing import Literal
 
 from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout
-from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner.saving import Saves
 from myriad.program.config import OverlapConfig
@@ -70,13 +69,14 @@ class Work:
         return self.layout.recompute
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """Micro-batches of each pipeline."""
+        return self.layout.shares_of(self.global_batch)
+
+    @property
     def num_micro_batches(self) -> int:
-        """Of one pipeline."""
-        unit = self.layout.dp * self.layout.micro_batch
-        if self.global_batch % unit:
-            allowed = f"must be a multiple of layout.dp x layout.micro_batch = {unit}"
-            raise BadInputError("train.global_batch", self.global_batch, allowed)
-        return self.global_batch // unit
+        """Of one pipeline; where shares differ, of one that has most."""
+        return max(self.shares)
 
     @property
     def model_flops(self) -> float:

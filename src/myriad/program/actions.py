@@ -121,6 +121,8 @@ class Lowering:
     """The first and the last stage share parameters."""
     training: bool
     """False: a forward-only program (validation)."""
+    most_micro_batches: int = 0
+    """Of any replica, where this one has fewer; 0: all have as many."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from myriad.program.config import OverlapConfig
 from myriad.program.lower import lower
 from myriad.program.passes import apply_passes
 from myriad.program.schedules import schedule
+from myriad.program.shorten import shorten
 
 __all__ = ["Shape", "build_program", "count_chunks"]
 
@@ -44,13 +45,18 @@ def build_program(
     tied: bool,
     training: bool,
     num_chunks: int = 1,
+    most_micro_batches: int = 0,
 ) -> Program:
     """A checked program for one iteration, or (not ``training``) for one validation. Each stage of the layout
-    is ``num_chunks`` stages of the program."""
-    program = schedule(shape.schedule_name, shape.pp, shape.virtual_stages, num_micro_batches)
+    is ``num_chunks`` stages of the program. ``most_micro_batches``: of any replica, where they differ."""
+    most = max(num_micro_batches, most_micro_batches)
+    program = schedule(shape.schedule_name, shape.pp, shape.virtual_stages, most)
     program = lower(program, zero=shape.zero, reduce=shape.reduce, tied=tied, training=training)
     program = apply_passes(program, overlap, num_chunks)
     check(program)
+    if num_micro_batches < most:
+        program = shorten(program, num_micro_batches)
+        check(program)
     return program
 
 

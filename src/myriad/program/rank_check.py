@@ -277,9 +277,10 @@ class _RankState:
         is_last = self.num_weight_gradients[stage] == self.program.num_micro_batches
         if self.lowering.reduce == "last" and not is_last:
             return "reduces before the stage's last backward"
-        if self.unreduced[stage] == 0:
+        if self.unreduced[stage] == 0 and not self._reduces_for_others:
             return "nothing new to reduce"
-        if is_last and self._must_sync(stage) and not self.synced:
+        is_final = self.num_reduces[stage] + 1 == self._num_wanted_reduces
+        if is_final and self._must_sync(stage) and not self.synced:
             return "reduces before the tied gradients are summed"
         if stage in self.reducing:
             return "its gradients are being reduced already"
@@ -350,9 +351,21 @@ class _RankState:
                 unsent.append(key)
         return sorted(unsent)
 
-    def _missing_reduces(self) -> str | None:
+    @property
+    def _reduces_for_others(self) -> bool:
+        """A replica with more micro-batches reduces more often, and this one with it."""
         assert self.lowering is not None
-        wanted = self.program.num_micro_batches if self.lowering.reduce == "each" else 1
+        return self.lowering.reduce == "each" and bool(self.lowering.most_micro_batches)
+
+    @property
+    def _num_wanted_reduces(self) -> int:
+        assert self.lowering is not None
+        if self.lowering.reduce == "last":
+            return 1
+        return self.lowering.most_micro_batches or self.program.num_micro_batches
+
+    def _missing_reduces(self) -> str | None:
+        wanted = self._num_wanted_reduces
         for stage in self.stages:
             if self.unreduced[stage]:
                 return f"gradients of stage {stage} are never reduced"

@@ -18,8 +18,9 @@ __all__ = ["Validation", "rank_rows", "to_batch"]
 
 def rank_rows(job: Job, dp_index: int) -> range:
     """Rows of the global batch that one data-parallel rank works on."""
-    share = job.train.global_batch // job.layout.dp
-    return range(dp_index * share, (dp_index + 1) * share)
+    first = sum(job.shares[:dp_index])
+    size = job.layout.micro_batch
+    return range(first * size, (first + job.shares[dp_index]) * size)
 
 
 def to_batch(job: Job, tokens: NDArray[np.int32], first_sample: int, device: torch.device) -> Batch:

@@ -53,24 +53,23 @@ def fit(
     """
     check_layout(layout)
     _check_recompute(definition, layout)
-    unit = layout.dp * layout.micro_batch
-    if global_batch % unit:
-        raise BadInputError("global_batch", global_batch, f"must be a multiple of dp x micro_batch = {unit}")
+    shares = layout.shares_of(global_batch)
     place = find_place(layout.world, comm)
     on = pick_device(device, 0, place)
     dtype = resolve_precision(precision, on)
     groups = open_world(layout, on, comm=comm)
     try:
         load = partial(_load, batch, dtype, on)
-        share = global_batch // layout.dp
-        rows = range(groups.grid.index("dp") * share, (groups.grid.index("dp") + 1) * share)
+        replica = groups.grid.index("dp")
+        first = sum(shares[:replica]) * layout.micro_batch
+        rows = range(first, first + shares[replica] * layout.micro_batch)
         sample = load(0, range(layout.micro_batch))
         engine = Engine(
             definition,
             groups,
             stage_layers(definition, layout, groups, sample, dtype),
             sample,
-            share // layout.micro_batch,
+            shares[replica],
             optimizer,
             seed=seed,
             dtype=dtype,

@@ -118,7 +118,7 @@ class Trainer:
             self.groups,
             layers,
             sample,
-            job.num_micro_batches,
+            job.shares[self.groups.grid.index("dp")],
             job.optimizer,
             seed=job.train.seed,
             dtype=self.dtype,
