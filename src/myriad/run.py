@@ -52,6 +52,7 @@ class Run:
         self.logs_path = self.path / "logs"
         self.checkpoints_path = self.path / "checkpoints"
         self.plot_path = self.path / "loss.svg"
+        self.report_path = self.path / "report.html"
         self._lock_path = self.path / "lock"
 
     @property
@@ -115,6 +116,17 @@ class Run:
             yield
         finally:
             os.close(handle)
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether a launcher of this machine holds it; asked of the kernel, as trying would be in its way."""
+        try:
+            found = self._lock_path.stat()
+            held = Path("/proc/locks").read_text()
+        except OSError:
+            return False
+        device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+        return any("FLOCK" in line and device in line.split() for line in held.splitlines())
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         """Adds the line of one step."""

@@ -11,12 +11,24 @@ from typing import Annotated
 import typer
 
 from myriad import __version__
-from myriad.cli import checkpoint, data, doctor, faults, parity, plan, sample, simulate, train, validate
+from myriad.cli import (
+    checkpoint,
+    data,
+    doctor,
+    faults,
+    parity,
+    plan,
+    report,
+    sample,
+    simulate,
+    train,
+    validate,
+)
 from myriad.errors import MyriadError
 
 __all__ = ["main"]
 
-_VERBS = (train, sample, parity, plan, simulate, validate, data, checkpoint, doctor, faults)
+_VERBS = (train, sample, report, parity, plan, simulate, validate, data, checkpoint, doctor, faults)
 _USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-__all__ = ["Series", "lines_svg", "loss_svg", "smooth", "terminal_plot"]
+__all__ = ["Series", "lines_svg", "loss_svg", "smooth", "steps_svg", "terminal_plot"]
 
 Series = Sequence[tuple[float, float]]
 """Points ``(step, loss)``, in order of step."""
@@ -103,6 +103,14 @@ def _document(title: str, parts: Sequence[str]) -> str:
 _COLOURS = ("#1f5fa8", "#d1495b", "#3a8f5c", "#b07c1e", "#7a4fa3", "#555555")
 
 
+def steps_svg(times: Series, title: str) -> str:
+    """Seconds of each step, faint, and smoothed over them."""
+    chart = _Chart(times, up="seconds")
+    drawn = [chart.line(times, "#9db7d5", 1.0, 0.6), chart.line(smooth(times), "#1f5fa8", 2.0, 1.0)]
+    legend = _entries([("#9db7d5", "a step"), ("#1f5fa8", "smoothed")])
+    return _document(title, [*chart.axes(), *drawn, *legend])
+
+
 def lines_svg(lines: Mapping[str, Series], title: str, across: str) -> str:
     """Several smoothed losses in one chart of the same style; ``across`` names the horizontal axis."""
     chart = _Chart(*lines.values(), across=across)
@@ -137,8 +145,8 @@ class _Chart:
 
     left, right, top, bottom = 60.0, 700.0, 44.0, 352.0
 
-    def __init__(self, *series: Series, across: str = "step") -> None:
-        self._across = across
+    def __init__(self, *series: Series, across: str = "step", up: str = "loss (nats a token)") -> None:
+        self._across, self._up = across, up
         points = [point for line in series for point in line if math.isfinite(point[1])] or [(0.0, 0.0)]
         self._steps = _span([step for step, _ in points])
         low, high = _span([loss for _, loss in points])
@@ -181,7 +189,7 @@ class _Chart:
         out.append(f'<text x="380" y="390" text-anchor="middle" fill="#444">{escape(self._across)}</text>')
         out.append(
             '<text x="14" y="198" text-anchor="middle" fill="#444" transform="rotate(-90 14 198)">'
-            "loss (nats a token)</text>"
+            f"{escape(self._up)}</text>"
         )
         return out
 

@@ -146,10 +146,12 @@ def _launch(run: "Run", job: "Job", console: "Console | None") -> Literal["finis
 
 def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> bool:
     """Tells how a run stands; whether it is finished."""
+    from myriad.cli.report import save_report
     from myriad.cli.screen import save_plot, show_summary
     from myriad.cli.summary import summarize
 
     save_plot(run)
+    save_report(run)
     summary = summarize(run)
     finished = summary.state == "finished"
     if console is None:

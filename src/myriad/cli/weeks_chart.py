@@ -9,22 +9,13 @@ faults a day      ◄▇▇▇▇▇│▇▇▇►                    bars: poi
 from collections.abc import Sequence
 from html import escape
 
-from myriad.resilience.ledger import KINDS, Kind
+from myriad.cli.ledger_bar import COLOURS
+from myriad.resilience.ledger import KINDS
 from myriad.resilience.weeks.study import Effect, Outcome
 
 __all__ = ["draw"]
 
-_COLOURS: dict[Kind, str] = {
-    "lost": "#b3403a",
-    "saving": "#e8c547",
-    "slow": "#8f7fc9",
-    "detecting": "#1f5fa8",
-    "diagnosing": "#2a8a99",
-    "restarting": "#b07c1e",
-    "planned": "#9fb3a4",
-    "waiting": "#6b6b6b",
-    "person": "#d98cb3",
-}
+_LOSSES = tuple(kind for kind in KINDS if kind != "training")
 _WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 860.0, 210.0, 760.0, 26.0, 16.0
 _LESS, _MORE = "#b3403a", "#3a8f5c"
 
@@ -51,9 +42,9 @@ def draw(headline: str, outcomes: Sequence[Outcome], effects: Sequence[Effect]) 
 def _losses(one: Outcome, top: float, scale: float) -> list[str]:
     shares, x = one.shares, _LEFT
     parts = [_text(_LEFT - 8, top + 12, one.title, "end")]
-    for kind, colour in _COLOURS.items():
+    for kind in _LOSSES:
         width = shares[kind] * scale
-        parts.append(_box(x, top, width, colour, f"{one.title}: {kind} {shares[kind]:.2%}"))
+        parts.append(_box(x, top, width, COLOURS[kind], f"{one.title}: {kind} {shares[kind]:.2%}"))
         x += width
     low, high = one.interval
     said = f"{one.mean:.1%}"
@@ -63,10 +54,10 @@ def _losses(one: Outcome, top: float, scale: float) -> list[str]:
 
 
 def _legend(outcomes: Sequence[Outcome], top: float) -> list[str]:
-    shown = [kind for kind in KINDS if kind in _COLOURS and any(one.shares[kind] for one in outcomes)]
+    shown = [kind for kind in _LOSSES if any(one.shares[kind] for one in outcomes)]
     parts, x = [], 24.0
     for kind in shown:
-        parts += [_box(x, top, 12, _COLOURS[kind], kind, height=12), _text(x + 17, top + 10, kind)]
+        parts += [_box(x, top, 12, COLOURS[kind], kind, height=12), _text(x + 17, top + 10, kind)]
         x += 34 + 7 * len(kind)
     return parts
 

@@ -254,7 +254,9 @@ class Decider:
         if stopped:
             rank = stopped[0]
             text = f"rank {rank.rank} was stopped (SIGSTOP), pid {rank.pid}"
-            yield from self._end_attempt(self._hang("a rank was stopped", "stopped", rank, text), now)
+            incident = self._hang("a rank was stopped", "stopped", rank, text)
+            idle = rank.idle_seconds + now - self._nodes[incident.node].heard_at
+            yield from self._end_attempt(incident, now, idle_seconds=idle)
         elif seen:
             yield from self._hung(seen, now)
 

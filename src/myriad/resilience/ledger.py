@@ -20,6 +20,7 @@ Kind = Literal[
     "training",
     "lost",
     "saving",
+    "validating",
     "slow",
     "detecting",
     "diagnosing",
@@ -28,9 +29,9 @@ Kind = Literal[
     "waiting",
     "person",
 ]
-"""Training that counts; training that was lost; stalls for saving; what a straggler costs; nothing goes on
-and nobody knows; the culprit is sought; from the decision to the first step; a stop that a person wanted; no
-node to go on with; the run is over and a person has not come yet."""
+"""Training that counts; training that was lost; stalls for saving; evaluation; what a straggler costs;
+nothing goes on and nobody knows; the culprit is sought; from the decision to the first step; a stop that a
+person wanted; no node to go on with; the run is over and a person has not come yet."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _CLOSE = 1e-6
 
@@ -94,10 +95,19 @@ class Ledger:
     def seconds(self, attempt: int | None = None) -> dict[Kind, float]:
         """Of each class; of one attempt, or of all."""
         found = dict.fromkeys(KINDS, 0.0)
+        for number, seconds in self.by_attempt().items():
+            if attempt in (None, number):
+                for kind in KINDS:
+                    found[kind] += seconds[kind]
+        return found
+
+    def by_attempt(self) -> dict[int, dict[Kind, float]]:
+        """Of each class, of each attempt."""
+        found: dict[int, dict[Kind, float]] = {}
         for stretch in self.stretches:
-            if attempt in (None, stretch.attempt):
-                for kind, share in stretch.shares.items():
-                    found[kind] += share * stretch.seconds
+            seconds = found.setdefault(stretch.attempt, dict.fromkeys(KINDS, 0.0))
+            for kind, share in stretch.shares.items():
+                seconds[kind] += share * stretch.seconds
         return found
 
     @property

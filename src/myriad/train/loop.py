@@ -251,14 +251,12 @@ class Trainer:
     def _validate(self) -> None:
         if self.validation.num_batches == 0:
             return
-        indices = range(self.validation.num_batches)
+        indices, began = range(self.validation.num_batches), time.perf_counter()
         with self.progress.within("validating"):
             total = sum(self.engine.evaluate(partial(self.validation.batch, index)) for index in indices)
         loss = total / self.validation.num_targets
-        if self.is_first:
-            self._event(
-                "validation", step=self.step, loss=loss, bits_per_byte=self.validation.bits_per_byte(loss)
-            )
+        bits, seconds = self.validation.bits_per_byte(loss), time.perf_counter() - began
+        self._event("validation", step=self.step, loss=loss, bits_per_byte=bits, seconds=seconds)
 
     def _save(self, *, is_last: bool) -> None:
         due, memory_due = self.clock.save_due, self.clock.memory_due

@@ -1,6 +1,7 @@
 """What one step cost: the line of metrics.jsonl."""
 
 import resource
+import time
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +32,10 @@ class StepMeter:
         checkpoint_wait: float,
         recorder: Recorder,
     ) -> dict[str, float]:
-        """``step`` counts steps done."""
+        """``step`` counts steps done; the time is that of its end."""
         totals = recorder.take_totals()
         return {
+            "time": time.time(),
             "step": step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,

@@ -1,0 +1,142 @@
+"""``myriad report``: what became of a run's time, as tables, as JSON, and as one page for the browser."""
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from myriad.cli.runs import existing_run
+from myriad.errors import BadInputError
+
+if TYPE_CHECKING:
+    from rich.console import Console, JustifyMethod
+
+    from myriad.cli.report_facts import Facts
+    from myriad.run import Run
+
+__all__ = ["register", "save_report"]
+
+_LOG = logging.getLogger(__name__)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command("report")(_report)
+
+
+def _report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or the name of one under runs/.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", help="Where the page is written; RUN/report.html when left out."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on standard output, for programs.")
+    ] = False,
+) -> None:
+    """Where a run's time went, second by second, and what became of each fault.
+
+    Every second of the wall time is in one class. Effective training time (ETTR): steps that count; one that
+    was done again after a fault counts once. Goodput: tokens of those steps per second of the wall time. The
+    run may be at work, stopped, or broken. Writes one page without any link to the network.
+
+    Exit code: 0 done, 2 bad input.
+    """
+    from myriad.cli.report_facts import facts_of
+    from myriad.cli.report_page import page
+    from myriad.run import Run
+    from myriad.whole_file import write_whole
+
+    if out is not None and out.suffix != ".html":
+        raise BadInputError("--out", str(out), "a file name that ends in .html")
+    facts = facts_of(Run(existing_run(run)))
+    path = facts.run.report_path if out is None else out
+    told = f"the page: {path}"
+    try:
+        write_whole(path, page(facts))
+    except OSError as error:
+        if out is not None:
+            raise BadInputError("--out", str(out), f"cannot be written: {error.strerror}") from None
+        told = f"no page: {path} cannot be written ({error.strerror}); --out FILE.html writes it elsewhere"
+    if as_json:
+        typer.echo(json.dumps(facts.as_json(), ensure_ascii=False))
+    else:
+        _show(facts, told)
+
+
+def save_report(run: "Run") -> None:
+    """At the end of a run, which has nothing to fear from it."""
+    try:
+        from myriad.cli.report_facts import facts_of
+        from myriad.cli.report_page import page
+        from myriad.whole_file import write_whole
+
+        write_whole(run.report_path, page(facts_of(run)))
+    except Exception as error:  # whatever it is: what was trained is worth more than what is told of it
+        _LOG.warning("no report was written: %s", error)
+
+
+def _show(facts: "Facts", told: str) -> None:
+    from rich.console import Console
+
+    from myriad.units import format_count, format_seconds
+
+    console, account = Console(highlight=False), facts.account
+    console.print(f"run {facts.run.path.name}: {facts.state}", style="bold", markup=False, soft_wrap=True)
+    wall = format_seconds(account.ledger.wall_seconds)
+    parts = [f"effective training time {account.effective_ratio:.1%} of {wall}"]
+    if account.ledger.seconds()["planned"] > 0:
+        parts.append(f"{account.meant_ratio:.1%} without planned stops")
+    parts.append(f"goodput {format_count(account.goodput)} tokens/s")
+    parts.append(f"{account.steps} steps done, {account.steps_lost} lost")
+    console.print(" · ".join(parts), markup=False, soft_wrap=True)
+    _show_classes(facts, console)
+    _show_faults(facts, console)
+    _show_attempts(facts, console)
+    console.print(told, style="dim", markup=False, soft_wrap=True)
+
+
+def _table(console: "Console", headings: list[str], rows: list[list[str]], right: tuple[int, ...]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for place, heading in enumerate(headings):
+        justify: JustifyMethod = "right" if place in right else "left"
+        table.add_column(heading, justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print()
+    console.print(table)
+
+
+def _show_classes(facts: "Facts", console: "Console") -> None:
+    from myriad.cli.report_facts import MEANING
+
+    rows = [
+        [kind, f"{seconds:.2f}", f"{share:.2%}", MEANING[kind]] for kind, seconds, share in facts.shares()
+    ]
+    wall = facts.account.ledger.wall_seconds
+    rows.append(["in all", f"{wall:.2f}", "100.00%" if wall else "-", "the wall time"])
+    _table(console, ["class", "seconds", "share", ""], rows, (1, 2))
+
+
+def _show_faults(facts: "Facts", console: "Console") -> None:
+    """What happened stands below: it is as long as it is."""
+    from myriad.cli.report_facts import FAULT_HEADINGS, fault_cells
+
+    rows = fault_cells(facts.account.faults)
+    if rows:
+        numbered = [[str(number), *row[:-1]] for number, row in enumerate(rows, 1)]
+        _table(console, ["fault", *FAULT_HEADINGS[:-1]], numbered, (0, 4, 5, 6))
+        for number, row in enumerate(rows, 1):
+            console.print(f"{number}: {row[-1]}", style="dim", markup=False, soft_wrap=True)
+
+
+def _show_attempts(facts: "Facts", console: "Console") -> None:
+    from myriad.cli.report_facts import ATTEMPT_HEADINGS, attempt_cells
+
+    if facts.account.attempts:
+        _table(console, ATTEMPT_HEADINGS, attempt_cells(facts.account.attempts), (0, 2, 3))

@@ -1,0 +1,145 @@
+"""What a report says of a run, as one value: for the terminal, the page and ``--json``. Only reads."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from myriad.cli.summary import Summary, summarize
+from myriad.jsonl import JsonlTail
+from myriad.resilience.account import Account, Attempt, FaultSeen, account_of
+from myriad.resilience.ledger import KINDS, Kind
+from myriad.resilience.moments import in_order
+from myriad.run import Run
+
+if TYPE_CHECKING:
+    from myriad.job import Job
+
+__all__ = [
+    "ATTEMPT_HEADINGS",
+    "FAULT_HEADINGS",
+    "MEANING",
+    "Facts",
+    "at_clock",
+    "attempt_cells",
+    "facts_of",
+    "fault_cells",
+]
+
+MEANING: dict[Kind, str] = {
+    "training": "steps that count",
+    "lost": "steps done, and to be done again",
+    "saving": "training stood for a save",
+    "validating": "evaluation",
+    "slow": "a straggler held up the others",
+    "detecting": "nothing went on, and nobody knew",
+    "diagnosing": "the culprit was sought",
+    "restarting": "from a decision to the first step",
+    "planned": "stopped by a person",
+    "waiting": "no node to go on with",
+    "person": "ended, and nobody came yet",
+}
+FAULT_HEADINGS = ["at", "cause", "culprit", "detected after", "back after", "steps lost", "what"]
+ATTEMPT_HEADINGS = ["attempt", "trains from", "first step", "last step", "ended"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one run."""
+
+    run: Run
+    job: "Job"
+    summary: Summary
+    account: Account
+
+    @property
+    def state(self) -> str:
+        """ "running" while a launcher of this machine holds it."""
+        return "running" if self.account.running else self.summary.state
+
+    def shares(self) -> list[tuple[Kind, float, float]]:
+        """Class, seconds and share of the wall time; those in which anything was spent."""
+        wall, found = self.account.ledger.wall_seconds or 1.0, self.account.ledger.seconds()
+        return [(kind, found[kind], found[kind] / wall) for kind in KINDS if found[kind] > 0]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        account = self.account
+        per_attempt = account.ledger.by_attempt()
+        attempts = [asdict(one) | {"classes": per_attempt.get(one.number, {})} for one in account.attempts]
+        return {
+            "run": str(self.run.path),
+            "state": self.state,
+            "effective_ratio": account.effective_ratio,
+            "effective_ratio_of_meant_time": account.meant_ratio,
+            "goodput_tokens_per_second": account.goodput,
+            "wall_seconds": account.ledger.wall_seconds,
+            "classes": account.ledger.seconds(),
+            "steps": account.steps,
+            "steps_lost": account.steps_lost,
+            "faults": [asdict(fault) | {"back_seconds": fault.back_seconds} for fault in account.faults],
+            "attempts": attempts,
+        }
+
+
+def facts_of(run: Run) -> Facts:
+    """As its files say now. Raises `BadInputError` where there is no run."""
+    running = run.is_locked
+    job = run.job()
+    lines = JsonlTail(run.metrics_path).poll()
+    journal = JsonlTail(run.path / "journal.jsonl").poll()
+    moments = in_order(run.read_events(), lines, journal)
+    account = account_of(moments, time.time() if running else None)
+    return Facts(run, job, summarize(run), account)
+
+
+def at_clock(seconds: float) -> str:
+    """A time as people of this machine read it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _in_words(fault: FaultSeen) -> str:
+    """What happened, without the path of the log."""
+    return fault.problem.partition("\n")[0].partition(" (log:")[0]
+
+
+def fault_cells(faults: Sequence[FaultSeen]) -> list[list[str]]:
+    """One row each, as the headings say."""
+    return [
+        [
+            at_clock(fault.told),
+            fault.cause or "storage",
+            _culprit(fault),
+            _after(fault.detected_seconds) if fault.cause else "-",
+            _after(fault.back_seconds),
+            "-" if fault.steps_lost is None else str(fault.steps_lost),
+            _in_words(fault),
+        ]
+        for fault in faults
+    ]
+
+
+def _culprit(fault: FaultSeen) -> str:
+    if fault.rank is not None:
+        return f"rank {fault.rank}"
+    return "-" if fault.node is None else f"node {fault.node}"
+
+
+def _after(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return "at once" if seconds < 0.005 else f"{seconds:.2f} s"
+
+
+def attempt_cells(attempts: Sequence[Attempt]) -> list[list[str]]:
+    """The same of attempts."""
+    return [
+        [
+            str(one.number),
+            at_clock(one.began),
+            str(one.resumed_from + 1),
+            "-" if one.last_step is None else str(one.last_step),
+            one.ended or "-",
+        ]
+        for one in attempts
+    ]
