@@ -22,12 +22,12 @@ import tempfile
 import time
 from array import array
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from control_plane_executors import Crowd, processor_seconds
-
 from myriad.resilience.journal import Journal
 from myriad.resilience.state import Plan
 from myriad.run import Run
@@ -93,17 +93,21 @@ class Bench:
         last = await self.crowd.started(self.nodes, self.epoch)
         self.results.start_seconds = last - self.crowd.first_join_at
         await self.measure_steady()
-        crowd, ranks = self.crowd, self.ranks
-        await self.measure_repair("a rank is killed", lambda: crowd.kill_rank(ranks // 2))
-        await self.measure_repair("and all others say so", lambda: crowd.lose_peers(ranks // 3))
-        await self.measure_repair("a node's connection closes", lambda: crowd.lose_node(crowd.executor_of(9).node))
-        await self.measure_repair("a node is silent", lambda: crowd.silence(crowd.executor_of(ranks - 1).node))
-        await self.measure_repair("a rank hangs", lambda: crowd.hang(ranks // 2))
+        for name, act in self.faults_to_cause():
+            await self.measure_repair(name, act)
         await self.measure_new_driver()
         self.crowd.finish()
         await asyncio.wait_for(self.driver.wait(), 30)
         self.crowd.close()
         self.results.journal_bytes = (self.run.path / "journal.jsonl").stat().st_size
+
+    def faults_to_cause(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        crowd, ranks = self.crowd, self.ranks
+        yield "a rank is killed", partial(crowd.kill_rank, ranks // 2)
+        yield "and all others say so", partial(crowd.lose_peers, ranks // 3)
+        yield "a node's connection closes", lambda: crowd.lose_node(crowd.executor_of(9).node)
+        yield "a node is silent", lambda: crowd.silence(crowd.executor_of(ranks - 1).node)
+        yield "a rank hangs", partial(crowd.hang, ranks // 2)
 
     async def measure_steady(self) -> None:
         await asyncio.sleep(5)
@@ -161,7 +165,8 @@ def report(results: Results) -> None:
         f"steady: driver {results.cpu_share:.1%} of a core, {results.memory_bytes / 2**20:.0f} MiB;"
         f" {results.beats_per_second:.0f} beats/s handled after"
         f" {1e3 * results.lag_p50_seconds:.1f} ms (p50), {1e3 * results.lag_p99_seconds:.1f} ms (p99),"
-        f" {1e3 * results.lag_max_seconds:.1f} ms (max); simulator {results.simulator_cpu_share:.1%} of a core"
+        f" {1e3 * results.lag_max_seconds:.1f} ms (max);"
+        f" simulator {results.simulator_cpu_share:.1%} of a core"
     )
     print(f"{'fault':28} {'found after':>12} {'all start again':>16} {'driver CPU':>11}")
     for name, one in results.repairs.items():
@@ -178,7 +183,7 @@ def main() -> None:
     parser.add_argument("--executors", type=int, default=1536)
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--step-seconds", type=float, default=5.0)
+    parser.add_argument("--step-seconds", type=float, default=2.0)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

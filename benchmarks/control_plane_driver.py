@@ -22,7 +22,6 @@ class ClockedDriver(driver.Driver):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._lags = array("d")
-        self._out = Path(sys.argv[2]).open("ab")
         self._written_at = 0.0
 
     def _hear(self, observation: Observation) -> None:
@@ -32,8 +31,8 @@ class ClockedDriver(driver.Driver):
             self._lags.extend((now, now - observation.ranks[0].pid / 1e6))
             if now - self._written_at > WRITE_SECONDS:
                 self._written_at = now
-                self._out.write(self._lags.tobytes())
-                self._out.flush()
+                with Path(sys.argv[2]).open("ab") as out:
+                    out.write(self._lags.tobytes())
                 self._lags = array("d")
 
 

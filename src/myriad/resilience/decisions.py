@@ -16,7 +16,7 @@ a healthy node does not cure is tried twice.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from myriad.resilience.actions import (
     Action,
@@ -39,7 +39,8 @@ from myriad.resilience.facts import (
     RankSeen,
     StopAsked,
 )
-from myriad.resilience.incidents import OF_THE_NODE, OF_THE_USER, Incident
+from myriad.resilience.incidents import OF_THE_NODE, OF_THE_USER, Incident, told_ranks
+from myriad.resilience.sightings import Sightings
 from myriad.resilience.state import Plan, State
 
 __all__ = ["Decider"]
@@ -51,7 +52,11 @@ _STOPPED_SECONDS = 1.5
 _SILENT_SECONDS, _AWAY_SECONDS = 3.5, 3.0
 """Without a beat of a node that is connected; without a connection."""
 _LEAST_SILENCE_SECONDS = 2.5
+_LOOK_SECONDS = 1.0
+"""Time is looked at more often than this, by whoever is not held up."""
 _DUMP_SECONDS = 1.0
+_LOST = -9
+"""The code of ranks that nobody can tell of any more."""
 _REPEAT_SECONDS, _REPEATS = 3.0, 2
 """After which ranks that were to be killed, and live, are to be killed again; then their executor is."""
 
@@ -60,7 +65,6 @@ _REPEAT_SECONDS, _REPEATS = 3.0, 2
 class _Node:
     joined: NodeJoined
     heard_at: float
-    ranks: dict[int, RankSeen] = field(default_factory=dict)
     left_at: float | None = None
 
 
@@ -72,11 +76,10 @@ class Decider:
         self._plan = plan
         self.state = state or State("gathering", plan.first_epoch - 1)
         self._nodes: dict[int, _Node] = {}
-        self._since = self._began = now
+        self._since = self._began = self._looked_at = now
         self._kill_at: float | None = None
         self._repeats = 0
-        self._news = False
-        """Of ranks, since they were looked at together."""
+        self._sightings = Sightings()
         self._stopped_since: dict[int, float] = {}
         self._deadlines = Deadlines(plan.patience, plan.saving_seconds)
 
@@ -106,6 +109,7 @@ class Decider:
 
     def _node_joined(self, joined: NodeJoined, now: float) -> Iterator[Action]:
         self._nodes[joined.node] = _Node(joined, now)
+        self._sightings.drop(joined.node)
         state = self.state
         state.stop_asked |= joined.stop_asked
         if joined.running and joined.epoch != state.epoch:
@@ -126,30 +130,16 @@ class Decider:
         if beat.port != node.joined.port:
             node.joined = replace(node.joined, port=beat.port)
         if beat.epoch == self.state.epoch:
-            node.ranks = {one.rank: one for one in beat.ranks}
-            self._news |= bool(beat.ranks)
+            self._sightings.heard(beat.node, beat.ranks)
             if self.state.phase == "running":
                 steps = (one.step for one in beat.ranks)
                 self.state.best_step = max(self.state.best_step, *steps, -1)
             for one in beat.ranks:
-                if one.state != "T":
-                    self._stopped_since.pop(one.rank, None)
-                else:
+                if one.state == "T":
                     self._stopped_since.setdefault(one.rank, now)
+                elif self._stopped_since:
+                    self._stopped_since.pop(one.rank, None)
         return []
-
-    def _seen(self) -> list[RankSeen]:
-        """Ranks of this attempt that live, on all nodes; none when a node has not told yet."""
-        found = []
-        for number, ranks in self.state.placement.items():
-            node = self._nodes.get(number)
-            for rank in ranks:
-                if rank in self.state.exits:
-                    continue
-                if node is None or rank not in node.ranks:
-                    return []
-                found.append(node.ranks[rank])
-        return found
 
     # Faults
 
@@ -158,10 +148,12 @@ class Decider:
         if (
             ended.epoch != state.epoch
             or ended.rank in state.exits
+            or ended.rank not in state.placement.get(ended.node, ())
             or state.phase not in ("running", "ending")
         ):
             return
-        state.exits[ended.rank] = ended
+        state.exits[ended.rank] = ended.code
+        self._sightings.changed(ended.node)
         state.best_step = max(state.best_step, ended.step)
         asked_and_obeyed = state.stop_asked and ended.cause == "interrupted"
         if state.phase == "ending" or ended.code == 0 or asked_and_obeyed:
@@ -195,6 +187,7 @@ class Decider:
         phase = self.state.phase
         if phase == "over":
             return []
+        self._forgive(now)
         actions = [*self._silent_nodes(now)]
         if phase == "running" and self.state.phase == "running":
             actions += self._overdue_ranks(now)
@@ -206,6 +199,15 @@ class Decider:
             reason = f"{self._plan.nodes} nodes are needed, and only {there} came"
             actions.append(self._end_run("nodes did not come", "failed", reason))
         return [*actions, *self._go_on(now)]
+
+    def _forgive(self, now: float) -> None:
+        """Nobody listened while the driver itself was held up: that was no silence of the nodes."""
+        held_up, self._looked_at = now - self._looked_at - _LOOK_SECONDS, now
+        if held_up > 0:
+            for node in self._nodes.values():
+                node.heard_at = min(now, node.heard_at + held_up)
+                if node.left_at is not None:
+                    node.left_at = min(now, node.left_at + held_up)
 
     def _end_again(self, now: float) -> Iterator[Action]:
         """Ranks that were to end live, or nobody says that they do not."""
@@ -231,10 +233,10 @@ class Decider:
                 yield from self._lose(number, ranks, silent, now)
 
     def _lose(self, node: int, ranks: tuple[int, ...], silent: float, now: float) -> Iterator[Action]:
-        text = f"node {node} with rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} was lost"
+        text = f"node {node} with {told_ranks(ranks)} was lost"
+        self._sightings.drop(node)
         for rank in ranks:
-            gone = RankExited(node, self.state.epoch, rank, -9, "killed", -1, text, "")
-            self.state.exits.setdefault(rank, gone)
+            self.state.exits.setdefault(rank, _LOST)
         if ranks and self.state.phase == "running":
             incident = Incident("a node was lost", "node", -1, node, -1, text, text, self.state.stop_asked)
             yield from self._end_attempt(incident, now, silent_seconds=silent)
@@ -245,42 +247,47 @@ class Decider:
             if now >= self._kill_at:
                 yield from self._end_attempt(waited, now)
             return
-        seen = self._seen()
-        if seen and self._news:  # looked at here, not at each beat: of 1,536 nodes 1,536 come in a second
-            self._news = False
-            self._deadlines.saw(seen)
+        sightings, where = self._sightings, (self.state.placement, self.state.exits)
+        few = sightings.few(*where)
+        if (
+            few and sightings.has_news
+        ):  # looked at here, not at each beat: of 1,536 nodes 1,536 come in a second
+            sightings.has_news = False
+            self._deadlines.saw(few)
         limit = self._plan.patience * _STOPPED_SECONDS
-        stopped = [one for one in seen if now - self._stopped_since.get(one.rank, now) >= limit]
+        overdue = {rank for rank, since in self._stopped_since.items() if now - since >= limit}
+        stopped = [one for one in sightings.all(*where) if one.rank in overdue] if overdue else []
         if stopped:
             rank = stopped[0]
             text = f"rank {rank.rank} was stopped (SIGSTOP), pid {rank.pid}"
             incident = self._hang("a rank was stopped", "stopped", rank, text)
             idle = rank.idle_seconds + now - self._nodes[incident.node].heard_at
             yield from self._end_attempt(incident, now, idle_seconds=idle)
-        elif seen:
-            yield from self._hung(seen, now)
+        elif few:
+            yield from self._hung(few, now)
 
     def _limit(self, seconds: float) -> float:
         """Of silence: never so short that the next beat is not yet due."""
         return max(_LEAST_SILENCE_SECONDS, seconds * self._plan.patience)
 
-    def _hung(self, seen: list[RankSeen], now: float) -> Iterator[Action]:
+    def _hung(self, few: list[RankSeen], now: float) -> Iterator[Action]:
         """The stacks come first, and a moment later the end, unless it was none of a hang."""
-        idle = min(one.idle_seconds for one in seen)
-        phase = self._deadlines.phase_of(seen)
+        idle = min(one.idle_seconds for one in few)
+        phase = self._deadlines.phase_of(few)
         limit = self._deadlines.limit(phase)
-        suspicion = find_suspects(seen)
         if idle <= limit:
             self._kill_at = None
-        elif self._kill_at is None:
+            return
+        seen = self._sightings.all(self.state.placement, self.state.exits)
+        suspicion = find_suspects(seen)
+        if self._kill_at is None:
             self._kill_at = now + _DUMP_SECONDS
             evidence = {"idle_seconds": idle, "limit_seconds": limit, "phase": phase, "why": suspicion.why}
             ranks = suspicion.ranks
             yield DumpStacks(rule="no rank goes on", evidence=evidence, epoch=self.state.epoch, ranks=ranks)
         elif now >= self._kill_at:
             rank = next(one for one in seen if one.rank == suspicion.ranks[0])
-            who = f"rank{'s' if len(suspicion.ranks) > 1 else ''} {', '.join(map(str, suspicion.ranks))}"
-            text = f"{who} hung: {suspicion.why} (stacks in the log)"
+            text = f"{told_ranks(suspicion.ranks)} hung: {suspicion.why} (stacks in the log)"
             incident = self._hang("no rank goes on", "hang", rank, text)
             yield from self._end_attempt(incident, now, idle_seconds=idle, limit_seconds=limit, phase=phase)
 
@@ -305,8 +312,7 @@ class Decider:
         if state.stop_asked:
             yield self._end_run("a stop was asked for", "interrupted", "")
             return
-        there = sorted(self.nodes)
-        if len(there) >= self._plan.nodes:
+        if len(self._nodes) >= self._plan.nodes and len(there := sorted(self.nodes)) >= self._plan.nodes:
             yield self._start(there, now)
 
     def _start(self, there: list[int], now: float) -> StartAttempt:
@@ -320,8 +326,7 @@ class Decider:
         }
         state.epoch, state.phase, state.exits, state.incident = state.epoch + 1, "running", {}, None
         self._since, self._kill_at, self._stopped_since = now, None, {}
-        for node in self._nodes.values():
-            node.ranks = {}
+        self._sightings = Sightings()
         rule, again = "all nodes are there", state.epoch > plan.first_epoch
         return StartAttempt(rule=rule, epoch=state.epoch, placement=dict(state.placement), again=again)
 

@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ from myriad.resilience.facts import (
     NodeJoined,
     NodeLeft,
     Observation,
+    Observed,
     Order,
     Start,
 )
@@ -53,6 +55,8 @@ _LOG = logging.getLogger(__name__)
 _DUE_SECONDS = 0.1
 _ALIVE_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
+_MOST_WAITING = 4096
+"""Connections that are not accepted yet: all executors come at once when there is a new driver."""
 
 
 class Driver:
@@ -68,7 +72,7 @@ class Driver:
 
     async def drive(self) -> None:
         """Until the run is over."""
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=_MOST_WAITING)
         host, port = server.sockets[0].getsockname()[:2]
         address = {"host": host, "port": port, "pid": os.getpid()}
         write_whole(self._run.path / "driver.json", json.dumps(address))
@@ -103,7 +107,10 @@ class Driver:
             self._links[node] = link
             self._hear(joined)
             while True:
-                self._hear(await link.receive(OBSERVED))
+                heard: Observed = await link.receive(OBSERVED)
+                if heard.node != node:
+                    raise Refused(f"node {node} speaks for node {heard.node}")
+                self._hear(heard)
         except Refused as error:
             _LOG.warning("a connection was refused: %s", error)
         except (OSError, TimeoutError):
@@ -133,7 +140,7 @@ class Driver:
             self._event("fault", action, "cause", "rank", "node", "step", "problem")
         elif isinstance(action, DumpStacks):
             self._event("diagnosis", action, "ranks")
-            self._send_all(Dump(action.epoch, action.ranks))
+            self._dump(action)
         elif isinstance(action, StopRanks):
             self._send_all(End(action.epoch))
         elif isinstance(action, Evict):
@@ -153,6 +160,14 @@ class Driver:
             order = Start(action.epoch, self._plan.world, ranks, first.host, first.port)
             if node in self._links:
                 self._links[node].send(order)
+
+    def _dump(self, action: DumpStacks) -> None:
+        """To each its own: all 12,288 ranks may be meant."""
+        meant = set(action.ranks)
+        for node, ranks in self._decider.state.placement.items():
+            own = tuple(rank for rank in ranks if rank in meant)
+            if own and node in self._links:
+                self._links[node].send(Dump(action.epoch, own))
 
     def _send_all(self, order: Order) -> None:
         for link in self._links.values():
@@ -176,8 +191,16 @@ def main(arguments: list[str]) -> int:
     if engine := os.environ.get("MYRIAD_ENGINE_PID"):
         die_with_parent(int(engine))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    _raise_file_limit()
     asyncio.run(Driver(Run(arguments[0])).drive())
     return 0
+
+
+def _raise_file_limit() -> None:
+    """A connection for each executor: by default a process may have 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 if __name__ == "__main__":

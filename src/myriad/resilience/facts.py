@@ -21,6 +21,7 @@ __all__ = [
     "NodeJoined",
     "NodeLeft",
     "Observation",
+    "Observed",
     "Order",
     "RankExited",
     "RankSeen",
@@ -129,7 +130,8 @@ class StopAsked:
     node: int
 
 
-Observation = NodeJoined | NodeLeft | RankExited | Beat | StopAsked
+Observed = NodeJoined | RankExited | Beat | StopAsked
+Observation = Observed | NodeLeft
 OBSERVED = (NodeJoined, RankExited, Beat, StopAsked)
 """What an executor may send."""
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from myriad.resilience.actions import Outcome
-from myriad.resilience.facts import RankExited
 from myriad.resilience.incidents import Incident
 
 __all__ = ["Plan", "State"]
@@ -32,8 +31,9 @@ class State:
     """Of the newest attempt; before the first: one less."""
     placement: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Node to its ranks, of that attempt."""
-    exits: dict[int, RankExited] = field(default_factory=dict)
-    """Of that attempt, by rank."""
+    exits: dict[int, int] = field(default_factory=dict)
+    """Of that attempt: rank to exit code, or minus the signal. What it said is told once, in an incident: of
+    12,288 ranks that lost a peer each has a traceback."""
     incident: Incident | None = None
     """Of that attempt."""
     repeats: dict[str, int] = field(default_factory=dict)

@@ -14,8 +14,10 @@ import asyncio
 import hashlib
 import hmac
 import json
+import logging
 import secrets
 import struct
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,14 @@ from typing import Any
 from myriad.resilience.codec import decode, encode
 from myriad.whole_file import write_whole
 
-__all__ = ["MAX_BYTES", "Frames", "Link", "Refused", "frame", "run_secret"]
+__all__ = ["MAX_BYTES", "MAX_UNREAD_BYTES", "Frames", "Link", "Refused", "frame", "run_secret"]
+
+_LOG = logging.getLogger(__name__)
 
 VERSION = 1
 MAX_BYTES = 2**22
+MAX_UNREAD_BYTES = 2**24
+"""That the other end has not read: whoever lets so much lie is taken for gone."""
 _SECRET_BYTES = 64
 _HEADER = struct.Struct("!2sHI")
 _MAGIC = b"MY"
@@ -91,7 +97,7 @@ class Link:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._frames = Frames()
-        self._ready: list[dict[str, Any]] = []
+        self._ready: deque[dict[str, Any]] = deque()
 
     async def prove(self, secret: bytes, role: str, other: str) -> None:
         """Both ends show that they know the secret. Raises `Refused`, ``OSError``."""
@@ -119,8 +125,16 @@ class Link:
             raise Refused(str(error)) from None
 
     def _send(self, message: dict[str, Any]) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(frame(message))
+        if self._writer.is_closing():
+            return
+        self._writer.write(frame(message))
+        if self._unread_bytes() > MAX_UNREAD_BYTES:
+            peer = self._writer.get_extra_info("peername")
+            _LOG.warning("%s reads nothing, and its connection is ended", peer)
+            self._writer.transport.abort()
+
+    def _unread_bytes(self) -> int:
+        return self._writer.transport.get_write_buffer_size()
 
     async def _receive(self) -> dict[str, Any]:
         while not self._ready:
@@ -128,11 +142,14 @@ class Link:
             if not data:
                 raise ConnectionError("the other end is gone")
             self._ready += self._frames.feed(data)
-        return self._ready.pop(0)
+        return self._ready.popleft()
 
     def close(self) -> None:
-        """Also wakes whoever receives."""
-        self._writer.close()
+        """Also wakes whoever receives, though the other end may never read what is under way."""
+        if self._unread_bytes():
+            self._writer.transport.abort()
+        else:
+            self._writer.close()
 
 
 def _proof(secret: bytes, role: str, own: str, other: str) -> str:

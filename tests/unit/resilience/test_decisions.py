@@ -11,6 +11,7 @@ from myriad.resilience.actions import Action, Blame, DumpStacks, EndRun, Evict, 
 from myriad.resilience.codec import plain, read
 from myriad.resilience.decisions import Decider
 from myriad.resilience.facts import Beat, NodeJoined, NodeLeft, RankExited, RankSeen, StopAsked
+from myriad.resilience.incidents import told_ranks
 from myriad.resilience.state import Plan, State
 
 WORLD = 4
@@ -351,6 +352,29 @@ def test_ranks_that_will_not_die_are_killed_again() -> None:
     world = World()
     world.exit(0)
     assert kinds(world.wait(4, lambda node, _: ())) == ["StopRanks"]
+
+
+def test_ranks_that_a_node_does_not_have_cannot_end_on_it() -> None:
+    world = World(nodes=2)
+    for node, rank in ((0, 2), (1, 1), (0, WORLD), (0, -1), (7, 0)):
+        assert world.hear(RankExited(node, 5, rank, 0, "done", 3, "", "a.log")) == []
+    assert world.decider.state.exits == {}
+
+
+def test_a_driver_that_was_held_up_takes_no_node_for_silent() -> None:
+    """What they told meanwhile is still in its sockets."""
+    world = World(nodes=2)
+    world.wait(5, lambda node, _: world.ranks(node))
+    world.now += 30
+    assert world.decider.due(world.now) == []
+    assert world.wait(10, lambda node, _: world.ranks(node)) == []
+    assert "Evict" in kinds(world.wait(5))
+
+
+def test_of_thousands_of_ranks_that_hang_a_few_are_told_by_number() -> None:
+    text = told_ranks(range(12288))
+    assert text.startswith("ranks 0, 1, 2") and text.endswith("and 12272 more")
+    assert (told_ranks((7,)), told_ranks((7, 9))) == ("rank 7", "ranks 7, 9")
 
 
 # Drivers

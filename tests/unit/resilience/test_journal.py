@@ -16,7 +16,7 @@ STATE = State(
     "ending",
     3,
     placement={0: (0, 1), 1: (2, 3)},
-    exits={1: ENDED},
+    exits={1: ENDED.code},
     incident=Incident.of_exit(ENDED, "a rank ended", after_stop=False),
     repeats={"user at step 7: ValueError: moon": 1},
 )

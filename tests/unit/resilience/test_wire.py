@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from myriad.resilience.codec import decode, encode
 from myriad.resilience.facts import OBSERVED, ORDERS, Beat, End, NodeJoined, RankExited, RankSeen, Start
-from myriad.resilience.wire import MAX_BYTES, Frames, Link, Refused, frame, run_secret
+from myriad.resilience.wire import MAX_BYTES, MAX_UNREAD_BYTES, Frames, Link, Refused, frame, run_secret
 
 SEEN = RankSeen(1, 77, "S", "step", "reduce", 4, 9, 8, 0.25, 0.5)
 ENDED = RankExited(0, 3, 1, -9, "killed", 12, "a\nb", "/x.log")
@@ -140,6 +140,44 @@ def test_whatever_a_stranger_calls_its_proof_is_refused(proof: str) -> None:
             link.close()
 
     asyncio.run(meet())
+
+
+def test_a_connection_whose_other_end_reads_nothing_is_ended(caplog: pytest.LogCaptureFixture) -> None:
+    async def fill() -> int:
+        held: list[asyncio.StreamWriter] = []
+
+        async def read_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            held.append(writer)
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+        server = await asyncio.start_server(read_nothing, "127.0.0.1", 0)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+            link, sent = Link(reader, writer), 0
+            big = RankExited(0, 3, 1, 1, "user", 12, "x" * 2**20, "/x.log")
+            while not writer.is_closing():
+                link.send(big)
+                sent += 2**20
+                await asyncio.sleep(0)
+                assert sent < 8 * MAX_UNREAD_BYTES, "all of it is kept"
+            link.send(big)  # does nothing more
+            with pytest.raises(OSError):
+                await link.receive(OBSERVED)
+            link.close()
+            for one in held:
+                one.close()
+        return sent
+
+    assert asyncio.run(fill()) > MAX_UNREAD_BYTES
+    assert "reads nothing" in caplog.text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, "1", None, True, [1.0]])
+def test_a_time_that_is_no_number_is_refused(value: Any) -> None:
+    record = encode(MESSAGES[0])
+    record["ranks"][0]["idle_seconds"] = value
+    with pytest.raises(ValueError, match="float belongs"):
+        decode(json.loads(json.dumps(record)), OBSERVED)
 
 
 def test_a_secret_that_a_full_disk_cut_short_is_made_anew(tmp_path: Path) -> None:
