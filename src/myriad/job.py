@@ -70,8 +70,17 @@ class TrainConfig(Config):
 
 
 class ResilienceConfig(Config):
-    """How faults are met."""
+    """Where the run is started, and how faults are met."""
 
+    engine: Literal["local", "join"] = "local"
+    """What starts the nodes: this machine, all of them; or nothing, `myriad join` on each of them does."""
+    nodes: int = Field(1, ge=1)
+    """On which the ranks are spread, equally many on each."""
+    spares: int = Field(0, ge=0)
+    """Nodes more than that, each ready to take the place of one that is lost."""
+    listen: str = "127.0.0.1"
+    """Address or host name of this machine (with :PORT, if it may not be any) at which other nodes reach it;
+    the one given: none can."""
     patience: float = Field(1.0, gt=0)
     """Scales every deadline: 2 waits twice as long before a silent rank or node is given up."""
     restarts: int = Field(3, ge=0)
@@ -101,7 +110,7 @@ class Job(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What is kept."""
     resilience: ResilienceConfig = ResilienceConfig()
-    """How faults are met."""
+    """Where the run is started, and how faults are met."""
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -250,6 +259,12 @@ def _check_warmup(job: Job) -> None:
     _need(warmup <= steps, "optimizer.warmup_steps", warmup, f"at most train.steps = {steps}")
 
 
+def _check_started_nodes(job: Job) -> None:
+    nodes, world = job.resilience.nodes, job.layout.world
+    divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+    _need(world % nodes == 0, "resilience.nodes", nodes, f"must divide the {world} ranks: one of {divisors}")
+
+
 _RULES: tuple[Callable[[Job], None], ...] = (
     _check_layout,
     _check_heads,
@@ -264,6 +279,7 @@ _RULES: tuple[Callable[[Job], None], ...] = (
     _check_lossy,
     _check_agreement,
     _check_nodes,
+    _check_started_nodes,
     _check_store,
 )
 

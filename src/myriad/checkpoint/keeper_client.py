@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from myriad.checkpoint.claiming import Claimed
-from myriad.checkpoint.keeper_start import keeper_name, start_keeper
+from myriad.checkpoint.keeper_start import keeper_name, keeper_names, start_keeper
 from myriad.checkpoint.member import Opened
 from myriad.checkpoint.memory import SnapshotMemory
 from myriad.checkpoint.piece import Piece, join_pieces, split_pieces
@@ -144,25 +144,32 @@ class KeeperClient:
 
 
 def list_in_memory(run: Path, node: int | None = None, ranks: int = 1) -> list[tuple[int, int]]:
-    """Steps that all ranks of this machine have in memory, with their bytes; none without a keeper.
-    ``node``: as `keeper_name` has it; ``ranks``: how many there are at least."""
-    wire = _connect(keeper_name(run, node), _LIST_SECONDS)
+    """Steps that all ranks of this machine have in memory, or copies of them, with their bytes; none without
+    a keeper. ``node``: of this one alone, as `keeper_name` has it; ``ranks``: how many there are at least."""
+    names = keeper_names(run) if node is None else [keeper_name(run, node)]
+    found: dict[tuple[int, int], int] = defaultdict(int)
+    having: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for one in (one for name in names for one in _snapshots_of(name)):
+        for step in one["steps"]:
+            found[one["attempt"], step] += one["bytes"]
+            having[one["attempt"], step].add(one["rank"])
+    most = max([ranks, *map(len, having.values())])
+    return sorted((key[1], size) for key, size in found.items() if len(having[key]) == most)
+
+
+def _snapshots_of(name: str) -> list[dict[str, Any]]:
+    wire = _connect(name, _LIST_SECONDS)
     if wire is None:
         return []
-    with suppress(OSError):
+    try:
         wire.patience(_LIST_SECONDS)
         wire.send({"op": "snapshots"})
-        snapshots = wire.receive()[0]["snapshots"]
-        found: dict[tuple[int, int], int] = defaultdict(int)
-        count: dict[tuple[int, int], int] = defaultdict(int)
-        for one in snapshots:
-            for step in one["steps"]:
-                found[one["attempt"], step] += one["bytes"]
-                count[one["attempt"], step] += 1
-        most = max([ranks, *count.values()])
+        found: list[dict[str, Any]] = wire.receive()[0]["snapshots"]
+        return found
+    except OSError:
+        return []
+    finally:
         wire.close()
-        return sorted((key[1], size) for key, size in found.items() if count[key] == most)
-    return []
 
 
 def _connect(name: str, seconds: float = _START_SECONDS) -> Wire | None:

@@ -29,7 +29,8 @@ from myriad.checkpoint.config import CheckpointConfig
 from myriad.checkpoint.copies import choose_node, new_token
 from myriad.checkpoint.dcp import METADATA, make_metadata, make_pieces
 from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.keeper_client import KeeperClient, keeper_name
+from myriad.checkpoint.keeper_client import KeeperClient
+from myriad.checkpoint.keeper_start import node_keeper
 from myriad.checkpoint.load import LoadWorld
 from myriad.checkpoint.memory import SnapshotMemory
 from myriad.checkpoint.progress import decode_progress, progress_rectangle, write_progress
@@ -103,7 +104,7 @@ class Session:
         self._world = LoadWorld(grid.rank, _nodes(places), group)
         self._first = local_rank == 0
         shared = _shares_machine(places, self._world)
-        name = keeper_name(settings.run, self._world.node if shared else None)
+        name = node_keeper(settings.run, self._world.node if shared else None)
         self._client = KeeperClient(name, starts=self._first, log=settings.log)
         self._progress = progress_rectangle({})
         self._random = random_rectangle(grid.rank, device)

@@ -16,6 +16,7 @@ from myriad.cli import (
     data,
     doctor,
     faults,
+    join,
     parity,
     plan,
     report,
@@ -28,7 +29,7 @@ from myriad.errors import MyriadError
 
 __all__ = ["main"]
 
-_VERBS = (train, sample, report, parity, plan, simulate, validate, data, checkpoint, doctor, faults)
+_VERBS = (train, join, sample, report, parity, plan, simulate, validate, data, checkpoint, doctor, faults)
 _USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 

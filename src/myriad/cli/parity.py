@@ -88,6 +88,7 @@ def _job(name: str, layout: str, overrides: list[str], steps: int, keep_every: i
     parts = re.split(r",(?![^\[]*\])", layout)  # at commas that no list holds
     keys = [part.strip() for part in parts if part.strip()]
     fixed = ["train.precision=float32", "train.threads=1", f"train.steps={steps}", "train.sample_prompt=off"]
+    fixed += ["resilience.engine=local", "resilience.nodes=1", "resilience.spares=0"]
     kept = [f"checkpoint.every={keep_every}", f"checkpoint.keep={steps}", "train.validate_every=0"]
     given = load_job(name, overrides).optimizer
     steady = [f"optimizer.epsilon={max(given.epsilon, 1e-6)}", "data.validation_batches=0"]

@@ -18,7 +18,7 @@ from myriad.cli.plot import Series, loss_svg, smooth, terminal_plot
 from myriad.cli.progress import Progress
 from myriad.cli.summary import Summary
 from myriad.jsonl import Record
-from myriad.resilience.engines.local import Observer
+from myriad.resilience.engines.engine import Observer
 from myriad.run import Run
 from myriad.units import format_count, format_seconds
 

@@ -63,14 +63,14 @@ def train(
     from rich.console import Console
 
     from myriad.cli.summary import is_done
-    from myriad.resilience.engines.local import check_cores
+    from myriad.resilience.engines.engine import check_engine
     from myriad.train.inputs import open_inputs, refuse_other_tokenizer
 
     short = [] if init_from is None else [f"train.init_from={init_from}"]
     resolved, folder = _resolve(job, run, [*OverrideCommand.of(context), *short])
     console = None if as_json else Console()
     folder.check(resolved)
-    check_cores(resolved.layout.world, oversubscribe=oversubscribe)
+    check_engine(resolved, oversubscribe=oversubscribe)
     if is_done(folder, resolved.train.steps):
         if console:
             console.print(f"this run is done: all its {resolved.train.steps} steps")
@@ -135,11 +135,11 @@ def _run_path(name_or_path: str) -> Path:
 
 def _launch(run: "Run", job: "Job", console: "Console | None") -> Literal["finished", "interrupted"]:
     from myriad.cli.screen import open_screen
-    from myriad.resilience.engines.local import run_local
+    from myriad.resilience.engines.engine import train_on
 
     screen = open_screen(console, run, job.train.steps)
     try:
-        return run_local(run, job.layout.world, threads=job.train.threads, observer=screen)
+        return train_on(job)(run, job.layout.world, threads=job.train.threads, observer=screen)
     finally:
         screen.close()
 

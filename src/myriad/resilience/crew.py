@@ -14,6 +14,7 @@ from myriad.resilience.causes import cause_of
 from myriad.resilience.engines.logs import error_excerpt
 from myriad.resilience.facts import RankExited, RankSeen, Start
 from myriad.resilience.memory_kills import count_memory_kills
+from myriad.resilience.reach import interface_of
 from myriad.resilience.warm_parent import WarmParent
 from myriad.run import Run
 from myriad.telemetry.progress_page import PROGRESS, ProgressPage
@@ -21,7 +22,6 @@ from myriad.telemetry.progress_page import PROGRESS, ProgressPage
 __all__ = ["Crew"]
 
 _STOPPED_LOOKS = 6
-_LOOPBACK = "127."
 _ERROR_CHARACTERS = 4096
 """Of a rank's last words, the newest: messages have a limit."""
 
@@ -50,6 +50,8 @@ class Crew:
         self._memory_kills = count_memory_kills()
         self.epoch = 0
         """Of the newest ranks; 0: there were none."""
+        self.host = "127.0.0.1"
+        """By which ranks of other nodes reach those of this one."""
         self.exits: dict[int, RankExited] = {}
         """Of that epoch."""
 
@@ -78,6 +80,7 @@ class Crew:
             "WORLD_SIZE": order.world,
             "LOCAL_RANK": row,
             "LOCAL_WORLD_SIZE": len(order.ranks),
+            "GROUP_RANK": order.ranks[row] // len(order.ranks),
             "MASTER_ADDR": order.host,
             "MASTER_PORT": order.port,
             "MYRIAD_EPOCH": order.epoch,
@@ -85,8 +88,8 @@ class Crew:
             "PYTHONFAULTHANDLER": 1,
             PROGRESS: self._page.address(row),
         }
-        if order.host.startswith(_LOOPBACK) and "GLOO_SOCKET_IFNAME" not in os.environ:
-            mine["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo looks up the host's name, which may not resolve
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(self.host)) is not None:
+            mine["GLOO_SOCKET_IFNAME"] = interface  # else gloo looks up the host's name: it may not resolve
         return {key: str(value) for key, value in mine.items()}
 
     def send_signal(self, ranks: Iterable[int], number: signal.Signals) -> None:

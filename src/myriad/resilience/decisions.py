@@ -45,7 +45,6 @@ from myriad.resilience.state import Plan, State
 
 __all__ = ["Decider"]
 
-_GATHER_SECONDS = 300.0
 _BLAME_SECONDS = 1.5
 """After an error that only says that a peer is gone: the peer's own death may be told later."""
 _STOPPED_SECONDS = 1.5
@@ -78,6 +77,8 @@ class Decider:
         self._nodes: dict[int, _Node] = {}
         self._since = self._began = self._looked_at = now
         self._kill_at: float | None = None
+        self._enough_at: float | None = None
+        """Since when as many nodes are there as are needed."""
         self._repeats = 0
         self._sightings = Sightings()
         self._stopped_since: dict[int, float] = {}
@@ -87,6 +88,11 @@ class Decider:
     def nodes(self) -> dict[int, NodeJoined]:
         """Those that are there."""
         return {number: node.joined for number, node in self._nodes.items() if node.left_at is None}
+
+    @property
+    def silent_seconds(self) -> float:
+        """After which a node that says nothing is given up."""
+        return self._limit(_SILENT_SECONDS)
 
     def hear(self, observation: Observation, now: float) -> list[Action]:
         """Something was seen, by the driver's own clock at ``now``."""
@@ -194,7 +200,7 @@ class Decider:
         elif phase == "ending" and now - self._since > _REPEAT_SECONDS:
             self._since = now
             actions += self._end_again(now)
-        elif phase == "gathering" and now - self._since > _GATHER_SECONDS * self._plan.patience:
+        elif phase == "gathering" and now - self._since > self._plan.gather_seconds * self._plan.patience:
             there = sorted(self.nodes)
             reason = f"{self._plan.nodes} nodes are needed, and only {there} came"
             actions.append(self._end_run("nodes did not come", "failed", reason))
@@ -244,7 +250,7 @@ class Decider:
     def _overdue_ranks(self, now: float) -> Iterator[Action]:
         waited = self.state.incident
         if waited is not None and self._kill_at is not None:
-            if now >= self._kill_at:
+            if now >= self._kill_at and not self._misses_node():
                 yield from self._end_attempt(waited, now)
             return
         sightings, where = self._sightings, (self.state.placement, self.state.exits)
@@ -265,6 +271,12 @@ class Decider:
             yield from self._end_attempt(incident, now, idle_seconds=idle)
         elif few:
             yield from self._hung(few, now)
+
+    def _misses_node(self) -> bool:
+        """One of this attempt is not connected: it is about to be back, or to be given up, and then it is what
+        its peers have missed."""
+        placement = self.state.placement
+        return any(number in placement and one.left_at is not None for number, one in self._nodes.items())
 
     def _limit(self, seconds: float) -> float:
         """Of silence: never so short that the next beat is not yet due."""
@@ -312,15 +324,26 @@ class Decider:
         if state.stop_asked:
             yield self._end_run("a stop was asked for", "interrupted", "")
             return
-        if len(self._nodes) >= self._plan.nodes and len(there := sorted(self.nodes)) >= self._plan.nodes:
+        there = sorted(self.nodes) if len(self._nodes) >= self._plan.nodes else []
+        if len(there) < self._plan.nodes:
+            self._enough_at = None
+        elif not self._is_early(there, now):
             yield self._start(there, now)
 
+    def _is_early(self, there: list[int], now: float) -> bool:
+        """At the very start a spare that came first takes nobody's place."""
+        self._enough_at = now if self._enough_at is None else self._enough_at
+        meant = self.state.placement or set(range(self._plan.nodes)) <= set(there)
+        return not meant and now - self._enough_at < self._plan.late_seconds * self._plan.patience
+
     def _start(self, there: list[int], now: float) -> StartAttempt:
-        """On the nodes of the last attempt that are there, then on spares; ranks in the order of nodes."""
+        """On the nodes of the last attempt that are there; where one is not, a spare takes its place, so that
+        no rank of another moves."""
         state, plan = self.state, self._plan
-        kept = [number for number in state.placement if number in there]
-        others = [number for number in there if number not in kept]
-        chosen, each = [*kept, *others][: plan.nodes], plan.world // plan.nodes
+        before = list(state.placement) or there[: plan.nodes]
+        others = (number for number in there if number not in before)
+        chosen = [number if number in there else next(others) for number in before]
+        each = plan.world // plan.nodes
         state.placement = {
             number: tuple(range(place * each, (place + 1) * each)) for place, number in enumerate(chosen)
         }

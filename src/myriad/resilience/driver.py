@@ -6,7 +6,7 @@
 One a run, no torch, one thread. What it knows is in the journal (what was decided) and with the executors
 (what is): a new one goes on where the last was killed, and training does not notice. It is found by
 RUN/driver.json. To the engine it speaks in lines of JSON on its output: {} each second, {"replace": NODE},
-{"end": OUTCOME, "reason": ...}.
+{"end": OUTCOME, "reason": ...}. A SIGINT tells it that the run is to save and stop.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -34,17 +35,25 @@ from myriad.resilience.decisions import Decider
 from myriad.resilience.engines.child import die_with_parent
 from myriad.resilience.facts import (
     OBSERVED,
+    STOP_ASKED,
     Dump,
     End,
     Leave,
     NodeJoined,
     NodeLeft,
+    NodeNumber,
+    NodeTaken,
+    NodeWanted,
     Observation,
     Observed,
     Order,
     Start,
+    Stop,
+    StopAsked,
 )
 from myriad.resilience.journal import Journal
+from myriad.resilience.listen import split_listen
+from myriad.resilience.members import HEAR_SECONDS, Members
 from myriad.resilience.wire import Link, Refused, run_secret
 from myriad.run import Run
 from myriad.whole_file import write_whole
@@ -68,14 +77,18 @@ class Driver:
         plan, state = self._journal.replay()
         self._plan, self._decider = plan, Decider(plan, time.monotonic(), state)
         self._links: dict[int, Link] = {}
+        self._members, self._began = Members(), time.monotonic()
         self._over = asyncio.Event()
 
     async def drive(self) -> None:
         """Until the run is over."""
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=_MOST_WAITING)
+        listen = split_listen(self._plan.listen)
+        server = await asyncio.start_server(self._serve, *listen, backlog=_MOST_WAITING)
         host, port = server.sockets[0].getsockname()[:2]
-        address = {"host": host, "port": port, "pid": os.getpid()}
+        silent = self._decider.silent_seconds
+        address = {"host": host, "port": port, "pid": os.getpid(), "silent_seconds": silent}
         write_whole(self._run.path / "driver.json", json.dumps(address))
+        self._hear_of_stop()
         async with server:
             if self._decider.state.phase == "over":  # decided, and perhaps not told
                 state = self._decider.state
@@ -90,6 +103,16 @@ class Driver:
                 await asyncio.sleep(_DUE_SECONDS)
             await self._let_leave()
 
+    def _hear_of_stop(self) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._ask_to_stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the engine has blocked it until now
+        if STOP_ASKED in os.environ:
+            self._ask_to_stop()
+
+    def _ask_to_stop(self) -> None:
+        self._send_all(Stop())
+        self._hear(StopAsked(-1))
+
     async def _let_leave(self) -> None:
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._links and time.monotonic() < deadline:
@@ -100,17 +123,23 @@ class Driver:
         link, node = Link(reader, writer), None
         try:
             await link.prove(run_secret(self._run.path / "secret"), "driver", "executor")
-            joined: NodeJoined = await link.receive((NodeJoined,))
+            joined = await link.receive((NodeJoined, NodeWanted))
+            if isinstance(joined, NodeWanted):
+                await asyncio.sleep(max(0.0, self._began + HEAR_SECONDS - time.monotonic()))
+                taken = {*self._links, *self._decider.state.placement}
+                link.send(NodeNumber(self._members.number_for(joined.host, taken, time.monotonic())))
+                return
+            if (other := self._members.other_than(joined, time.monotonic())) is not None:
+                link.send(NodeTaken(other))
+                return
             node = joined.node
-            if node in self._links:
-                self._links[node].close()
-            self._links[node] = link
-            self._hear(joined)
+            self._let_in(joined, link)
             while True:
                 heard: Observed = await link.receive(OBSERVED)
                 if heard.node != node:
                     raise Refused(f"node {node} speaks for node {heard.node}")
                 self._hear(heard)
+                self._members.heard(node, time.monotonic())
         except Refused as error:
             _LOG.warning("a connection was refused: %s", error)
         except (OSError, TimeoutError):
@@ -119,7 +148,17 @@ class Driver:
             link.close()
             if node is not None and self._links.get(node) is link:
                 del self._links[node]
+                self._members.left(node)
                 self._hear(NodeLeft(node))
+
+    def _let_in(self, joined: NodeJoined, link: Link) -> None:
+        if joined.node in self._links:
+            self._links[joined.node].close()
+        self._links[joined.node] = link
+        self._members.joined(joined, time.monotonic())
+        if self._decider.state.stop_asked:
+            link.send(Stop())
+        self._hear(joined)
 
     def _hear(self, observation: Observation) -> None:
         self._act(self._decider.hear(observation, time.monotonic()))
@@ -145,6 +184,8 @@ class Driver:
             self._send_all(End(action.epoch))
         elif isinstance(action, Evict):
             self._event("eviction", action, "node")
+            if (link := self._links.get(action.node)) is not None:
+                link.abort()
             _tell_engine({"replace": action.node})
         elif isinstance(action, EndRun):
             _tell_engine({"end": action.outcome, "reason": action.reason, "rule": action.rule})

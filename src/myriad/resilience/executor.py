@@ -4,17 +4,16 @@
                                                       └── reads ── progress page ◄── writes ──┘
 
 It decides nothing. Without a driver it keeps its ranks running, keeps what there is to tell, and looks for a
-new one. Ctrl-C is for it: it passes it on to the ranks once.
+new one; but where the driver's machine does not answer either, the driver has given this node up, and its
+ranks end (`myriad.resilience.reach`). Ctrl-C is for it: it passes it on to the ranks once.
 """
 
 import asyncio
-import json
 import logging
 import os
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 
 from myriad.resilience.crew import Crew
 from myriad.resilience.facts import (
@@ -25,14 +24,17 @@ from myriad.resilience.facts import (
     End,
     Leave,
     NodeJoined,
+    NodeTaken,
     Order,
     RankExited,
     Start,
+    Stop,
     StopAsked,
 )
+from myriad.resilience.reach import Reach, executor_name
 from myriad.resilience.warm import DUMP_SIGNAL
 from myriad.resilience.warm_parent import WarmParent
-from myriad.resilience.wire import Link, Refused, run_secret
+from myriad.resilience.wire import Link
 from myriad.run import Run
 from myriad.telemetry.progress_page import ProgressPage
 
@@ -44,23 +46,31 @@ _RETRY_SECONDS = 0.1
 
 
 def execute(
-    run: Run, node: int, page: ProgressPage, warm: WarmParent, start_warm: Callable[[], WarmParent]
-) -> int:
-    """Until the driver says that the run is over, or SIGTERM comes."""
+    run: Run,
+    node: int,
+    page: ProgressPage,
+    warm: WarmParent,
+    start_warm: Callable[[], WarmParent],
+    *,
+    lonely_seconds: float | None = None,
+) -> str | None:
+    """Until the driver says that the run is over, or SIGTERM comes; gives what went wrong.
+    ``lonely_seconds``: how long it waits for a driver without ranks; off: for ever, as its engine ends it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    executor = _Executor(run, node, Crew(run, node, page, warm, start_warm))
+    executor = _Executor(run, node, Crew(run, node, page, warm, start_warm), lonely_seconds)
     try:
         asyncio.run(executor.live())
     finally:
         executor.crew.close()
-    return 0
+    return executor.problem
 
 
 class _Executor:
-    def __init__(self, run: Run, node: int, crew: Crew) -> None:
+    def __init__(self, run: Run, node: int, crew: Crew, lonely_seconds: float | None) -> None:
         self._run, self._node, self.crew = run, node, crew
+        self._reach, self._lonely_seconds = Reach(run.path), lonely_seconds
         self._link: Link | None = None
-        self._host = "127.0.0.1"
+        self.problem: str | None = None
         self._stop_asked = STOP_ASKED in os.environ
         self._over = asyncio.Event()
 
@@ -69,6 +79,7 @@ class _Executor:
         loop.add_signal_handler(signal.SIGINT, self._ask_to_stop)
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._over.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # an engine has blocked it until now
         tasks = [asyncio.create_task(work()) for work in (self._stay_linked, self._look, self._hear_ranks)]
         for task in tasks:
             task.add_done_callback(self._end_with)
@@ -80,7 +91,11 @@ class _Executor:
         """A part that fails takes the executor with it: the engine starts another."""
         if not task.cancelled() and (error := task.exception()) is not None:
             _LOG.error("the executor ends", exc_info=error)
-            self._over.set()
+            self._end(f"the executor failed: {error}")
+
+    def _end(self, problem: str | None = None) -> None:
+        self.problem = problem
+        self._over.set()
 
     def _ask_to_stop(self) -> None:
         if not self._stop_asked:
@@ -108,7 +123,7 @@ class _Executor:
             seen = self.crew.look()
             before, states = states, [(one.state == "T", one.phase) for one in seen]
             if looks % _BEAT_EVERY == 0 or before != states:
-                self._tell(Beat(self._node, self.crew.epoch, _free_port(self._host), seen))
+                self._tell(Beat(self._node, self.crew.epoch, _free_port(self._reach.host), seen))
             looks += 1
             await asyncio.sleep(_LOOK_SECONDS)
 
@@ -120,42 +135,52 @@ class _Executor:
 
     async def _stay_linked(self) -> None:
         while True:
-            with suppress(OSError, Refused, ValueError, KeyError, TimeoutError):
+            try:
                 await self._linked()
+            except (OSError, ValueError, KeyError) as error:
+                self._reach.failed(error)
             self._link = None
+            self._be_alone()
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _linked(self) -> None:
-        address = json.loads((self._run.path / "driver.json").read_text())
-        reader, writer = await asyncio.open_connection(address["host"], address["port"])
-        link = Link(reader, writer)
-        try:
-            await link.prove(run_secret(self._run.path / "secret"), "executor", "driver")
-            self._host = writer.get_extra_info("sockname")[0]
+        async with self._reach.link() as link:
+            self.crew.host = self._reach.host
             link.send(self._joined())
             self._link = link
             while True:
                 self._obey(await link.receive(ORDERS))
-        finally:
-            link.close()
+
+    def _be_alone(self) -> None:
+        if self._reach.is_cut_off() and self.crew.living():
+            _LOG.warning("the driver's machine does not answer: it has given this node up; the ranks end")
+            self.crew.signal_all(signal.SIGKILL)
+        patience = self._lonely_seconds
+        if patience is not None and self._reach.seconds_alone() > patience and not self.crew.living():
+            self._end(f"no driver of the run was found for {patience:g} s")
 
     def _joined(self) -> NodeJoined:
         crew = self.crew
         return NodeJoined(
             node=self._node,
             epoch=crew.epoch,
-            host=self._host,
-            port=_free_port(self._host),
+            host=self._reach.host,
+            port=_free_port(self._reach.host),
             cores=len(os.sched_getaffinity(0)),
             memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
             running=tuple(crew.living()),
             exits=tuple(crew.exits.values()),
             stop_asked=self._stop_asked,
+            by=executor_name(),
         )
 
     def _obey(self, order: Order) -> None:
         if isinstance(order, Leave):
-            self._over.set()
+            self._end()
+        elif isinstance(order, NodeTaken):
+            self._end(f"{order.by} is node {self._node} of this run already")
+        elif isinstance(order, Stop):
+            self._ask_to_stop()
         elif isinstance(order, Start):
             self.crew.start(order)
         elif order.epoch != self.crew.epoch:
@@ -167,7 +192,7 @@ class _Executor:
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port

@@ -1,7 +1,8 @@
 """What the driver is told, and what it says: plain values, the same on the wire, in the journal and in the
 decisions.
 
-    executor ──NodeJoined, RankExited, Beat, StopAsked──► driver ──Start, End, Dump, Leave──► executor
+    executor ──NodeJoined, RankExited, Beat, StopAsked──► driver ──Start, End, Dump, Stop, Leave──► executor
+    somebody who wants to be a node ──NodeWanted──► driver ──NodeNumber──► it becomes one
 
 ``epoch`` is the number of an attempt. Whoever is told of another epoch than its own drops what it was told.
 """
@@ -20,12 +21,16 @@ __all__ = [
     "Leave",
     "NodeJoined",
     "NodeLeft",
+    "NodeNumber",
+    "NodeTaken",
+    "NodeWanted",
     "Observation",
     "Observed",
     "Order",
     "RankExited",
     "RankSeen",
     "Start",
+    "Stop",
     "StopAsked",
 ]
 
@@ -104,6 +109,22 @@ class NodeJoined:
     exits: tuple[RankExited, ...]
     """Of this epoch."""
     stop_asked: bool
+    by: str = ""
+    """Host and process of the executor: another one may not take its number while it is heard."""
+
+
+@dataclass(frozen=True)
+class NodeWanted:
+    """A machine wants to be a node."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class NodeNumber:
+    """The node that it may be; the same again for the same host."""
+
+    node: int
 
 
 @dataclass(frozen=True)
@@ -125,7 +146,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class StopAsked:
-    """A person wants the run to save and stop; the ranks of the node know."""
+    """A person wants the run to save and stop; the ranks of the node know (-1: no node's do yet)."""
 
     node: int
 
@@ -164,9 +185,21 @@ class Dump:
 
 
 @dataclass(frozen=True)
+class Stop:
+    """A person wants the run to save and stop."""
+
+
+@dataclass(frozen=True)
+class NodeTaken:
+    """Another executor is this node: end."""
+
+    by: str
+
+
+@dataclass(frozen=True)
 class Leave:
     """The run is over: end, and leave no rank behind."""
 
 
-Order = Start | End | Dump | Leave
-ORDERS = (Start, End, Dump, Leave)
+Order = Start | End | Dump | Stop | NodeTaken | Leave
+ORDERS = (Start, End, Dump, Stop, NodeTaken, Leave)

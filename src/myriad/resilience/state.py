@@ -20,6 +20,12 @@ class Plan:
     patience: float = 1.0
     restarts: int = 3
     saving_seconds: float = 600.0
+    gather_seconds: float = 300.0
+    """How long nodes are waited for."""
+    late_seconds: float = 0.0
+    """How much longer than spares the nodes 0, 1, ... may take to come at the very start."""
+    listen: str = "127.0.0.1"
+    """Where the driver is reached: ADDRESS or ADDRESS:PORT of its machine."""
 
 
 @dataclass

@@ -151,6 +151,10 @@ class Link:
         else:
             self._writer.close()
 
+    def abort(self) -> None:
+        """The same, at once: what is still to be sent may never arrive."""
+        self._writer.transport.abort()
+
 
 def _proof(secret: bytes, role: str, own: str, other: str) -> str:
     return hmac.new(secret, _encoded(f"{role}:{own}:{other}"), hashlib.sha256).hexdigest()

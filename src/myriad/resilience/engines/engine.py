@@ -1,0 +1,86 @@
+"""What an engine is, and which there are: it starts a run's executors, and decides nothing.
+
+    supervise.py ──start, poll, replace node k, ask to stop, wait, close──► Engine ──► executors of all nodes
+
+An engine is a module with three functions, named in `_ENGINES` and imported when it is asked for: one refuses
+jobs that it cannot start, one has a run trained. What it starts on a machine is an executor: a child process
+(`local`), whatever a person starts there with `myriad join` (`join`), a task of a cluster manager.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Literal, Protocol
+
+from myriad.job import Job
+from myriad.run import Run
+
+__all__ = ["Engine", "Observer", "Outcome", "check_engine", "train_on"]
+
+Outcome = Literal["finished", "interrupted"]
+
+
+class Observer(Protocol):
+    """Who watches a run; whatever it raises, the run goes on."""
+
+    def tick(self) -> None:
+        """Called about ten times a second while ranks are at work."""
+
+    def stopping(self) -> None:
+        """The ranks have just been asked to save and stop."""
+
+
+class Engine(Protocol):
+    """Has the executors of nodes 0, 1, ...: those that the ranks need, then the spares."""
+
+    def start(self) -> None:
+        """All of them. Raises `RunFailedError`."""
+
+    def poll(self) -> None:
+        """Looks after them, ten times a second: who has died is started again. Raises `RunFailedError` when
+        that is in vain."""
+
+    def replace(self, node: int) -> None:
+        """The driver has given a node up: it is ended, and another brought in its stead where that can be."""
+
+    def ask_to_stop(self) -> None:
+        """Ranks save and stop, also if the driver is not there to say so."""
+
+    def wait(self, seconds: float) -> None:
+        """The run is over: they end by themselves."""
+
+    def close(self) -> None:
+        """None of them is left, nor what they have started."""
+
+
+class Train(Protocol):
+    """Has ranks train until they are done. Raises `RunFailedError`."""
+
+    def __call__(
+        self,
+        run: Run,
+        world: int,
+        *,
+        threads: int = 0,
+        observer: Observer | None = None,
+        command: Sequence[str] = (),
+    ) -> Outcome: ...
+
+
+_ENGINES = {
+    "local": ("myriad.resilience.engines.local", "check_local", "run_local"),
+    "join": ("myriad.resilience.engines.joined", "check_joined", "run_joined"),
+}
+
+
+def check_engine(job: Job, *, oversubscribe: bool = False) -> None:
+    """Refuses a job that its engine cannot start. Raises `BadInputError`."""
+    module, check, _ = _ENGINES[job.resilience.engine]
+    getattr(import_module(module), check)(job, oversubscribe=oversubscribe)
+
+
+def train_on(job: Job) -> Train:
+    """What has it trained, by its engine."""
+    module, _, train = _ENGINES[job.resilience.engine]
+    found: Any = getattr(import_module(module), train)
+    trains: Train = found
+    return trains

@@ -1,0 +1,171 @@
+"""Sees a run through: its driver, the engine that has its executors, Ctrl-C, and the screen.
+
+    myriad train ─┬─ driver                               restarted when it dies; ranks do not notice
+      (screen)    └─ engine ── executors of all nodes     on this machine, or wherever it starts them
+
+A Ctrl-C of the terminal reaches this process alone. It passes it on once (ranks finish their step, save, and
+exit with 0); a second one kills.
+"""
+
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from myriad.errors import RunFailedError
+from myriad.resilience.engines.engine import Engine, Observer, Outcome
+from myriad.resilience.engines.kept import Kept
+from myriad.resilience.facts import STOP_ASKED
+from myriad.resilience.journal import Journal
+from myriad.resilience.listen import check_listen
+from myriad.resilience.state import Plan
+from myriad.resilience.wire import run_secret
+from myriad.run import Run
+
+__all__ = ["see_through"]
+
+_LOG = logging.getLogger(__name__)
+_POLL_SECONDS = 0.1
+_END_SECONDS = 5.0
+_LATE_SECONDS = 3.0
+_SILENT_SECONDS = 3.5
+"""How long a driver may say nothing."""
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def see_through(
+    run: Run, world: int, engine: Engine, observer: Observer | None = None, *, gather_seconds: float = 300.0
+) -> Outcome:
+    """Until ``world`` ranks are done, however often they must be started. ``gather_seconds``: how long nodes
+    are waited for. Raises `RunFailedError`, and `BadInputError` before anything is started."""
+    job = run.job()
+    how = job.resilience
+    check_listen(how.listen)
+    plan = Plan(
+        world=world,
+        nodes=how.nodes,
+        first_epoch=run.next_attempt(),
+        patience=how.patience,
+        restarts=how.restarts,
+        saving_seconds=job.checkpoint.timeout_seconds + 60,
+        gather_seconds=gather_seconds,
+        late_seconds=_LATE_SECONDS,
+        listen=how.listen,
+    )
+    (run.path / "driver.json").unlink(missing_ok=True)
+    Journal(run.path / "journal.jsonl").begin(plan)
+    run_secret(run.path / "secret")
+    silent = _SILENT_SECONDS * max(1.0, how.patience)
+    with _catch_signals() as caught, _Supervision(run, engine, silent) as supervision:
+        return _watch(supervision, caught, _Guarded(observer))
+
+
+@dataclass
+class _Caught:
+    """Signals that the launcher received."""
+
+    count: int = 0
+
+
+@contextlib.contextmanager
+def _catch_signals() -> Iterator[_Caught]:
+    caught = _Caught()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        caught.count += 1
+
+    previous = {number: signal.signal(number, note) for number in _STOP_SIGNALS}
+    try:
+        yield caught
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _Supervision:
+    """The driver, and the engine: kept alive."""
+
+    def __init__(self, run: Run, engine: Engine, silent_seconds: float) -> None:
+        self._run, self.engine, self._silent_seconds = run, engine, silent_seconds
+        self._driver = Kept(run, "driver", ("driver", run.path))
+
+    def __enter__(self) -> "_Supervision":
+        try:
+            self.engine.start()  # what executors import takes longest
+            self._driver.start()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The driver first, which would have ranks started."""
+        self._driver.end(signal.SIGKILL)
+        self.engine.close()
+
+    def messages(self) -> list[dict[str, Any]]:
+        """What the driver has said; waits a moment for it. Whoever has died is started again."""
+        found = self._driver.read(_POLL_SECONDS)
+        if not any("end" in message for message in found):
+            has_driven = (self._run.path / "driver.json").exists()
+            self._driver.end_if_silent(self._silent_seconds)
+            self._driver.end_if_stopped()
+            self._driver.revive(for_ever=has_driven)
+            self.engine.poll()
+        return found
+
+    def ask_to_stop(self) -> None:
+        """All ranks save and stop. The driver tells those that the engine does not reach; if it dies before,
+        its follower knows."""
+        self.engine.ask_to_stop()
+        self._driver.environment[STOP_ASKED] = "1"
+        self._driver.send_signal(signal.SIGINT)
+
+
+def _watch(supervision: _Supervision, caught: _Caught, observer: "_Guarded") -> Outcome:
+    asked = False
+    while True:
+        for message in supervision.messages():
+            if "replace" in message:
+                supervision.engine.replace(message["replace"])
+            if "end" in message:
+                supervision.engine.wait(_END_SECONDS)
+                observer.tick()
+                if message["end"] == "failed":
+                    raise RunFailedError(message["reason"])
+                return "interrupted" if message["end"] == "interrupted" else "finished"
+        if caught.count and not asked:
+            asked = True
+            supervision.ask_to_stop()
+            observer.stopping()
+        if caught.count > 1:
+            told = "killed before the checkpoint was complete; an earlier one is used next time"
+            raise RunFailedError(told)
+        observer.tick()
+
+
+class _Guarded:
+    """Keeps a run safe from its observer: the first exception is logged, then nobody watches."""
+
+    def __init__(self, observer: Observer | None) -> None:
+        self._observer = observer
+
+    def _call(self, call: Callable[[Observer], None]) -> None:
+        if self._observer is None:
+            return
+        try:
+            call(self._observer)
+        except Exception:
+            self._observer = None
+            _LOG.warning("the run goes on, but its screen failed", exc_info=True)
+
+    def tick(self) -> None:
+        self._call(lambda observer: observer.tick())
+
+    def stopping(self) -> None:
+        self._call(lambda observer: observer.stopping())

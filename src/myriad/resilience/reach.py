@@ -1,0 +1,90 @@
+"""An executor's way to the driver, and what it means when there is none.
+
+    the driver's process is gone    its machine answers: refused, reset, closed. Ranks go on; another driver
+                                    comes
+    its machine does not answer     nor does it hear this node's beats. After as long as it waits for them it
+                                    gives the node up, so the ranks here are nobody's: they end
+
+Both sides go by their own clock alone. Until then the kernel repeats what is on the way (TCP_USER_TIMEOUT),
+so that a cable that was out for two seconds is not noticed.
+"""
+
+import asyncio
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from ipaddress import ip_address
+from pathlib import Path
+
+from myriad.resilience.doctor.hardware import find_nics
+from myriad.resilience.wire import Link, run_secret
+
+__all__ = ["Reach", "executor_name", "interface_of"]
+
+_CONNECT_SECONDS = 2.0
+_NO_ANSWER = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT)
+
+
+class Reach:
+    """Of one executor."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self.host = "127.0.0.1"
+        """This node's address, as the driver and other nodes reach it."""
+        self._silent_seconds = float("inf")
+        self._answered_at = self._linked_at = time.monotonic()
+        self._is_linked = False
+
+    @asynccontextmanager
+    async def link(self) -> AsyncIterator[Link]:
+        """To the driver that there is now; each has shown the other that it knows the secret. Raises
+        ``OSError``, ``ValueError`` and ``KeyError``, also inside: then `failed` is to be told."""
+        address = json.loads((self._run / "driver.json").read_text())
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            reader, writer = await asyncio.open_connection(address["host"], address["port"])
+        link = Link(reader, writer)
+        try:
+            silent = float(address["silent_seconds"])
+            connection = writer.get_extra_info("socket")
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent * 1000))
+            await link.prove(run_secret(self._run / "secret"), "executor", "driver")
+            self.host, self._silent_seconds = writer.get_extra_info("sockname")[0], silent
+            self._is_linked = True
+            yield link
+        finally:
+            link.close()
+
+    def failed(self, error: Exception) -> None:
+        """There is no link, or no longer."""
+        now = time.monotonic()
+        silent = isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in _NO_ANSWER)
+        if self._is_linked:
+            self._is_linked, self._linked_at = False, now
+            self._answered_at = now - self._silent_seconds if silent else now
+        elif not silent:
+            self._answered_at = now
+
+    def is_cut_off(self) -> bool:
+        """The driver's machine has not answered for as long as the driver waits for this one."""
+        return time.monotonic() - self._answered_at >= self._silent_seconds
+
+    def seconds_alone(self) -> float:
+        """Since there was a driver."""
+        return time.monotonic() - self._linked_at
+
+
+def executor_name() -> str:
+    """Of this process, among all of a run."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address; ``None`` when that cannot be told."""
+    if ip_address(address.partition("%")[0]).is_loopback:
+        return "lo"
+    return next((nic.name for nic in find_nics() if nic.address == address), None)

@@ -1,0 +1,171 @@
+"""Several nodes, as processes of this machine: what is lost with one costs the steps since its copies, or one,
+and no bit; a spare takes its place, and comes and goes as nodes do."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_corpora import make_corpus
+from watching import descendants, is_alive, wait_until
+
+from myriad.checkpoint.keeper_client import list_in_memory
+from myriad.checkpoint.keeper_start import keeper_name, keeper_names
+from myriad.checkpoint.store import load_model
+from myriad.job import load_job
+from myriad.resilience.engines.local import run_local
+from myriad.run import Run
+
+SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=60"]
+TWO = ["layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "resilience.nodes=2"]
+OFTEN = ["checkpoint.memory_seconds=0", "checkpoint.copies_every=5", "checkpoint.linger_seconds=5"]
+
+
+def make_run(path: Path, corpus: Path, *overrides: str) -> Run:
+    run = Run(path)
+    run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *SMALL, *TWO, *OFTEN, *overrides]))
+    return run
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"), count=300)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
+    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus)
+    assert run_local(run, 2) == "finished"
+    return run
+
+
+def pids_of(run: Run, node: int) -> tuple[list[int], list[int]]:
+    """The executor of a node with all that it has started; its keeper."""
+    executors, keepers = [], []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if "myriad.resilience.executor_process" in words and words[3:5] == [str(run.path), str(node)]:
+            executors.append(int(path.name))
+        elif keeper_name(run.path, node) in words:
+            keepers.append(int(path.name))
+    return [pid for one in executors for pid in (one, *descendants(one))], keepers
+
+
+def lose(run: Run, node: int, *, memory: bool = True) -> None:
+    """All of it dies; ``memory``: the snapshots too."""
+    processes, keepers = pids_of(run, node)
+    assert processes and keepers
+    for pid in [*processes, *keepers * memory]:
+        os.kill(pid, signal.SIGKILL)
+
+
+class Acts:
+    """Watches a run as the screen does; does what comes next when its time has come."""
+
+    def __init__(self, run: Run, *acts: tuple[Callable[[], bool], Callable[[], object]]) -> None:
+        self._run, self._acts = run, list(acts)
+
+    def tick(self) -> None:
+        if self._acts and self._acts[0][0]():
+            self._acts.pop(0)[1]()
+
+    def stopping(self) -> None: ...
+
+
+def events(run: Run, name: str) -> list[dict]:
+    return [event for event in run.read_events() if event["event"] == name]
+
+
+def reached(run: Run, step: int, attempt: int = 1) -> Callable[[], bool]:
+    """Whether an attempt has done a step."""
+
+    def look() -> bool:
+        lines = run.read_metrics()
+        return bool(lines) and lines[-1]["step"] >= step and len(events(run, "start")) >= attempt
+
+    return look
+
+
+def placements(run: Run) -> list[list[int]]:
+    """The nodes of each attempt, in the order of their ranks, as the journal has them."""
+    from myriad.jsonl import JsonlTail
+
+    records = JsonlTail(run.path / "journal.jsonl").poll()
+    started = [one for record in records for one in record.get("actions", ()) if "placement" in one]
+    return [sorted(map(int, one["placement"]), key=lambda n: one["placement"][str(n)]) for one in started]
+
+
+def assert_same_run(run: Run, other: Run) -> None:
+    """Every loss, and every tensor at the end."""
+    losses = [[line["loss"] for line in one.read_metrics()] for one in (run, other)]
+    assert len(losses[0]) == 60 and losses[0] == losses[1]
+    ours, theirs = (load_model(one.checkpoints_path / "step-60", "") for one in (run, other))
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+
+
+def test_a_spare_takes_the_place_of_a_lost_node_and_not_a_bit_is(
+    tmp_path: Path, corpus: Path, undisturbed: Run
+) -> None:
+    """Of node 0, whose keeper has all others store, and whose host the ranks meet at."""
+    run = make_run(tmp_path / "run", corpus, "resilience.spares=1")
+    assert run_local(run, 2, observer=Acts(run, (reached(run, 20), lambda: lose(run, 0)))) == "finished"
+    (fault,), (resume,) = events(run, "fault"), events(run, "resume")
+    assert (fault["cause"], fault["node"]) == ("node", 0) and "rank 0 was lost" in fault["problem"]
+    assert resume["source"] == "memory" and resume["step"] >= 10, "from the copies that node 1 has"
+    assert placements(run) == [[0, 1], [2, 1]], "rank 1 stays where its snapshots are"
+    assert_same_run(run, undisturbed)
+
+
+def test_a_node_that_comes_back_is_a_spare_for_the_next_one_that_is_lost(
+    tmp_path: Path, corpus: Path, undisturbed: Run
+) -> None:
+    run = make_run(tmp_path / "run", corpus, "resilience.spares=1", "train.steps=60")
+    acts = Acts(
+        run,
+        (reached(run, 12), lambda: lose(run, 1)),
+        (lambda: reached(run, 30, attempt=2)() and bool(pids_of(run, 1)[0]), lambda: lose(run, 2)),
+    )
+    assert run_local(run, 2, observer=acts) == "finished"
+    assert placements(run) == [[0, 1], [0, 2], [0, 1]]
+    assert [resume["source"] for resume in events(run, "resume")] == ["memory", "memory"]
+    assert_same_run(run, undisturbed)
+
+
+def test_without_a_spare_the_same_node_begins_again(tmp_path: Path, corpus: Path, undisturbed: Run) -> None:
+    """At once, and its memory has every step."""
+    run = make_run(tmp_path / "run", corpus)
+    acts = Acts(run, (reached(run, 20), lambda: lose(run, 1, memory=False)))
+    assert run_local(run, 2, observer=acts) == "finished"
+    (resume,) = events(run, "resume")
+    assert (resume["source"], resume["step"] >= 19) == ("memory", True)
+    assert placements(run) == [[0, 1], [0, 1]] and events(run, "eviction") == []
+    assert_same_run(run, undisturbed)
+
+
+def test_what_all_nodes_of_the_machine_have_in_memory_is_seen(tmp_path: Path, corpus: Path) -> None:
+    run = make_run(tmp_path / "run", corpus)
+    seen: list[tuple[int, list[int]]] = []
+
+    def look() -> None:
+        seen.append((len(keeper_names(run.path)), [step for step, _ in list_in_memory(run.path, ranks=2)]))
+
+    assert run_local(run, 2, observer=Acts(run, (reached(run, 20), look))) == "finished"
+    ((keepers, steps),) = seen
+    assert keepers == 2 and max(steps) >= 18
+    wait_until(lambda: keeper_names(run.path) == [])
+    assert list_in_memory(run.path) == []
+
+
+def test_nothing_of_a_run_with_several_nodes_is_left_behind(tmp_path: Path, corpus: Path) -> None:
+    run = make_run(tmp_path / "run", corpus, "resilience.spares=1")
+    left: list[int] = []
+    acts = Acts(run, (reached(run, 5), lambda: left.extend(descendants())))
+    assert run_local(run, 2, observer=acts) == "finished"
+    assert len(left) > 8
+    wait_until(lambda: not any(map(is_alive, left)))
