@@ -273,8 +273,8 @@ class Decider:
             yield from self._hung(few, now)
 
     def _misses_node(self) -> bool:
-        """One of this attempt is not connected: it is about to be back, or to be given up, and then it is what
-        its peers have missed."""
+        """One of this attempt is not connected: it is about to be back, or to be given up, and then it is
+        what its peers have missed."""
         placement = self.state.placement
         return any(number in placement and one.left_at is not None for number, one in self._nodes.items())
 

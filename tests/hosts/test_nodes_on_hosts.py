@@ -1,0 +1,156 @@
+"""If these fail, a run on several machines does not survive that one of them is cut off: it waits for ever,
+goes on in two places, or comes to other numbers. Hosts join it as a person or a manager of machines does."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_corpora import make_corpus
+
+from hosts import Hosts, missing
+from myriad.checkpoint.store import load_model
+from myriad.job import load_job
+from myriad.jsonl import JsonlTail
+from myriad.resilience.engines.local import run_local
+from myriad.run import Run
+
+LAST = 150
+KEYS = (
+    "model.layers=2",
+    "model.hidden=32",
+    "model.sequence=32",
+    "train.threads=1",
+    f"train.steps={LAST}",
+    "layout.dp=2",
+    "layout.zero=3",  # no rank has what another keeps
+    "layout.micro_batch=2",
+    "comm.hierarchy=flat",
+    "checkpoint.copies_every=5",
+    "checkpoint.memory_seconds=0",
+    "checkpoint.linger_seconds=30",
+    "resilience.nodes=2",
+)
+JOINED = ("resilience.engine=join", "resilience.listen=10.77.0.1")
+DRIVER, FIRST, SECOND, SPARE = range(4)
+"""Hosts."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"), count=300)
+
+
+def make_run(path: Path, corpus: Path, *more: str) -> Run:
+    run = Run(path)
+    run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *KEYS, *more]))
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
+    """The same job on two nodes of one machine."""
+    if problem := missing():
+        pytest.skip(f"hosts cannot be made: {problem}")
+    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus)
+    assert run_local(run, 2) == "finished"
+    return run
+
+
+def start(made: Hosts, host: int, *arguments: object) -> "subprocess.Popen[Any]":
+    """`myriad` on a host, which is to find out by itself which network leads to the others."""
+    command = ["env", "-u", "GLOO_SOCKET_IFNAME", sys.executable, "-m", "myriad.cli.main"]
+    return made.start(host, [*command, *map(str, arguments)])
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.02)
+
+
+def events(run: Run, name: str) -> list[dict[str, Any]]:
+    return [event for event in run.read_events() if event["event"] == name]
+
+
+def steps_done(run: Run) -> int:
+    lines = run.read_metrics()
+    return lines[-1]["step"] if lines else 0
+
+
+def ranks_on(made: Hosts, host: int) -> list[str]:
+    """Names of the ranks that live there."""
+    found = subprocess.run(
+        ["ip", "netns", "pids", made.namespace(host)], capture_output=True, text=True
+    ).stdout.split()
+    names = []
+    for pid in found:
+        try:
+            names.append(Path(f"/proc/{pid}/comm").read_text().strip())
+        except OSError:
+            continue
+    return [name for name in names if name.startswith("myriad-rank-")]
+
+
+def placements(run: Run) -> list[dict[str, list[int]]]:
+    records = JsonlTail(run.path / "journal.jsonl").poll()
+    return [one["placement"] for record in records for one in record.get("actions", ()) if "placement" in one]
+
+
+@pytest.mark.parametrize("cut", [FIRST, SECOND])
+def test_a_host_that_is_cut_off_gives_way_to_a_spare_and_can_do_nothing_any_more(
+    hosts: Callable[..., Hosts], tmp_path: Path, corpus: Path, undisturbed: Run, cut: int
+) -> None:
+    """The first one's keeper is who has all others store, and the ranks meet there."""
+    made, run = hosts(4), make_run(tmp_path / "run", corpus, *JOINED)
+    train = start(made, DRIVER, "train", run.path, "--oversubscribe", "--json")
+    joined = [
+        start(made, FIRST, "join", run.path, "--node", 0),
+        start(made, SECOND, "join", run.path, "--node", 1),
+        start(made, SPARE, "join", run.path),
+    ]
+    wait_until(lambda: steps_done(run) >= 12)
+    made.set_link(cut, up=False)
+    wait_until(lambda: events(run, "eviction"))
+    lost = cut - FIRST
+    (evicted,), (fault,) = events(run, "eviction"), events(run, "fault")
+    assert evicted["node"] == lost and evicted["evidence"]["silent_seconds"] >= 3.5
+    assert (fault["cause"], fault["node"]) == ("node", lost)
+    wait_until(lambda: ranks_on(made, cut) == [])
+    assert train.wait(120) == 0
+    assert [process.wait(30) for process in joined if process is not joined[lost]] == [0, 0]
+    (resume,) = events(run, "resume")
+    assert resume["source"] == "memory"
+    before, after = ({int(node): ranks for node, ranks in one.items()} for one in placements(run))
+    assert before == {0: [0], 1: [1]} and after == {2: [lost], 1 - lost: [1 - lost]}
+    stored = [event["step"] for event in events(run, "checkpoint")]
+    assert stored == [LAST], "what was cut off has stored nothing"
+    assert_same_bits(run, undisturbed)
+
+
+def test_a_host_whose_cable_was_out_for_a_moment_goes_on_as_if_nothing_had_been(
+    hosts: Callable[..., Hosts], tmp_path: Path, corpus: Path, undisturbed: Run
+) -> None:
+    made, run = hosts(3), make_run(tmp_path / "run", corpus, *JOINED)
+    train = start(made, DRIVER, "train", run.path, "--oversubscribe", "--json")
+    joined = [start(made, host, "join", run.path) for host in (FIRST, SECOND)]
+    wait_until(lambda: steps_done(run) >= 12)
+    made.set_link(FIRST, up=False)
+    time.sleep(1.0)
+    made.set_link(FIRST, up=True)
+    assert train.wait(120) == 0 and [process.wait(30) for process in joined] == [0, 0]
+    assert events(run, "fault") == [] and len(events(run, "start")) == 1
+    assert_same_bits(run, undisturbed)
+
+
+def assert_same_bits(run: Run, undisturbed: Run) -> None:
+    lines, expected_lines = run.read_metrics(), undisturbed.read_metrics()
+    assert [line["loss"] for line in lines] == [line["loss"] for line in expected_lines]
+    tensors, expected = (load_model(one.checkpoints_path / f"step-{LAST}", "") for one in (run, undisturbed))
+    assert tensors.keys() == expected.keys()
+    assert [name for name in tensors if not torch.equal(tensors[name], expected[name])] == []
