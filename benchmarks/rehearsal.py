@@ -5,7 +5,9 @@
 
 The machine is measured first (as `myriad plan --measure` does), or read from ``--cluster``; the planner sees
 that file, the job and the rate of the links, and no time of any layout. Then every layout of
-`rehearsal_cases.py` trains for a few steps on real ranks, in turns.
+`rehearsal_cases.py` trains for a few steps on real ranks, in turns. Virtual cores drift by a third within
+minutes: around each visit one product is timed on all of them at once, and the prediction is made for
+cores of that speed.
 
 Aims: rank correlation (Spearman) at least 0.9, median error at most 10 %. A visit in which other work took
 more than a few percent of the cores is repeated (`quiet.py`); what was never visited in quiet is marked.
@@ -54,7 +56,7 @@ def lines_of(found: Sequence[Measured], machine: Cluster) -> list[Line]:
     """With what is predicted for each."""
     jobs = {case.name: case.job for case in CASES}
     ways = {link: measure_way(link) for link in sorted({one.links for one in found})}
-    return [Line(one, predicted_seconds(jobs[one.case], machine, ways[one.links])) for one in found]
+    return [Line(one, predicted_seconds(jobs[one.case], machine, ways[one.links], one.pace)) for one in found]
 
 
 def table(lines: Sequence[Line]) -> str:

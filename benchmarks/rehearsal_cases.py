@@ -14,6 +14,7 @@ from pathlib import Path
 from gpt_ranks import make_job, train
 from hosts import Hosts
 from myriad.job import Job
+from pace import Pace
 from quiet import QUIET_RATIO, others_at_work, wait_for_quiet
 
 __all__ = ["CASES", "LOOPBACK", "MODEL", "Case", "Measured", "Rehearsal", "read", "write"]
@@ -104,12 +105,24 @@ class Measured:
     """Seconds of an iteration, the median of each visit."""
     others: list[float]
     """Share of the cores' time that went to other work during the visit."""
+    paces: list[list[float]]
+    """Of each core, around the visit: seconds of the product that `pace.py` times."""
 
     @property
     def seconds(self) -> float:
         """The median of the quiet visits; without any, the quietest."""
-        quiet = [v for v, other in zip(self.visits, self.others, strict=True) if other < QUIET_RATIO]
-        return statistics.median(quiet or [self.visits[self.others.index(min(self.others))]])
+        return statistics.median(self.visits[index] for index in self._counted)
+
+    @property
+    def pace(self) -> list[float]:
+        """Of each core around the same visits."""
+        rows = [self.paces[index] for index in self._counted]
+        return [statistics.median(core) for core in zip(*rows, strict=True)]
+
+    @property
+    def _counted(self) -> list[int]:
+        quiet = [index for index, other in enumerate(self.others) if other < QUIET_RATIO]
+        return quiet or [self.others.index(min(self.others))]
 
     @property
     def num_quiet(self) -> int:
@@ -127,7 +140,7 @@ class Rehearsal:
     def visit_all(self, cases: Sequence[Case], links: Sequence[str], rounds: int) -> Iterator[Measured]:
         """Each case over each link until it has ``rounds`` quiet visits, at most twice as many in all; in
         turns, so that what else the machine does meets all alike. Gives what has been visited once more."""
-        with Hosts(1) as one, Hosts(8) as many:
+        with Hosts(1) as one, Hosts(8) as many, Pace() as pace:
             for turn in range(2 * rounds):
                 for case, link in product(cases, links):
                     known = self.found.get((case.name, link))
@@ -135,17 +148,23 @@ class Rehearsal:
                         continue
                     hosts = one if link == LOOPBACK else many
                     hosts.set_rate(None if link == LOOPBACK else link)
-                    yield self._visit(hosts, case, link)
+                    yield self._visit(hosts, case, link, pace)
 
-    def _visit(self, hosts: Hosts, case: Case, link: str) -> Measured:
+    def _visit(self, hosts: Hosts, case: Case, link: str, pace: Pace) -> Measured:
         job = case.job
         ranks_per_host = job.layout.world if link == LOOPBACK else 1
         wait_for_quiet(self.patience_seconds)
+        before = pace.seconds()
         with others_at_work() as others:
             first = train(hosts, job, self.steps, ranks_per_host=ranks_per_host)[0]
-        known = self.found.get((case.name, link), Measured(case.name, link, [], []))
+        around = [(one + other) / 2 for one, other in zip(before, pace.seconds(), strict=True)]
+        known = self.found.get((case.name, link), Measured(case.name, link, [], [], []))
         now = Measured(
-            case.name, link, [*known.visits, statistics.median(first.step_seconds)], [*known.others, others()]
+            case.name,
+            link,
+            [*known.visits, statistics.median(first.step_seconds)],
+            [*known.others, others()],
+            [*known.paces, around],
         )
         self.found[case.name, link] = now
         return now

@@ -1,5 +1,6 @@
 """A rehearsal's iterations as the planner predicts them: the machine as it was measured, its links as set."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from myriad.planner.costs import Costs
 from myriad.planner.sharing import predict
 from myriad.planner.work import Work
 from myriad.train.measure_links import LinkTimes, time_links
+from pace import core_speeds
 from rehearsal_cases import LOOPBACK
 
 __all__ = ["Way", "measure_way", "predicted_seconds", "work_of"]
@@ -58,9 +60,11 @@ def _time_links() -> LinkTimes:
     return times
 
 
-def predicted_seconds(job: Job, machine: Cluster, way: Way) -> float:
-    """Of one iteration on ``machine``."""
+def predicted_seconds(job: Job, machine: Cluster, way: Way, pace: Sequence[float] = ()) -> float:
+    """Of one iteration on ``machine``; ``pace``: of its cores then, where it is not as it was measured."""
     cluster = _cluster(machine, way, job.layout.world)
+    if pace:
+        cluster = cluster.model_copy(update={"core_speeds": core_speeds(cluster, pace)})
     return predict(Costs(work_of(job), cluster), spans=False).seconds
 
 

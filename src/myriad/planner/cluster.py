@@ -33,6 +33,7 @@ class Float32(Config):
     saturation: float | None = Field(None, ge=0)
     launch_seconds: float | None = Field(None, ge=0)
     stream_bytes_per_second: float | None = Field(None, gt=0)
+    loss_bytes_per_second: float | None = Field(None, gt=0)
     flash_ratio: float | None = Field(None, gt=0, le=1)
     flash_half_length: float | None = Field(None, ge=0)
     flash_backward: float | None = Field(None, gt=0)
@@ -83,6 +84,9 @@ class Accelerator(Config):
     stream_bytes_per_second: float | None = Field(None, gt=0)
     """What the operators between products (norms, activations, residuals) reach, by the bytes that fused ones
     move; off: memory_bytes_per_second x memory_ratio, as large sweeps over memory do."""
+    loss_bytes_per_second: float | None = Field(None, gt=0)
+    """The same of the loss over the vocabulary, by the bytes of its logits that a fused one moves; off: as
+    stream_bytes_per_second."""
     float32: Float32 = Float32()
     """What is different in float32."""
 
@@ -172,6 +176,12 @@ class Cluster(Config):
     turns_ratio: float = Field(0.0, ge=0)
     """How much longer compute takes on a core that another rank computes on too, besides taking turns:
     caches are shared."""
+    core_speeds: tuple[float, ...] = ()
+    """Of each shared core, where the accelerator's is 1: virtual cores have neighbours, laptops two
+    kinds. Off: all are alike."""
+    pace_seconds: float | None = Field(None, gt=0)
+    """What a product of matrices took on a core when it was measured (`train.measure_compute.Pace`): by what
+    it takes later, that core's speed then is known. Off: not measured."""
     storage_bytes_per_second: float | None = Field(None, gt=0)
     """To where checkpoints are stored, for all nodes together; off: unknown."""
     dollars_per_hour: float | None = Field(None, ge=0)
@@ -193,6 +203,9 @@ class Cluster(Config):
             raise BadInputError("links.network", None, f"needed: the cluster has {self.nodes} nodes")
         if self.links.spine is not None and self.nodes_per_switch is None:
             raise BadInputError("nodes_per_switch", None, "needed: links.spine is what lies above a switch")
+        if self.core_speeds and (len(self.core_speeds) != self.shared_cores or min(self.core_speeds) <= 0):
+            allowed = f"one above 0 for each of the shared_cores = {self.shared_cores}"
+            raise BadInputError("core_speeds", list(self.core_speeds), allowed)
         for group in self.unequal:
             _check_numbers(group.nodes, self.nodes)
         return self
@@ -209,6 +222,11 @@ class Cluster(Config):
         links = self.links
         found = {"node": links.node, "network": links.network, "spine": links.spine or links.network}[level]
         return found or links.node
+
+    @property
+    def slowest_core(self) -> float:
+        """Speed of the slowest shared core, which ranks that wait for each other go at."""
+        return min(self.core_speeds, default=1.0)
 
     @property
     def expected_slowdown(self) -> float:

@@ -238,8 +238,16 @@ def head_times(model: ModelConfig, where: Slice) -> LayerTimes:
     group = tensor_group(where.cluster, where.tp)
     comm = half_sum_seconds(group, tokens * model.hidden * value)
     return LayerTimes(
-        Parts(products[0], memory=stream_seconds(where.accelerator, norm + scores, 6), tensor=comm),
-        Parts(products[1], memory=stream_seconds(where.accelerator, 1.5 * norm + back, 4), tensor=comm),
+        Parts(products[0], memory=_loss_seconds(where.accelerator, norm, scores, 6), tensor=comm),
+        Parts(products[1], memory=_loss_seconds(where.accelerator, 1.5 * norm, back, 4), tensor=comm),
         Parts(products[2]),
         Parts(),
     )
+
+
+def _loss_seconds(accelerator: Accelerator, norm: Number, scores: Number, num_operators: float) -> Number:
+    """Of going over a norm's values and the logits."""
+    rate = accelerator.loss_bytes_per_second
+    if rate is None:
+        return stream_seconds(accelerator, norm + scores, num_operators)
+    return stream_seconds(accelerator, norm, num_operators) + scores / rate

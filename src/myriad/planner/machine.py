@@ -5,6 +5,7 @@ Relative errors count, so that a small operator weighs as much as a large one:
     products     rate, saturation               2 m n k / rate, slower for short k, and a call
     attention    rate, half length, backward    by attended pairs, slower for short sequences
     layers       launch, stream rate            what whole layers take above their products and attention
+    heads        loss rate                      what the head takes above its product and norm
     transfers    seconds of an empty one, rate  a line through sizes
 
 Layers are fitted last and through `layers` itself: seconds there are linear in the launch and in the inverse
@@ -20,7 +21,7 @@ import numpy.typing as npt
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster import Accelerator, Cluster, Float32, Link, Links
 from myriad.planner.costs import computed_pairs
-from myriad.planner.layers import Slice, block_times
+from myriad.planner.layers import LayerTimes, Slice, block_times, head_times
 from myriad.planner.work import Practice
 from myriad.program.config import OverlapConfig
 
@@ -35,6 +36,7 @@ __all__ = [
     "fit_accelerator",
     "fit_line",
     "fit_type",
+    "head_seconds",
 ]
 
 _Floats = npt.NDArray[np.float64]
@@ -66,7 +68,7 @@ class AttentionTime:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Of one block and micro-batch."""
+    """Of one block, or of a head with its loss, and one micro-batch."""
 
     model: ModelConfig
     micro_batch: int
@@ -82,6 +84,7 @@ class TypeTimes:
     products: Sequence[ProductTime]
     attentions: Sequence[AttentionTime]
     layers: Sequence[LayerTime]
+    heads: Sequence[LayerTime]
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class TypeFit:
     saturation: float
     launch_seconds: float
     stream_bytes_per_second: float
+    loss_bytes_per_second: float
     flash_ratio: float
     flash_half_length: float
     flash_backward: float
@@ -134,7 +138,9 @@ def fit_type(times: TypeTimes, sweep_bytes_per_second: float) -> TypeFit:
         stream_bytes_per_second=_ENDLESS,
     )
     launch, stream = _fit_layers(times.layers, times.value_bytes, known)
-    return TypeFit(rate, saturation, launch, stream, known.flash_ratio, half, backward)
+    known = known.model_copy(update={"launch_seconds": launch, "stream_bytes_per_second": stream})
+    loss = _fit_loss(times.heads, times.value_bytes, known)
+    return TypeFit(rate, saturation, launch, stream, loss, known.flash_ratio, half, backward)
 
 
 def fit_accelerator(
@@ -145,6 +151,7 @@ def fit_accelerator(
         saturation=float32.saturation,
         launch_seconds=float32.launch_seconds,
         stream_bytes_per_second=float32.stream_bytes_per_second,
+        loss_bytes_per_second=float32.loss_bytes_per_second,
         flash_ratio=float32.flash_ratio,
         flash_half_length=float32.flash_half_length,
         flash_backward=float32.flash_backward,
@@ -163,6 +170,7 @@ def fit_accelerator(
         saturation=bfloat16.saturation,
         launch_seconds=bfloat16.launch_seconds,
         stream_bytes_per_second=bfloat16.stream_bytes_per_second,
+        loss_bytes_per_second=bfloat16.loss_bytes_per_second,
         flash_ratio=bfloat16.flash_ratio,
         flash_half_length=bfloat16.flash_half_length,
         flash_backward=bfloat16.flash_backward,
@@ -233,6 +241,16 @@ def _fit_layers(layers: Sequence[LayerTime], value_bytes: int, known: Accelerato
     return float(launch), float(1 / max(each, 1 / _ENDLESS))
 
 
+def _fit_loss(heads: Sequence[LayerTime], value_bytes: int, known: Accelerator) -> float:
+    """The rate at which the loss goes over logits: what is left of a head."""
+    each = []
+    for one in heads:
+        free = head_seconds(one, value_bytes, known.model_copy(update={"loss_bytes_per_second": _ENDLESS}))
+        slow = head_seconds(one, value_bytes, known.model_copy(update={"loss_bytes_per_second": 1.0}))
+        each.append(max(one.seconds - free, 0.01 * one.seconds) / (slow - free))
+    return float(1 / np.median(each))
+
+
 def _weighted(columns: _Floats, values: _Floats, whole: _Floats) -> _Floats:
     """Least squares of errors against the whole layer: a part that is small in it matters little."""
     found: _Floats = np.asarray(
@@ -243,11 +261,22 @@ def _weighted(columns: _Floats, values: _Floats, whole: _Floats) -> _Floats:
 
 def block_seconds(one: LayerTime, value_bytes: int, accelerator: Accelerator) -> float:
     """Forward and backward, as the model has it."""
+    return _total(block_times(one.model, _alone(one, value_bytes, accelerator), computed_pairs(one.model, 0)))
+
+
+def head_seconds(one: LayerTime, value_bytes: int, accelerator: Accelerator) -> float:
+    """Forward with the loss, and backward."""
+    return _total(head_times(one.model, _alone(one, value_bytes, accelerator)))
+
+
+def _alone(one: LayerTime, value_bytes: int, accelerator: Accelerator) -> Slice:
     nowhere = Link(bytes_per_second=1.0, latency_seconds=1.0)
     cluster = Cluster(
         name="fit", nodes=1, accelerators_per_node=1, accelerator=accelerator, links=Links(node=nowhere)
     )
-    where = Slice(cluster, Practice(), 1.0, float(one.micro_batch), value_bytes, OverlapConfig(), 0.0)
-    times = block_times(one.model, where, computed_pairs(one.model, 0))
+    return Slice(cluster, Practice(), 1.0, float(one.micro_batch), value_bytes, OverlapConfig(), 0.0)
+
+
+def _total(times: LayerTimes) -> float:
     parts = times.forward, times.backward_input, times.backward_weight
     return float(sum(part.total for part in parts))

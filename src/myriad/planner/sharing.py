@@ -69,6 +69,7 @@ class _SharingRun(Run):
         self.ranks_on = [
             Counter((lane * tp + index) % num_cores for index in range(tp)) for lane in range(len(self.lanes))
         ]
+        self.core_speeds = costs.cluster.core_speeds or (1.0,) * num_cores
         tensor = tensor_group(costs.cluster, float(tp))
         self.tensor_busy_ratio = min(1.0, float(tensor.busy_ratio))
         self.jobs: dict[int, _Job] = {}
@@ -122,7 +123,8 @@ class _SharingRun(Run):
                     busy[core] = busy.get(core, 0.0) + count * transfer.busy_ratio
         return {
             lane: min(
-                self._speed(load[core], num_transfers[core], busy[core]) for core in self.ranks_on[lane]
+                self.core_speeds[core] * self._speed(load[core], num_transfers[core], busy[core])
+                for core in self.ranks_on[lane]
             )
             for lane in self.jobs
         }

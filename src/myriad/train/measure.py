@@ -4,9 +4,9 @@
     write_cluster(cluster, path)            TOML, with when and how in its first lines
 
 A rank is a core. Compute is timed by the processor time of its thread, so that others' work on the machine
-matters little; transfers by the clock, as the smallest of several. `myriad.planner.machine` makes the
-constants of it. Ranks beyond the cores take turns on them (`Cluster.shared_cores`), so the cluster has more
-accelerators than there are cores.
+matters little; transfers by the clock; medians of several, while all do the same. `myriad.planner.machine`
+makes the constants of it. Ranks beyond the cores take turns on them (`Cluster.shared_cores`), so the cluster
+has more accelerators than there are cores.
 """
 
 import multiprocessing
@@ -17,19 +17,28 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.errors import RunFailedError
 from myriad.planner.cluster import Accelerator, Cluster, Link, Links
-from myriad.planner.machine import TypeTimes, fit_accelerator, fit_line, fit_type
+from myriad.planner.machine import (
+    AttentionTime,
+    LayerTime,
+    ProductTime,
+    TypeTimes,
+    fit_accelerator,
+    fit_line,
+    fit_type,
+)
 from myriad.train.cluster_file import CLUSTER_NAME, find_cluster_file, processor_name, write_cluster
-from myriad.train.measure_compute import sweep_bytes_per_second, time_type, turns_ratio
+from myriad.train.measure_compute import Pace, sweep_bytes_per_second, time_type, turns_ratio
 from myriad.train.measure_links import LinkTimes, time_links
 
 __all__ = ["find_cluster_file", "measure_cluster", "write_cluster"]
@@ -52,6 +61,7 @@ class _Answer:
     sweep_bytes_per_second: float
     links: LinkTimes
     turns_ratio: float
+    pace_seconds: float
 
 
 def measure_cluster(tell: Tell = lambda what, done: None) -> Cluster:
@@ -67,6 +77,7 @@ def _fit(answers: Sequence[_Answer], cores: int) -> Cluster:
         fit_type(_together([getattr(answer, name) for answer in answers]), sweep)
         for name in ("float32", "bfloat16")
     )
+    pace = statistics.mean(answer.pace_seconds for answer in answers)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cores
     accelerator: Accelerator = fit_accelerator(
         f"core of {processor_name()}", memory, sweep, float32, bfloat16
@@ -79,16 +90,32 @@ def _fit(answers: Sequence[_Answer], cores: int) -> Cluster:
         links=_links([answer.links for answer in answers]),
         turns_ratio=max(0.0, statistics.median(answer.turns_ratio for answer in answers)),
         shared_cores=cores,
+        core_speeds=tuple(pace / answers[core % len(answers)].pace_seconds for core in range(cores)),
+        pace_seconds=pace,
     ).check()
 
 
 def _together(times: Sequence[TypeTimes]) -> TypeTimes:
+    """The mean core."""
     return TypeTimes(
         times[0].value_bytes,
-        [one for rank in times for one in rank.products],
-        [one for rank in times for one in rank.attentions],
-        [one for rank in times for one in rank.layers],
+        [_mean(same, ("seconds",)) for same in zip(*(rank.products for rank in times), strict=False)],
+        [
+            _mean(same, ("forward_seconds", "backward_seconds"))
+            for same in zip(*(rank.attentions for rank in times), strict=False)
+        ],
+        [_mean(same, ("seconds",)) for same in zip(*(rank.layers for rank in times), strict=False)],
+        [_mean(same, ("seconds",)) for same in zip(*(rank.heads for rank in times), strict=False)],
     )
+
+
+_Time = TypeVar("_Time", ProductTime, AttentionTime, LayerTime)
+
+
+def _mean(same: Sequence[_Time], names: Sequence[str]) -> _Time:
+    """Of what all ranks timed; one that is too slow for large sizes times fewer."""
+    means = {name: sum(getattr(one, name) for one in same) / len(same) for name in names}
+    return replace(same[0], **means)
 
 
 def _links(ranks: Sequence[LinkTimes]) -> Links:
@@ -198,12 +225,14 @@ def _measure_rank(world: int, tell: Tell) -> _Answer:
     tell("transfers between ranks", 0.05)
     links = time_links(groups)
     tell("memory", 0.3)
-    sweep = sweep_bytes_per_second(together)
+    dist.barrier(together)
+    pace = Pace()
+    sweep = sweep_bytes_per_second(together, pace)
     tell("products, attention and layers in float32", 0.4)
-    float32 = time_type(torch.float32, together)
+    float32 = time_type(torch.float32, together, pace)
     tell("products, attention and layers in bfloat16", 0.7)
-    bfloat16 = time_type(torch.bfloat16, together)
+    bfloat16 = time_type(torch.bfloat16, together, pace)
     tell("two ranks on a core", 0.95)
     turns = turns_ratio(together)
     close_world()
-    return _Answer(float32, bfloat16, sweep, links, turns)
+    return _Answer(float32, bfloat16, sweep, links, turns, pace.nominal_seconds)

@@ -1,13 +1,17 @@
 """Times operators and layers on one core while other ranks do the same on theirs.
 
-What counts is the processor time of this thread, the smallest of several: the same as the clock's on a core
-of one's own, and hardly moved by what else the machine does.
+What counts is the processor time of this thread: the same as the clock's on a core of one's own, and little
+moved by what else the machine does. Of several the median: the smallest is of a moment in which the other
+ranks, who share caches and often a core's parts, had just ended. Cores drift by a third within a minute
+(clock, neighbours of a virtual machine): whatever is timed is timed against one product of matrices just
+before and after it.
 
 Legend: m, n, k of a product ``[m, k] x [k, n]``.
 """
 
 import os
 import signal
+import statistics
 import time
 from collections.abc import Callable, Iterator
 
@@ -26,7 +30,7 @@ from myriad.model.definition import Context
 from myriad.model.gpt import GPT
 from myriad.planner.machine import AttentionTime, LayerTime, ProductTime, TypeTimes
 
-__all__ = ["sweep_bytes_per_second", "time_type"]
+__all__ = ["Pace", "sweep_bytes_per_second", "time_type", "turns_ratio"]
 
 _ROWS = (64, 256, 1024)
 _MATRICES = ((64, 64), (128, 256), (256, 256), (768, 256), (256, 1024), (1024, 1024))
@@ -41,32 +45,61 @@ _LAYERS = (
     (512, 512, 2),
 )
 """Hidden, sequence, micro-batch."""
-_STACK = 6
+_HEADS = ((64, 64, 8, 512), (256, 256, 1, 1024), (256, 256, 4, 1024), (256, 256, 1, 8192))
+"""Hidden, sequence, micro-batch, vocabulary."""
+_STACK = 3
 """Blocks that are timed together."""
 _HEAD_WIDTH = 64
+_LEAST_ROUNDS, _ROUNDS, _ENOUGH_SECONDS = 3, 9, 0.3
 _SLOW_FLOPS = 2e10
 """Per second: a core without instructions for a type is timed at the smallest sizes only."""
 _SWEEP_ELEMENTS = 2**23
 _TURNS_LAYER, _TURNS_SECONDS = (256, 256, 4), 0.2
+_PACE_SHAPE = (512, 256, 1024)
+_PACE_SECONDS, _PACE_SHORT_SECONDS = 1.0, 0.015
 
 
-def _best(function: Callable[[], object], least_seconds: float = 1.5e-3, rounds: int = 8) -> float:
-    """Seconds of one call: the smallest over rounds of several."""
-    function()
-    start = time.thread_time()
-    function()
-    calls = max(1, int(least_seconds / max(time.thread_time() - start, 1e-7)))
-    found = []
-    for _ in range(rounds):
+def _model(hidden: int, sequence: int) -> ModelConfig:
+    return ModelConfig(layers=1, hidden=hidden, heads=max(1, hidden // _HEAD_WIDTH), sequence=sequence)
+
+
+class Pace:
+    """How fast this core is: seconds of one product of matrices, over and over."""
+
+    def __init__(self) -> None:
+        rows, weight = (
+            torch.randn(_PACE_SHAPE[0], _PACE_SHAPE[1]),
+            torch.randn(_PACE_SHAPE[2], _PACE_SHAPE[1]),
+        )
+        self._compute = lambda: F.gelu(F.linear(rows, weight))
+        self.nominal_seconds = self.seconds(_PACE_SECONDS)
+        """What other times are told for."""
+
+    def seconds(self, least_seconds: float) -> float:
+        """Of one, measured for so long."""
+        return _mean(self._compute, least_seconds)
+
+    def usual(self, function: Callable[[], object], least_seconds: float = 1.5e-3) -> float:
+        """Seconds of one call, the median of some, had the core its nominal pace."""
+        function()
+        before = self.seconds(_PACE_SHORT_SECONDS)
         start = time.thread_time()
-        for _ in range(calls):
-            function()
-        found.append((time.thread_time() - start) / calls)
-    return min(found)
+        function()
+        once = time.thread_time() - start
+        calls = max(1, int(least_seconds / max(once, 1e-7)))
+        found = [once] if calls == 1 else []
+        while len(found) < _LEAST_ROUNDS or (len(found) < _ROUNDS and sum(found) * calls < _ENOUGH_SECONDS):
+            start = time.thread_time()
+            for _ in range(calls):
+                function()
+            found.append((time.thread_time() - start) / calls)
+        paced = (before + self.seconds(_PACE_SHORT_SECONDS)) / 2
+        return statistics.median(found) * self.nominal_seconds / paced
 
 
 def _mean(function: Callable[[], object], least_seconds: float = 0.5) -> float:
-    """Seconds of one call, with all that comes between: the smallest would be of a call undisturbed."""
+    """Seconds of one call, with all that comes between."""
+    function()
     calls, start = 0, time.thread_time()
     while time.thread_time() - start < least_seconds:
         function()
@@ -74,21 +107,21 @@ def _mean(function: Callable[[], object], least_seconds: float = 0.5) -> float:
     return (time.thread_time() - start) / calls
 
 
-def sweep_bytes_per_second(together: Group | None) -> float:
+def sweep_bytes_per_second(together: Group | None, pace: Pace) -> float:
     """Of reading and writing memory that no cache holds."""
     a, b = torch.ones(_SWEEP_ELEMENTS), torch.ones(_SWEEP_ELEMENTS)
     dist.barrier(together)
-    return 3 * 4 * _SWEEP_ELEMENTS / _best(lambda: torch.add(a, b, out=a), 2e-2)
+    return 3 * 4 * _SWEEP_ELEMENTS / pace.usual(lambda: torch.add(a, b, out=a), 2e-2)
 
 
 def turns_ratio(together: Group | None) -> float:
     """How much longer a layer takes while a process of the same kind computes on the same core."""
-    alone = _layer(torch.float32, *_TURNS_LAYER, None).seconds
+    alone = _layer(torch.float32, *_TURNS_LAYER, None, _mean).seconds
     dist.barrier(together)
     parent, beside = os.getpid(), os.fork()
     if beside == 0:
         while os.getppid() == parent:
-            _layer(torch.float32, *_TURNS_LAYER, None)
+            _layer(torch.float32, *_TURNS_LAYER, None, _mean)
         os._exit(0)
     try:
         time.sleep(_TURNS_SECONDS)
@@ -98,46 +131,51 @@ def turns_ratio(together: Group | None) -> float:
         os.waitpid(beside, 0)
 
 
-def time_type(dtype: torch.dtype, together: Group | None) -> TypeTimes:
+def time_type(dtype: torch.dtype, together: Group | None, pace: Pace) -> TypeTimes:
     """Products, attention and layers in one type."""
     value_bytes = torch.empty(0, dtype=dtype).element_size()
-    products = list(_products(dtype, together))
+    products = list(_products(dtype, together, pace))
     fastest = max(2 * p.m * p.n * p.k / p.seconds for p in products)
-    layers = _LAYERS if fastest > _SLOW_FLOPS else _LAYERS[:3]
-    attentions = [_attention(dtype, *shape, together) for shape in sorted({(h, s, b) for h, s, b in layers})]
-    return TypeTimes(value_bytes, products, attentions, [_layer(dtype, *shape, together) for shape in layers])
+    quick = fastest > _SLOW_FLOPS
+    layers, heads = (_LAYERS, _HEADS) if quick else (_LAYERS[:3], _HEADS[:1])
+    attentions = [
+        _attention(dtype, *shape, together, pace) for shape in sorted({(h, s, b) for h, s, b in layers})
+    ]
+    return TypeTimes(
+        value_bytes,
+        products,
+        attentions,
+        [_layer(dtype, *shape, together, pace.usual) for shape in layers],
+        [_head(dtype, *shape, together, pace) for shape in heads],
+    )
 
 
-def _products(dtype: torch.dtype, together: Group | None) -> Iterator[ProductTime]:
+def _products(dtype: torch.dtype, together: Group | None, pace: Pace) -> Iterator[ProductTime]:
     """Forward and both backwards, as `myriad.kernels.linear` does them."""
     for n, k in _MATRICES:
         for m in _ROWS:
             x, weight, gradient = (torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (m, n)))
             total = torch.zeros(n, k)
             dist.barrier(together)
-            forward = _best(lambda x=x, weight=weight: F.linear(x, weight))  # type: ignore[misc]
+            forward = pace.usual(lambda x=x, weight=weight: F.linear(x, weight))  # type: ignore[misc]
             yield ProductTime(m, n, k, forward)
             if 2 * m * n * k / forward < _SLOW_FLOPS and m > _ROWS[0]:
                 return
-            yield ProductTime(m, k, n, _best(lambda g=gradient, w=weight: g @ w))  # type: ignore[misc]
-            into = _best(lambda t=total, g=gradient, x=x: accumulate_product(t, g, x))  # type: ignore[misc]
+            yield ProductTime(m, k, n, pace.usual(lambda g=gradient, w=weight: g @ w))  # type: ignore[misc]
+            into = pace.usual(lambda t=total, g=gradient, x=x: accumulate_product(t, g, x))  # type: ignore[misc]
             yield ProductTime(n, k, m, into)
 
 
-def _model(hidden: int, sequence: int) -> ModelConfig:
-    return ModelConfig(layers=1, hidden=hidden, heads=max(1, hidden // _HEAD_WIDTH), sequence=sequence)
-
-
 def _attention(
-    dtype: torch.dtype, hidden: int, sequence: int, micro_batch: int, together: Group | None
+    dtype: torch.dtype, hidden: int, sequence: int, micro_batch: int, together: Group | None, pace: Pace
 ) -> AttentionTime:
     heads = Heads(hidden // _HEAD_WIDTH, hidden // _HEAD_WIDTH, _HEAD_WIDTH)
     fused = torch.randn(micro_batch, sequence, 3 * hidden).to(dtype).requires_grad_()
     out = attention(fused, heads)
     gradient = torch.randn(out.shape).to(dtype)
     dist.barrier(together)
-    forward = _best(lambda: attention(fused.detach(), heads))
-    backward = _best(lambda: out.backward(gradient, retain_graph=True))
+    forward = pace.usual(lambda: attention(fused.detach(), heads))
+    backward = pace.usual(lambda: out.backward(gradient, retain_graph=True))
     flops = 4.0 * micro_batch * hidden * sequence * (sequence + 1) / 2
     return AttentionTime(sequence, _HEAD_WIDTH, flops, forward, backward)
 
@@ -148,7 +186,7 @@ def _layer(
     sequence: int,
     micro_batch: int,
     together: Group | None,
-    clock: Callable[[Callable[[], object]], float] = _best,
+    clock: Callable[[Callable[[], object]], float],
 ) -> LayerTime:
     """One block among others, so that its weights are in no cache when it begins; its gradients go where a
     runtime sends them."""
@@ -168,6 +206,24 @@ def _layer(
         out.backward(gradient)
 
     return LayerTime(model, micro_batch, clock(iterate) / _STACK)
+
+
+def _head(
+    dtype: torch.dtype,
+    hidden: int,
+    sequence: int,
+    micro_batch: int,
+    vocabulary: int,
+    together: Group | None,
+    pace: Pace,
+) -> LayerTime:
+    model = _model(hidden, sequence).model_copy(update={"vocabulary": vocabulary})
+    head = _build(GPT(model, seed=1), model.layers + 1, dtype)
+    x = torch.randn(micro_batch, sequence, hidden).to(dtype).requires_grad_()
+    tokens = torch.randint(vocabulary, (micro_batch, sequence))
+    context = Context(targets=tokens, samples=tokens[:, 0])
+    dist.barrier(together)
+    return LayerTime(model, micro_batch, pace.usual(lambda: head(x, context).backward()))
 
 
 def _build(definition: GPT, number: int, dtype: torch.dtype) -> nn.Module:

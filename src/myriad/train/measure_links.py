@@ -1,6 +1,6 @@
 """Times transfers between pairs of ranks, all pairs at once, by the functions that training uses.
 
-The clock's seconds, the smallest of several: a rank that waits for its peer has no processor time to count.
+The clock's seconds, the median of several: a rank that waits for its peer has no processor time to count.
 """
 
 import statistics
@@ -21,12 +21,12 @@ from myriad.telemetry.spans import Recorder
 
 __all__ = ["LinkTimes", "time_links"]
 
-_ELEMENTS = (2**8, 2**12, 2**14, 2**16, 2**18, 2**20)
+_ELEMENTS = (2**8, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22)
 _REPEATS = 7
 _WIDTH, _CROSSING_ROWS, _CROSSINGS = 256, (64, 256, 1024, 2048), 40
 _TAG = 2**21
-_BESIDE_SECONDS, _COMPUTES = 0.3, 20
-"""For how long something computes beside transfers, and how many times alone."""
+_BESIDE_ELEMENTS, _BESIDE_SECONDS, _COMPUTES = 2**20, 0.3, 20
+"""Size of transfers and for how long something computes beside them, and how many times alone."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,12 @@ def time_links(groups: Groups) -> LinkTimes:
             (partial(_sum, whole, pair), 0.5),
         )
         for function, weight in collectives:
-            halves.append((4.0 * count, weight * _best(function, pair)))
-        messages.append((4.0 * count, _best(partial(_swap, whole, other, pair), pair)))
+            halves.append((4.0 * count, weight * _usual(function, pair)))
+        messages.append((4.0 * count, _usual(partial(_swap, whole, other, pair), pair)))
     return LinkTimes(messages, halves, list(_crossings(pair)), _taken_ratio(pair))
 
 
 def _crossings(pair: Group) -> Iterator[tuple[float, float]]:
-    """The median: what gathers many times in each layer meets the usual case, not the best."""
     boundary = GroupBoundary(pair, pair.rank(), 2, Recorder())
     for rows in _CROSSING_ROWS:
         whole, part = torch.zeros(1, rows, _WIDTH), torch.zeros(1, rows // 2, _WIDTH)
@@ -101,27 +100,27 @@ def _swap(outgoing: torch.Tensor, incoming: torch.Tensor, pair: Group) -> None:
         work.wait()
 
 
-def _best(function: Callable[[], object], pair: Group) -> float:
-    """Seconds of the quickest repeat; the first one opens connections."""
+def _usual(function: Callable[[], object], pair: Group) -> float:
+    """Seconds of the median repeat; the first one opens connections."""
     function()
     found = []
     for _ in range(_REPEATS):
         dist.barrier(pair)
         found.append(_clocked(function))
-    return min(found)
+    return statistics.median(found)
 
 
 def _taken_ratio(pair: Group) -> float:
     """What transfers take from compute is more than their threads' processor time: interrupts, and caches
     that hold other data after each."""
-    whole, part = torch.zeros(_ELEMENTS[-1]), torch.zeros(_ELEMENTS[-1] // 2)
+    whole, part = torch.zeros(_BESIDE_ELEMENTS), torch.zeros(_BESIDE_ELEMENTS // 2)
 
     def transfer(times: int = 1) -> None:
         for _ in range(times):
             _scatter(whole, part, pair)
             _gather(whole, part, pair)
 
-    alone = _best(transfer, pair)
+    alone = _usual(transfer, pair)
     wanted = torch.tensor([_BESIDE_SECONDS / alone / pair.size()])
     dist.all_reduce(wanted, group=pair)
     repeats = max(1, int(wanted.item()))

@@ -14,6 +14,7 @@ from myriad.planner.machine import (
     block_seconds,
     fit_line,
     fit_type,
+    head_seconds,
 )
 from myriad.planner.operators import flash_seconds, matmul_seconds
 
@@ -21,7 +22,7 @@ SWEEP = 12e9
 LAYERS = ((64, 64, 1), (64, 64, 8), (256, 256, 1), (256, 256, 4), (512, 512, 2))
 
 
-def make_core(rate, saturation, launch, stream, flash, half, backward):
+def make_core(rate, saturation, launch, stream, flash, half, backward, loss):
     return Accelerator(
         name="core",
         peak_flops_per_second=rate,
@@ -39,6 +40,7 @@ def make_core(rate, saturation, launch, stream, flash, half, backward):
         flash_ratio=flash,
         flash_half_length=half,
         flash_backward=backward,
+        loss_bytes_per_second=loss,
     )
 
 
@@ -60,7 +62,12 @@ def timings(core, call_seconds=0.0):
         model = ModelConfig(layers=1, hidden=hidden, heads=hidden // 64, sequence=sequence)
         one = LayerTime(model, micro_batch, 1.0)
         layers.append(LayerTime(model, micro_batch, block_seconds(one, 4, core)))
-    return TypeTimes(4, products, attentions, layers)
+    heads = []
+    for hidden, vocabulary, micro_batch in ((64, 512, 8), (256, 1024, 1), (256, 8192, 1)):
+        model = ModelConfig(layers=1, hidden=hidden, heads=hidden // 64, sequence=256, vocabulary=vocabulary)
+        one = LayerTime(model, micro_batch, 1.0)
+        heads.append(LayerTime(model, micro_batch, head_seconds(one, 4, core)))
+    return TypeTimes(4, products, attentions, layers, heads)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)  # within tolerances, not exactly
@@ -73,11 +80,13 @@ def timings(core, call_seconds=0.0):
     half=st.floats(10.0, 1000.0),
     backward=st.floats(1.0, 9.0),
     call=st.floats(0.0, 1e-5),
+    loss=st.floats(1e8, 1e9),
 )
 def test_constants_come_back_from_the_timings_that_they_give(
-    rate, saturation, launch, stream, flash, half, backward, call
+    rate, saturation, launch, stream, flash, half, backward, call, loss
 ):
-    found = fit_type(timings(make_core(rate, saturation, launch, stream, flash, half, backward), call), SWEEP)
+    core = make_core(rate, saturation, launch, stream, flash, half, backward, loss)
+    found = fit_type(timings(core, call), SWEEP)
     assert found.flops_per_second == pytest.approx(rate, rel=0.05)
     assert found.saturation == pytest.approx(saturation, rel=0.2, abs=1)
     assert found.flash_ratio * found.flops_per_second == pytest.approx(flash * rate, rel=0.05)
@@ -92,9 +101,12 @@ def test_constants_come_back_from_the_timings_that_they_give(
         found.flash_ratio,
         found.flash_half_length,
         found.flash_backward,
+        found.loss_bytes_per_second,
     )
-    for layer in timings(make_core(rate, saturation, launch, stream, flash, half, backward)).layers:
+    for layer in timings(core).layers:
         assert block_seconds(layer, 4, again) == pytest.approx(layer.seconds, rel=0.05)
+    for head in timings(core).heads:
+        assert head_seconds(head, 4, again) == pytest.approx(head.seconds, rel=0.05)
 
 
 @given(empty=st.floats(1e-6, 1e-3), rate=st.floats(1e7, 1e11))
