@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from myriad.kernels.host_memory import keep_freed_memory
 from myriad.planner.cluster import Cluster
 from myriad.train.measure_compute import Pace as CorePace
 
@@ -53,6 +54,7 @@ class Pace:
 def _serve(core: int, pipe: Connection) -> None:
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
+    keep_freed_memory()
     core_pace = CorePace()
     while True:
         pipe.recv()

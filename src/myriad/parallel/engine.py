@@ -20,6 +20,7 @@ from myriad.comm.config import CommConfig
 from myriad.comm.courier import Courier
 from myriad.comm.groups import Groups
 from myriad.errors import RunFailedError
+from myriad.kernels.host_memory import keep_freed_memory
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
 from myriad.model.rectangle import Rectangle, whole_rectangles
@@ -75,6 +76,8 @@ class Engine:
     ) -> None:
         """``sample``: one micro-batch, or tensors of its shapes and types; ``num_micro_batches``: of this
         rank's replica."""
+        if device.type == "cpu":
+            keep_freed_memory()
         layout = groups.grid.layout
         self.groups, self.layout, self.recorder = groups, layout, recorder
         self._clip_norm = optimizer.clip_norm

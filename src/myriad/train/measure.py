@@ -27,6 +27,7 @@ import torch.distributed as dist
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.errors import RunFailedError
+from myriad.kernels.host_memory import keep_freed_memory
 from myriad.planner.cluster import Accelerator, Cluster, Link, Links
 from myriad.planner.machine import (
     AttentionTime,
@@ -201,6 +202,7 @@ def _be_rank(rank: int, world: int, port: int, messages: Any) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
+    keep_freed_memory()
     try:
         answer = _measure_rank(world, _Teller(rank, messages))
         messages.put((rank, "done", answer))

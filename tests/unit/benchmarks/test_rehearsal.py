@@ -17,13 +17,15 @@ def test_ranks_that_agree_correlate_whatever_the_values():
 
 
 def test_disturbed_visits_do_not_count_where_there_are_quiet_ones():
-    assert Measured("pp2", "loopback", [1.0, 9.0, 2.0], [0.0, 0.5, 0.01]).seconds == 1.5
-    disturbed = Measured("pp2", "loopback", [4.0, 3.0], [0.5, 0.3])
+    paces = [[1.0, 2.0], [9.0, 9.0], [2.0, 4.0]]
+    quiet = Measured("pp2", "loopback", [1.0, 9.0, 2.0], [0.0, 0.5, 0.01], paces)
+    assert (quiet.seconds, quiet.pace) == (1.5, [1.5, 3.0])
+    disturbed = Measured("pp2", "loopback", [4.0, 3.0], [0.5, 0.3], paces[:2])
     assert (disturbed.seconds, disturbed.num_quiet) == (3.0, 0)
 
 
 def test_what_was_measured_is_read_back(tmp_path):
-    found = [Measured("pp2", "1gbit", [1.0], [0.02])]
+    found = [Measured("pp2", "1gbit", [1.0], [0.02], [[0.002, 0.003]])]
     write(tmp_path / "kept.json", found)
     assert read(tmp_path / "kept.json") == found
     assert read(tmp_path / "nothing.json") == []
