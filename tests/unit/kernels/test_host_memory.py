@@ -10,8 +10,8 @@ import resource, torch
 from myriad.kernels.host_memory import keep_freed_memory
 assert keep_freed_memory()
 def churn():
-    for _ in range(50):
-        torch.empty(2**21).fill_(1.0)
+    for _ in range(20):
+        torch.empty(2**24).fill_(1.0)
 churn()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 churn()
