@@ -119,6 +119,11 @@ class _Supervision:
             self.engine.poll()
         return found
 
+    def wait(self) -> None:
+        """The run is over: executors leave, and then the driver, which has told them."""
+        self.engine.wait(_END_SECONDS)
+        self._driver.wait(_END_SECONDS)
+
     def ask_to_stop(self) -> None:
         """All ranks save and stop. The driver tells those that the engine does not reach; if it dies before,
         its follower knows."""
@@ -134,7 +139,7 @@ def _watch(supervision: _Supervision, caught: _Caught, observer: "_Guarded") -> 
             if "replace" in message:
                 supervision.engine.replace(message["replace"])
             if "end" in message:
-                supervision.engine.wait(_END_SECONDS)
+                supervision.wait()
                 observer.tick()
                 if message["end"] == "failed":
                     raise RunFailedError(message["reason"])
