@@ -285,6 +285,47 @@ def test_a_silent_node_is_evicted_and_a_spare_takes_its_ranks() -> None:
     assert isinstance(again, StartAttempt) and again.placement == {0: (0, 1), 2: (2, 3)}
 
 
+def test_a_spare_takes_the_place_of_the_first_node_and_no_other_rank_moves() -> None:
+    """Those of node 1 find their snapshots where they are."""
+    world = World(nodes=2, spares=1)
+    world.hear(NodeLeft(0))
+    world.wait(4, lambda node, _: world.ranks(node))
+    world.exit(2)
+    (again,) = world.exit(3)
+    assert isinstance(again, StartAttempt) and again.placement == {2: (0, 1), 1: (2, 3)}
+    assert list(again.placement) == [2, 1], "they meet on the node of rank 0"
+
+
+def test_a_spare_that_is_there_first_waits_for_those_that_were_meant_to_begin() -> None:
+    world = World.__new__(World)
+    plan = Plan(4, 2, 1, late_seconds=3.0)
+    world.now, world.actions, world.decider = 0.0, [], Decider(plan, 0.0)
+    world.join(0)
+    assert world.join(2) == [] and world.wait(2) == []
+    (started,) = world.join(1)
+    assert isinstance(started, StartAttempt) and started.placement == {0: (0, 1), 1: (2, 3)}
+
+
+def test_a_node_that_was_meant_to_begin_and_does_not_come_holds_nobody_up() -> None:
+    world = World.__new__(World)
+    plan = Plan(4, 2, 1, late_seconds=3.0)
+    world.now, world.actions, world.decider = 0.0, [], Decider(plan, 0.0)
+    world.join(0)
+    world.join(2)
+    (started,) = world.wait(3)
+    assert isinstance(started, StartAttempt) and started.placement == {0: (0, 1), 2: (2, 3)}
+
+
+def test_peers_of_a_lost_node_are_not_blamed_for_missing_it() -> None:
+    """Their connections to its ranks end seconds before it is given up."""
+    world = World(nodes=2, spares=1)
+    world.wait(5, lambda node, _: world.ranks(node))
+    world.hear(NodeLeft(0))
+    world.exit(2, 1, "peer")
+    blame = next(one for one in world.wait(4, lambda n, _: world.ranks(n)) if isinstance(one, Blame))
+    assert (blame.cause, blame.node) == ("node", 0)
+
+
 def test_without_a_spare_the_run_waits_for_the_node() -> None:
     world = World(nodes=2)
     world.hear(NodeLeft(1))
