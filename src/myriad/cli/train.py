@@ -45,6 +45,13 @@ def train(
         str | None,
         typer.Option(metavar="PATH", help="Begin with these weights; short for --train.init_from."),
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What starts its nodes; short for --resilience.engine."),
+    ] = None,
+    submit: Annotated[
+        bool, typer.Option("--submit", help="With the engine slurm, outside a job: hand it to sbatch.")
+    ] = False,
     oversubscribe: Annotated[
         bool, typer.Option("--oversubscribe", help="Allow more ranks than cores: they take turns.")
     ] = False,
@@ -66,11 +73,13 @@ def train(
     from myriad.resilience.engines.engine import check_engine
     from myriad.train.inputs import open_inputs, refuse_other_tokenizer
 
-    short = [] if init_from is None else [f"train.init_from={init_from}"]
+    given = {"train.init_from": init_from, "resilience.engine": engine}
+    short = [f"{key}={value}" for key, value in given.items() if value is not None]
     resolved, folder = _resolve(job, run, [*OverrideCommand.of(context), *short])
     console = None if as_json else Console()
     folder.check(resolved)
     check_engine(resolved, oversubscribe=oversubscribe)
+    is_queued = _is_queued(resolved, submit)
     if is_done(folder, resolved.train.steps):
         if console:
             console.print(f"this run is done: all its {resolved.train.steps} steps")
@@ -83,6 +92,11 @@ def train(
         from myriad.train.initial import check_initial
 
         check_initial(folder, resolved)
+    if is_queued:
+        with folder.lock():
+            folder.create_or_resume(resolved)
+        _queue(folder, resolved, submit, console)
+        return
     with folder.lock():
         folder.create_or_resume(resolved)
         folder.append_event("corpus", fingerprint=corpora.fingerprint, tokens=corpora.num_tokens)
@@ -92,6 +106,31 @@ def train(
     if ended == "interrupted":
         raise typer.Exit(_INTERRUPTED)
     raise RunFailedError(f"all ranks ended before the last step (logs: {folder.logs_path})")
+
+
+def _is_queued(job: "Job", submit: bool) -> bool:
+    """Whether it is Slurm that will start it, later."""
+    from myriad.resilience.engines.slurm import in_allocation
+
+    is_queued = job.resilience.engine == "slurm" and not in_allocation()
+    if submit and not is_queued:
+        raise BadInputError("--submit", True, "with the engine slurm, and not inside one of its jobs")
+    return is_queued
+
+
+def _queue(run: "Run", job: "Job", submit: bool, console: "Console | None") -> None:
+    from myriad.resilience.engines.slurm_batch import submit as submit_script
+    from myriad.resilience.engines.slurm_batch import write_script
+
+    script = write_script(run, job)
+    number = submit_script(script) if submit else None
+    if console is None:
+        typer.echo(json.dumps({"run": str(run.path), "script": str(script), "job": number}))
+    elif number is None:
+        console.print(f"sbatch {script}", markup=False, highlight=False, soft_wrap=True)
+    else:
+        told = f"job {number}: {script} (logs in {run.logs_path})"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_storage(run: "Run", job: "Job") -> None:

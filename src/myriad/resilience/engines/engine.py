@@ -69,6 +69,7 @@ class Train(Protocol):
 _ENGINES = {
     "local": ("myriad.resilience.engines.local", "check_local", "run_local"),
     "join": ("myriad.resilience.engines.joined", "check_joined", "run_joined"),
+    "slurm": ("myriad.resilience.engines.slurm", "check_slurm", "run_slurm"),
 }
 
 

@@ -20,7 +20,7 @@ from myriad.errors import RunFailedError
 from myriad.processes import process_state
 from myriad.run import Run
 
-__all__ = ["Kept"]
+__all__ = ["Kept", "of_module"]
 
 _LOG = logging.getLogger(__name__)
 _END_SECONDS = 5.0
@@ -31,15 +31,19 @@ _FIRST_SECONDS = 10.0
 _STOPPED_SECONDS = 1.5
 
 
+def of_module(name: str, *arguments: object) -> list[str]:
+    """The command of a module of `myriad.resilience` that dies with its engine."""
+    return [sys.executable, "-m", f"myriad.resilience.{name}", *map(str, arguments)]
+
+
 class Kept:
     """A process that is started again when it dies."""
 
     def __init__(
-        self, run: Run, name: str, module_and_arguments: Sequence[object], environment: Mapping[str, str] = {}
+        self, run: Run, name: str, command: Sequence[str], environment: Mapping[str, str] = {}
     ) -> None:
         self._name, self._log = name, run.logs_path / f"{name}.log"
-        module, *arguments = map(str, module_and_arguments)
-        self._command = [sys.executable, "-m", f"myriad.resilience.{module}", *arguments]
+        self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths, self._started, self._went_on_at = 0, 0.0, 0.0
         self._dead_since: float | None = None

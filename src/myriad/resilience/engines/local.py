@@ -18,7 +18,7 @@ from myriad.checkpoint.keeper_start import NODE
 from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.resilience.engines.engine import Observer, Outcome
-from myriad.resilience.engines.kept import Kept
+from myriad.resilience.engines.kept import Kept, of_module
 from myriad.resilience.engines.supervise import see_through
 from myriad.resilience.facts import STOP_ASKED
 from myriad.resilience.listen import check_listen
@@ -80,7 +80,7 @@ class LocalEngine:
             Kept(
                 run,
                 f"executor-{node}",
-                ("executor_process", run.path, node, threads, *command),
+                of_module("executor_process", run.path, node, threads, *command),
                 {NODE: str(node)} if several else {},
             )
             for node in range(nodes + spares)

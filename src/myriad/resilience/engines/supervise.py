@@ -17,7 +17,7 @@ from typing import Any
 
 from myriad.errors import RunFailedError
 from myriad.resilience.engines.engine import Engine, Observer, Outcome
-from myriad.resilience.engines.kept import Kept
+from myriad.resilience.engines.kept import Kept, of_module
 from myriad.resilience.facts import STOP_ASKED
 from myriad.resilience.journal import Journal
 from myriad.resilience.listen import check_listen
@@ -37,13 +37,21 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def see_through(
-    run: Run, world: int, engine: Engine, observer: Observer | None = None, *, gather_seconds: float = 300.0
+    run: Run,
+    world: int,
+    engine: Engine,
+    observer: Observer | None = None,
+    *,
+    gather_seconds: float = 300.0,
+    listen: str | None = None,
 ) -> Outcome:
     """Until ``world`` ranks are done, however often they must be started. ``gather_seconds``: how long nodes
-    are waited for. Raises `RunFailedError`, and `BadInputError` before anything is started."""
+    are waited for; ``listen``: where the driver listens, if not where the job says. Raises `RunFailedError`,
+    and `BadInputError` before anything is started."""
     job = run.job()
     how = job.resilience
-    check_listen(how.listen)
+    listen = listen or how.listen
+    check_listen(listen)
     plan = Plan(
         world=world,
         nodes=how.nodes,
@@ -53,7 +61,7 @@ def see_through(
         saving_seconds=job.checkpoint.timeout_seconds + 60,
         gather_seconds=gather_seconds,
         late_seconds=_LATE_SECONDS,
-        listen=how.listen,
+        listen=listen,
     )
     (run.path / "driver.json").unlink(missing_ok=True)
     Journal(run.path / "journal.jsonl").begin(plan)
@@ -90,7 +98,7 @@ class _Supervision:
 
     def __init__(self, run: Run, engine: Engine, silent_seconds: float) -> None:
         self._run, self.engine, self._silent_seconds = run, engine, silent_seconds
-        self._driver = Kept(run, "driver", ("driver", run.path))
+        self._driver = Kept(run, "driver", of_module("driver", run.path))
 
     def __enter__(self) -> "_Supervision":
         try:

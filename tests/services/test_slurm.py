@@ -1,0 +1,194 @@
+"""Runs under a real Slurm whose nodes can be lost. If these fail, a lost node ends a job, stays where the next
+job gets it, or costs more than it must."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from myriad.checkpoint.store import load_model
+from myriad.job import load_job
+from myriad.jsonl import JsonlTail
+from myriad.resilience.engines.local import run_local
+from myriad.run import Run
+from slurm_cluster import SlurmCluster, missing
+
+LAST = 200
+KEYS = (
+    "model.layers=2",
+    "model.hidden=32",
+    "model.sequence=32",
+    "train.threads=1",
+    f"train.steps={LAST}",
+    "train.sample_prompt=off",
+    "layout.dp=2",
+    "layout.zero=3",
+    "layout.micro_batch=2",
+    "comm.hierarchy=flat",
+    "checkpoint.copies_every=5",
+    "checkpoint.memory_seconds=0",
+    "checkpoint.linger_seconds=20",
+    "resilience.nodes=2",
+)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Callable[[int], SlurmCluster]]:
+    """``cluster(3)`` has three nodes."""
+    if problem := missing():
+        pytest.skip(f"no Slurm here: {problem}")
+    made: list[SlurmCluster] = []
+
+    def start(num_nodes: int) -> SlurmCluster:
+        made.append(SlurmCluster(tmp_path / f"slurm-{len(made)}", num_nodes))
+        return made[-1].start()
+
+    try:
+        yield start
+    finally:
+        for one in made:
+            one.stop()
+
+
+def make_run(path: Path, corpus: Path, *more: str) -> Run:
+    run = Run(path)
+    run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *KEYS, *more]))
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
+    if problem := missing():
+        pytest.skip(f"no Slurm here: {problem}")
+    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus)
+    assert run_local(run, 2) == "finished"
+    return run
+
+
+def myriad(made: SlurmCluster | None, *arguments: object, **environment: str) -> tuple[int, str, str]:
+    """Exit code and output of a command, where Slurm's own work."""
+    import os
+
+    around = {**os.environ, **({} if made is None else made.environment), **environment}
+    command = [sys.executable, "-m", "myriad.cli.main", *map(str, arguments)]
+    ended = subprocess.run(command, env=around, capture_output=True, text=True, timeout=120)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def submit(made: SlurmCluster, run: Run) -> str:
+    """The job's number."""
+    code, out, error = myriad(made, "train", run.path, "--engine", "slurm", "--submit", "--json")
+    assert (code, error) == (0, "")
+    return str(json.loads(out)["job"])
+
+
+def events(run: Run, name: str) -> list[dict[str, Any]]:
+    return [event for event in run.read_events() if event["event"] == name]
+
+
+def steps_done(run: Run) -> int:
+    lines = run.read_metrics()
+    return lines[-1]["step"] if lines else 0
+
+
+def wait_until(condition: Callable[[], Any], what: Callable[[], object], seconds: float = 150) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it does not happen: {what()}"
+        time.sleep(0.05)
+
+
+def wait_for_end(made: SlurmCluster, run: Run) -> None:
+    def logs() -> str:
+        told = [path.read_text()[-2000:] for path in run.logs_path.glob("[sde]*.log")]
+        return "\n".join([made.run("squeue"), str(made.states()), *told])
+
+    wait_until(lambda: events(run, "finish"), logs)
+
+
+def placements(run: Run) -> list[list[int]]:
+    """Nodes of each attempt, by their ranks."""
+    records = JsonlTail(run.path / "journal.jsonl").poll()
+    found = [
+        one["placement"] for record in records for one in record.get("actions", ()) if "placement" in one
+    ]
+    return [sorted(map(int, one), key=lambda node: one[str(node)]) for one in found]
+
+
+def assert_same_run(run: Run, other: Run) -> None:
+    losses = [[line["loss"] for line in one.read_metrics()] for one in (run, other)]
+    assert len(losses[0]) == LAST and losses[0] == losses[1]
+    ours, theirs = (load_model(one.checkpoints_path / f"step-{LAST}", "") for one in (run, other))
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+
+
+def test_a_lost_node_is_drained_and_a_spare_of_the_allocation_takes_its_place(
+    cluster: Callable[[int], SlurmCluster], tmp_path: Path, corpus: Path, undisturbed: Run
+) -> None:
+    made, run = cluster(3), make_run(tmp_path / "run", corpus, "resilience.spares=1")
+    job = submit(made, run)
+    wait_until(lambda: steps_done(run) >= 12, lambda: made.run("squeue"))
+    made.lose_node("n1")
+    wait_for_end(made, run)
+    (fault,), (drain,), (resume,) = (events(run, name) for name in ("fault", "drain", "resume"))
+    assert (fault["cause"], fault["node"]) == ("node", 1)
+    assert drain["host"] == "n1" and "problem" not in drain
+    assert resume["source"] == "memory"
+    assert placements(run) == [[0, 1], [0, 2]]
+    assert made.states()["n1"].startswith(("drain", "down"))
+    assert "given up by the driver" in made.run("scontrol", "show", "node", "n1")
+    wait_until(lambda: job not in made.run("squeue", "--noheader", "--format=%A"), lambda: made.run("squeue"))
+    assert_same_run(run, undisturbed)
+
+
+def test_without_a_spare_the_job_queues_again_and_goes_on_elsewhere(
+    cluster: Callable[[int], SlurmCluster], tmp_path: Path, corpus: Path, undisturbed: Run
+) -> None:
+    made, run = cluster(3), make_run(tmp_path / "run", corpus, "checkpoint.every=20")
+    submit(made, run)
+    wait_until(lambda: len(events(run, "checkpoint")) >= 2, lambda: made.run("squeue"))
+    made.lose_node("n1")
+    wait_for_end(made, run)
+    (requeue,) = events(run, "requeue")
+    assert (requeue["node"], requeue["host"]) == (1, "n1")
+    assert len(events(run, "start")) == 2 and len(events(run, "resume")) == 1
+    assert_same_run(run, undisturbed)
+
+
+def test_outside_a_job_a_script_is_written_and_named(
+    cluster: Callable[[int], SlurmCluster], tmp_path: Path, corpus: Path
+) -> None:
+    made, run = cluster(1), make_run(tmp_path / "run", corpus, "resilience.spares=3")
+    code, out, error = myriad(made, "train", run.path, "--engine", "slurm")
+    assert (code, error, out.strip()) == (0, "", f"sbatch {run.path / 'slurm.sh'}")
+    script = (run.path / "slurm.sh").read_text()
+    assert "--nodes=5\n" in script and "--no-kill\n" in script and "--requeue\n" in script
+    assert subprocess.run(["bash", "-n", run.path / "slurm.sh"]).returncode == 0
+    assert made.run("squeue", "--noheader") == ""
+
+
+def test_where_there_is_no_slurm_it_is_refused_in_a_line(tmp_path: Path) -> None:
+    code, _, error = myriad(
+        None, "train", "tiny", "--run", tmp_path / "run", "--engine", "slurm", PATH="/none"
+    )
+    assert (code, error.count("\n")) == (2, 1) and "Slurm is not installed here" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_allocation_that_is_too_small_is_refused_in_a_line(
+    cluster: Callable[[int], SlurmCluster], tmp_path: Path
+) -> None:
+    made, job = cluster(1), {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[0-1]"}
+    keys = ["--engine", "slurm", "--layout.dp", 2, "--resilience.nodes", 2, "--resilience.spares", 1]
+    code, _, error = myriad(made, "train", "tiny", "--run", tmp_path / "run", *keys, **job)
+    assert (code, error.count("\n")) == (2, 1) and "resilience.spares = 1" in error and "has 2 nodes" in error
+    code, _, error = myriad(made, "train", "tiny", "--run", tmp_path / "run", *keys[:2], "--submit", **job)
+    assert (code, error.count("\n")) == (2, 1) and "--submit" in error
+    assert not (tmp_path / "run").exists()
