@@ -13,14 +13,15 @@ from pathlib import Path
 
 from myriad.resilience import driver
 from myriad.resilience.facts import Beat, Observation
+from myriad.resilience.scribe import Scribe
 from myriad.run import Run
 
 WRITE_SECONDS = 1.0
 
 
 class ClockedDriver(driver.Driver):
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
+    def __init__(self, run: Run, scribe: Scribe) -> None:
+        super().__init__(run, scribe)
         self._lags = array("d")
         self._written_at = 0.0
 

@@ -48,7 +48,8 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()
     }
-    line = json.dumps(plain, ensure_ascii=False).encode() + b"\n"
+    text = json.dumps(plain, ensure_ascii=False)
+    line = text.encode(errors="backslashreplace") + b"\n"  # half a surrogate pair, as JSON writes it
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size = os.fstat(handle).st_size

@@ -28,6 +28,7 @@ from myriad.resilience.actions import (
     StartAttempt,
     StopRanks,
 )
+from myriad.resilience.catch_up import NOWHERE, adopt, is_partial, place_missing, take_over
 from myriad.resilience.culprit import find_suspects
 from myriad.resilience.deadlines import Deadlines
 from myriad.resilience.facts import (
@@ -50,6 +51,8 @@ _BLAME_SECONDS = 1.5
 _STOPPED_SECONDS = 1.5
 _SILENT_SECONDS, _AWAY_SECONDS = 3.5, 3.0
 """Without a beat of a node that is connected; without a connection."""
+_ABSENT_SECONDS = 10.0
+"""After which a new driver waits no longer for a node of which it has read."""
 _LEAST_SILENCE_SECONDS = 2.5
 _LOOK_SECONDS = 1.0
 """Time is looked at more often than this, by whoever is not held up."""
@@ -75,7 +78,7 @@ class Decider:
         self._plan = plan
         self.state = state or State("gathering", plan.first_epoch - 1)
         self._nodes: dict[int, _Node] = {}
-        self._since = self._began = self._looked_at = now
+        self._since = self._absent_since = self._looked_at = now
         self._kill_at: float | None = None
         self._enough_at: float | None = None
         """Since when as many nodes are there as are needed."""
@@ -118,6 +121,10 @@ class Decider:
         self._sightings.drop(joined.node)
         state = self.state
         state.stop_asked |= joined.stop_asked
+        if joined.epoch > state.epoch:
+            self._take_over(joined.epoch, now)
+        if joined.epoch == state.epoch and is_partial(state, self._plan.world):
+            adopt(state, joined, self._plan.world)
         if joined.running and joined.epoch != state.epoch:
             yield StopRanks(rule="ranks of another epoch", epoch=joined.epoch)
         mine = state.placement.get(joined.node, ()) if state.phase in ("running", "ending") else ()
@@ -127,6 +134,12 @@ class Decider:
         known = {*joined.running, *state.exits} if joined.epoch == state.epoch else set(state.exits)
         if lost := tuple(sorted(set(mine) - known)):
             yield from self._lose(joined.node, lost, 0.0, now)
+
+    def _take_over(self, epoch: int, now: float) -> None:
+        """The journal does not know of what the executors have been told."""
+        take_over(self.state, epoch)
+        self._since, self._kill_at, self._stopped_since = now, None, {}
+        self._absent_since, self._sightings = now, Sightings()
 
     def _beat(self, beat: Beat, now: float) -> list[Action]:
         node = self._nodes.get(beat.node)
@@ -194,7 +207,7 @@ class Decider:
         if phase == "over":
             return []
         self._forgive(now)
-        actions = [*self._silent_nodes(now)]
+        actions = [*self._silent_nodes(now), *self._absent_nodes(now)]
         if phase == "running" and self.state.phase == "running":
             actions += self._overdue_ranks(now)
         elif phase == "ending" and now - self._since > _REPEAT_SECONDS:
@@ -210,6 +223,7 @@ class Decider:
         """Nobody listened while the driver itself was held up: that was no silence of the nodes."""
         held_up, self._looked_at = now - self._looked_at - _LOOK_SECONDS, now
         if held_up > 0:
+            self._absent_since += held_up
             for node in self._nodes.values():
                 node.heard_at = min(now, node.heard_at + held_up)
                 if node.left_at is not None:
@@ -238,8 +252,23 @@ class Decider:
             if self.state.phase in ("running", "ending"):
                 yield from self._lose(number, ranks, silent, now)
 
+    def _absent_nodes(self, now: float) -> Iterator[Action]:
+        """They have ranks, and were lost with the last driver: this one has never heard of them."""
+        state, absent = self.state, now - self._absent_since
+        if state.phase not in ("running", "ending") or absent < self._limit(_ABSENT_SECONDS):
+            return
+        if is_partial(state, self._plan.world):
+            place_missing(state, self._plan.world)
+        for number, ranks in list(state.placement.items()):
+            if number in self._nodes or all(rank in state.exits for rank in ranks):
+                continue
+            if number != NOWHERE:
+                yield Evict(rule="a node was silent", evidence={"silent_seconds": absent}, node=number)
+            yield from self._lose(number, ranks, absent, now)
+
     def _lose(self, node: int, ranks: tuple[int, ...], silent: float, now: float) -> Iterator[Action]:
-        text = f"node {node} with {told_ranks(ranks)} was lost"
+        name = "a node" if node == NOWHERE else f"node {node}"
+        text = f"{name} with {told_ranks(ranks)} was lost"
         self._sightings.drop(node)
         for rank in ranks:
             self.state.exits.setdefault(rank, _LOST)
@@ -252,6 +281,8 @@ class Decider:
         if waited is not None and self._kill_at is not None:
             if now >= self._kill_at and not self._misses_node():
                 yield from self._end_attempt(waited, now)
+            return
+        if is_partial(self.state, self._plan.world):
             return
         sightings, where = self._sightings, (self.state.placement, self.state.exits)
         few = sightings.few(*where)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from myriad.resilience.actions import (
@@ -54,6 +55,7 @@ from myriad.resilience.facts import (
 from myriad.resilience.journal import Journal
 from myriad.resilience.listen import split_listen
 from myriad.resilience.members import HEAR_SECONDS, Members
+from myriad.resilience.scribe import Scribe, ScribeHandler
 from myriad.resilience.wire import Link, Refused, run_secret
 from myriad.run import Run
 from myriad.whole_file import write_whole
@@ -71,11 +73,13 @@ _MOST_WAITING = 4096
 class Driver:
     """Everything but the decisions."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, scribe: Scribe) -> None:
         self._run = run
         self._journal = Journal(run.path / "journal.jsonl")
         plan, state = self._journal.replay()
         self._plan, self._decider = plan, Decider(plan, time.monotonic(), state)
+        self._secret = run_secret(run.path / "secret")
+        self._scribe = scribe
         self._links: dict[int, Link] = {}
         self._members, self._began = Members(), time.monotonic()
         self._over = asyncio.Event()
@@ -122,7 +126,7 @@ class Driver:
         """One executor, until it is gone or says what cannot be."""
         link, node = Link(reader, writer), None
         try:
-            await link.prove(run_secret(self._run.path / "secret"), "driver", "executor")
+            await link.prove(self._secret, "driver", "executor")
             joined = await link.receive((NodeJoined, NodeWanted))
             if isinstance(joined, NodeWanted):
                 await asyncio.sleep(max(0.0, self._began + HEAR_SECONDS - time.monotonic()))
@@ -165,25 +169,34 @@ class Driver:
 
     def _act(self, actions: Sequence[Action]) -> None:
         if actions:
-            try:
-                self._journal.write(actions, self._decider.state)
-            except OSError as error:  # a full disk costs what a next driver would know, never the run
-                _LOG.warning("a decision is not in the journal: %s", error)
+            entry = self._journal.entry(actions, self._decider.state)
+            self._scribe.enter("a decision", partial(self._journal.append, entry))
+            for action in actions:
+                self._note(action)
+            if not self._scribe.settle():
+                _LOG.warning("acting on what is not in the journal yet: its disk hangs")
         for action in actions:
             self._do(action)
 
-    def _do(self, action: Action) -> None:
-        if isinstance(action, StartAttempt):
-            self._start(action)
+    def _note(self, action: Action) -> None:
+        """For people."""
+        if isinstance(action, StartAttempt) and action.again:
+            self._event("restart", action, "epoch")
         elif isinstance(action, Blame):
             self._event("fault", action, "cause", "rank", "node", "step", "problem")
         elif isinstance(action, DumpStacks):
             self._event("diagnosis", action, "ranks")
+        elif isinstance(action, Evict):
+            self._event("eviction", action, "node")
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, StartAttempt):
+            self._start(action)
+        elif isinstance(action, DumpStacks):
             self._dump(action)
         elif isinstance(action, StopRanks):
             self._send_all(End(action.epoch))
         elif isinstance(action, Evict):
-            self._event("eviction", action, "node")
             if (link := self._links.get(action.node)) is not None:
                 link.abort()
             _tell_engine({"replace": action.node})
@@ -195,8 +208,6 @@ class Driver:
     def _start(self, action: StartAttempt) -> None:
         nodes = self._decider.nodes
         first = nodes[next(iter(action.placement))]
-        if action.again:
-            self._event("restart", action, "epoch")
         for node, ranks in action.placement.items():
             order = Start(action.epoch, self._plan.world, ranks, first.host, first.port)
             if node in self._links:
@@ -217,7 +228,8 @@ class Driver:
     def _event(self, event: str, action: Action, *names: str) -> None:
         values = asdict(action)
         fields = {name: values[name] for name in (*names, "rule", "evidence") if values[name] not in (-1, {})}
-        self._run.append_event(event, **fields)
+        write = partial(self._run.append_event, event, time=time.time(), **fields)
+        self._scribe.enter(f"an event ({event})", write)
 
 
 def _tell_engine(message: dict[str, Any]) -> None:
@@ -231,9 +243,14 @@ def main(arguments: list[str]) -> int:
     """Drives one run."""
     if engine := os.environ.get("MYRIAD_ENGINE_PID"):
         die_with_parent(int(engine))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    scribe = Scribe()
+    handlers = [ScribeHandler(scribe)]
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", handlers=handlers)
     _raise_file_limit()
-    asyncio.run(Driver(Run(arguments[0])).drive())
+    try:
+        asyncio.run(Driver(Run(arguments[0]), scribe).drive())
+    finally:
+        scribe.settle()
     return 0
 
 

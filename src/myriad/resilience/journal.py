@@ -28,14 +28,21 @@ class Journal:
 
     def begin(self, plan: Plan) -> None:
         """A new start of the run: earlier decisions are over."""
-        self._append({"plan": plain(plan)})
+        self.append({"time": time.time(), "plan": plain(plan)})
 
     def write(self, actions: Sequence[Action], state: State) -> None:
         """To be called before the first action."""
-        self._append({"actions": [encode(action) for action in actions], "state": plain(state)})
+        self.append(self.entry(actions, state))
 
-    def _append(self, record: dict[str, Any]) -> None:
-        append_line(self.path, {"time": time.time(), **record})
+    @staticmethod
+    def entry(actions: Sequence[Action], state: State) -> dict[str, Any]:
+        """What is to be written, as it is now: whoever writes may be a thread that comes to it later."""
+        decided = {"actions": [encode(action) for action in actions], "state": plain(state)}
+        return {"time": time.time(), **decided}
+
+    def append(self, entry: dict[str, Any]) -> None:
+        """On disk when this returns. Raises ``OSError``."""
+        append_line(self.path, entry)
         handle = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(handle)

@@ -448,6 +448,72 @@ def test_an_attempt_that_was_decided_and_never_begun_is_followed_by_another() ->
     assert kinds(world.join(0)) == ["Blame", "StopRanks", "StartAttempt"] and world.epoch == 6
 
 
+def rejoin(world: World, node: int, epoch: int, running: Iterable[int] = (), **codes: int) -> list[Action]:
+    """As an executor comes to another driver; ``codes``: r2=-9."""
+    exits = tuple(
+        RankExited(node, epoch, int(name[1:]), code, "killed" if code else "done", 3, "", "a.log")
+        for name, code in codes.items()
+    )
+    return world.hear(NodeJoined(node, epoch, "here", 7, 2, 10**9, tuple(running), exits, False))
+
+
+def with_new_driver(world: World, state: State) -> World:
+    world.actions, world.decider = [], Decider(world.plan, world.now, state)
+    return world
+
+
+def forgotten() -> World:
+    """Attempt 6, on nodes 2 and 1, is not in the journal; a new driver has read of attempt 5 on 0 and 1."""
+    world = World(nodes=2)
+    return with_new_driver(world, read(State, plain(world.decider.state)))
+
+
+def test_an_attempt_that_is_not_in_the_journal_goes_on_under_a_new_driver() -> None:
+    world = forgotten()
+    assert rejoin(world, 1, 6, running=(2, 3)) == [] and rejoin(world, 2, 6, running=(0, 1)) == []
+    assert world.epoch == 6 and list(world.decider.state.placement.items()) == [(2, (0, 1)), (1, (2, 3))]
+    assert world.wait(30, lambda node, _: world.ranks(node)) == []
+    assert kinds(world.exit(3)) == ["Blame", "StopRanks"]
+    assert kinds(world.all_exit()) == ["StartAttempt"] and world.epoch == 7
+
+
+def test_an_attempt_that_is_not_in_the_journal_and_has_ended_is_followed_by_another() -> None:
+    world = forgotten()
+    rejoin(world, 1, 6, r2=-9, r3=-9)
+    assert kinds(world.actions) == ["Blame", "StopRanks"]
+    assert kinds(rejoin(world, 2, 6, r0=-9, r1=-9)) == ["StartAttempt"] and world.epoch == 7
+
+
+def test_an_attempt_that_is_not_in_the_journal_and_is_done_ends_the_run() -> None:
+    world = forgotten()
+    rejoin(world, 1, 6, r2=0, r3=0)
+    (end,) = rejoin(world, 2, 6, r0=0, r1=0)
+    assert isinstance(end, EndRun) and end.outcome == "finished"
+
+
+def test_ranks_that_no_node_tells_of_are_lost_and_all_begin_anew() -> None:
+    world = forgotten()
+    rejoin(world, 1, 6, running=(2, 3))
+    world.join(0)
+    assert world.wait(9, lambda node, _: world.ranks(node)) == []
+    blame, stop = world.wait(3, lambda node, _: world.ranks(node))
+    assert isinstance(blame, Blame) and blame.problem == "a node with ranks 0, 1 was lost" and stop.epoch == 6
+    assert kinds(world.all_exit()) == ["StartAttempt"] and world.epoch == 7
+    assert world.decider.state.placement == {1: (0, 1), 0: (2, 3)}
+
+
+def test_a_node_that_is_lost_together_with_the_driver_is_missed_by_the_next() -> None:
+    world = World(nodes=2)
+    with_new_driver(world, world.decider.state)
+    world.join(0, running=(0, 1), epoch=5)
+    assert world.wait(9, lambda node, _: world.ranks(node)) == []
+    evict, blame, _ = world.wait(3, lambda node, _: world.ranks(node))
+    assert isinstance(evict, Evict) and evict.node == blame.node == 1
+    for rank in (0, 1):
+        world.exit(rank)
+    assert kinds(world.join(1)) == ["StartAttempt"] and world.epoch == 6
+
+
 # Anything
 
 

@@ -1,0 +1,205 @@
+"""If these fail, a disk that hangs or a peer that misbehaves takes the driver, and with it the run's watch,
+away. The driver is the real one, in this process; executors are connections without ranks."""
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from myriad.resilience import driver as driver_module
+from myriad.resilience.codec import encode
+from myriad.resilience.driver import Driver
+from myriad.resilience.facts import (
+    ORDERS,
+    Beat,
+    End,
+    NodeJoined,
+    RankExited,
+    RankSeen,
+    Start,
+    StopAsked,
+)
+from myriad.resilience.journal import Journal
+from myriad.resilience.scribe import Scribe
+from myriad.resilience.state import Plan
+from myriad.resilience.wire import MAX_BYTES, VERSION, Link, frame, run_secret
+from myriad.run import Run
+
+SECONDS = 60.0
+"""Of patience with this machine; nothing here takes one."""
+
+
+class Executor:
+    """A connection of a node with one rank."""
+
+    def __init__(self, run: Run, node: int) -> None:
+        self.run, self.node = run, node
+
+    async def connect(self, address: tuple[str, int]) -> "Executor":
+        self.reader, self.writer = await asyncio.open_connection(*address)
+        self.link = Link(self.reader, self.writer)
+        await self.link.prove(run_secret(self.run.path / "secret"), "executor", "driver")
+        return self
+
+    def join(self, epoch: int = 0, running: tuple[int, ...] = ()) -> None:
+        self.link.send(NodeJoined(self.node, epoch, "127.0.0.1", 1, 1, 1, running, (), False))
+
+    async def order(self, kind: type) -> Any:
+        """The next of this kind."""
+        while True:
+            order = await self.link.receive(ORDERS)
+            if isinstance(order, kind):
+                return order
+
+
+@asynccontextmanager
+async def driving(folder: Path, nodes: int) -> AsyncIterator[tuple[Run, tuple[str, int]]]:
+    run = Run(folder)
+    Journal(folder / "journal.jsonl").begin(Plan(nodes, nodes, first_epoch=1))
+    scribe = Scribe()
+    driver = Driver(run, scribe)
+    server: list[tuple[str, int]] = []
+    start = asyncio.start_server
+
+    async def note_address(*arguments: Any, **options: Any) -> asyncio.Server:
+        made = await start(*arguments, **options)
+        server.append(made.sockets[0].getsockname()[:2])
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "start_server", note_address)
+        patch.setattr(driver_module, "_tell_engine", lambda message: None)
+        task = asyncio.create_task(driver.drive())
+        while not server:
+            await asyncio.sleep(0.001)
+        try:
+            async with asyncio.timeout(SECONDS):
+                yield run, server[0]
+        finally:
+            assert not task.done(), "the driver is gone"
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            scribe.settle()
+
+
+def test_a_disk_that_hangs_does_not_keep_the_driver_from_repairing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on = threading.Event()
+
+    async def drive() -> None:
+        async with driving(tmp_path, nodes=1) as (run, address):
+            executor = await Executor(run, 0).connect(address)
+            monkeypatch.setattr(os, "fsync", lambda handle: goes_on.wait(SECONDS))
+            executor.join()
+            assert (await executor.order(Start)).epoch == 1
+            for epoch in (1, 2):
+                executor.link.send(RankExited(0, epoch, 0, -9, "killed", epoch, "", "a.log"))
+                assert (await executor.order(End)).epoch == epoch
+                assert (await executor.order(Start)).epoch == epoch + 1
+            assert "not in the journal yet" in caplog.text
+            goes_on.set()
+            _, state = Journal(tmp_path / "journal.jsonl").replay()
+            while state is None or state.epoch < 3:  # in the end all of it is written
+                await asyncio.sleep(0.01)
+                _, state = Journal(tmp_path / "journal.jsonl").replay()
+            while len(run.read_events()) < 4:
+                await asyncio.sleep(0.01)
+            assert [event["event"] for event in run.read_events()] == 2 * ["fault", "restart"]
+
+    asyncio.run(drive())
+
+
+def test_last_words_that_no_file_can_hold_as_they_are_are_told_all_the_same(tmp_path: Path) -> None:
+    async def drive() -> None:
+        async with driving(tmp_path, nodes=1) as (run, address):
+            executor = await Executor(run, 0).connect(address)
+            executor.join()
+            await executor.order(Start)
+            executor.link.send(RankExited(0, 1, 0, 1, "crash", 4, "half of \ud800", "a.log"))
+            assert (await executor.order(End)).epoch == 1
+            (fault,) = [event for event in run.read_events() if event["event"] == "fault"]
+            assert "half of \ud800" in fault["problem"]
+            executor.link.close()
+
+    asyncio.run(drive())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+SEEN = RankSeen(1, 77, "S", "step", "reduce", 4, 9, 8, 0.25, 0.5)
+VALID = (
+    Beat(1, 1, 4000, (SEEN,)),
+    Beat(0, 1, 4000, ()),
+    RankExited(1, 1, 1, 1, "user", 12, "a\nb \ud800", "/x.log"),
+    RankExited(1, 1, 99, 0, "done", 12, "", "/x.log"),
+    RankExited(0, 1, 0, 1, "user", 12, "", "/x.log"),
+    NodeJoined(1, 1, "::1", 9, 2, 10**12, (1, 2), (), False),
+    NodeJoined(-1, -7, "", -9, -2, -1, (5,), (RankExited(5, 5, 5, 5, "done", 5, "", ""),), False),
+    StopAsked(0),
+)
+
+
+@st.composite
+def twisted(draw: st.DrawFn) -> bytes:
+    """A message of which one field, at any depth, is anything."""
+    record = encode(draw(st.sampled_from(VALID)))
+    within = record
+    if record.get("ranks") and draw(st.booleans()):
+        within = record["ranks"][0]
+    within[draw(st.sampled_from(sorted(within)))] = draw(JSON)
+    return frame(record)
+
+
+NOISE = st.one_of(
+    st.binary(max_size=300),
+    twisted(),
+    st.sampled_from(VALID).map(lambda message: frame(encode(message))),
+    st.binary(max_size=20).map(lambda rest: b"MY\0" + bytes([VERSION + 1]) + b"\0\0\0\2{}" + rest),
+    st.just(b"MY\0" + bytes([VERSION]) + (MAX_BYTES + 1).to_bytes(4, "big") + b" " * 1000),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.booleans(), st.lists(NOISE, min_size=1, max_size=6))
+def test_whatever_one_connection_sends_the_driver_serves_the_others(
+    knows_the_secret: bool, noise: list[bytes]
+) -> None:
+    async def drive(folder: Path) -> None:
+        async with driving(folder, nodes=1) as (run, address):
+            good = await Executor(run, 0).connect(address)
+            good.join()
+            assert (await good.order(Start)).epoch == 1
+            bad = Executor(run, 1)
+            if knows_the_secret:
+                await bad.connect(address)
+                bad.join()
+            else:
+                bad.reader, bad.writer = await asyncio.open_connection(*address)
+            with suppress(OSError):
+                for piece in noise:
+                    bad.writer.write(piece)
+                    await bad.writer.drain()
+                bad.writer.write_eof()
+                while await bad.reader.read(2**16):  # until the driver, too, is done with it
+                    pass
+            bad.writer.close()
+            good.link.send(Beat(0, 1, 1, (RankSeen(0, 7, "S", "step", "", 1, 0, 0, 0.0, 0.5),)))
+            good.link.send(RankExited(0, 1, 0, -9, "killed", 1, "", "a.log"))
+            assert (await good.order(End)).epoch == 1
+            good.link.close()
+            await asyncio.sleep(0)
+
+    with TemporaryDirectory() as folder:
+        asyncio.run(drive(Path(folder)))
