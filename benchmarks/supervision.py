@@ -5,7 +5,9 @@
 faults      a run of real ranks, of which one is killed, again and again, one is stopped, and the driver is
             killed: until the driver has told who, until it has asked for all ranks anew, until they train
 watching    what a rank writes on its progress page in a step, timed alone, beside the median step; processor
-            time of driver and executor
+            time of driver and executor, while nothing happens (from the 15th step, --steady steps long) and
+            over all faults. Where ranks take all cores, a watcher's time is taken from them: its share of all
+            cores is what it adds to a step, at most
 """
 
 import argparse
@@ -31,6 +33,7 @@ from watching import process_of
 
 JOB = ["layout.zero=3", "layout.micro_batch=2", "train.threads=1", "checkpoint.memory_seconds=0"]
 TIMES = 20_000
+WATCHERS = ("driver", "executor_process")
 
 
 def seconds_of_writing(spans: int) -> float:
@@ -66,31 +69,38 @@ def processor_seconds(pid: int) -> float:
 class Faults:
     """Does something to the run every few steps; the run's events tell when it was seen."""
 
-    def __init__(self, run: Run, acts: Sequence[Callable[[], None]], every: int) -> None:
-        self._run, self._acts, self._every = run, acts, every
+    def __init__(self, run: Run, acts: Sequence[Callable[[], None]], every: int, steady: int) -> None:
+        """The first act comes ``steady`` steps later than it would."""
+        self._run, self._acts, self._every, self._steady = run, acts, every, steady
         self.done: list[float] = []
-        self.shares: dict[str, float] = {}
-        """Of a core, by watcher, from the first act to the last."""
+        self._marks: list[tuple[float, dict[str, float]]] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
+        self._wait_for(self._every)
+        self._mark()
         for number, act in enumerate(self._acts):
-            while not self._has_come_to((number + 1) * self._every):
-                if self._ended.wait(0.005):
-                    return
-            self._measure_watchers()
+            self._wait_for(self._steady + (number + 1) * self._every)
+            if self._ended.is_set():
+                return
+            self._mark()
             self.done.append(time.time())
             act()
 
-    def _measure_watchers(self) -> None:
-        now = time.monotonic()
-        used = {name: processor_seconds(process_of(name)) for name in ("driver", "executor_process")}
-        if not self.done:
-            self._began, self._used = now, used
-        else:
-            self.shares = {name: (used[name] - self._used[name]) / (now - self._began) for name in used}
+    def _wait_for(self, step: int) -> None:
+        while not self._has_come_to(step) and not self._ended.wait(0.005):
+            pass
+
+    def _mark(self) -> None:
+        used = {name: processor_seconds(process_of(name)) for name in WATCHERS}
+        self._marks.append((time.monotonic(), used))
+
+    def shares(self, first: int, last: int) -> dict[str, float]:
+        """Of a core, by watcher, between two marks: 0: the steps before any act begin, 1: the first act."""
+        (began, before), (ended, after) = self._marks[first], self._marks[last]
+        return {name: (after[name] - before[name]) / (ended - began) for name in WATCHERS}
 
     def _has_come_to(self, step: int) -> bool:
         lines = self._run.read_metrics()
@@ -135,6 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--steady", type=int, default=400)
     parser.add_argument("--folder", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -142,9 +153,9 @@ def main() -> None:
         kill, stop = (kill_rank(given.ranks, number) for number in (signal.SIGKILL, signal.SIGSTOP))
         successor, every = Successor(run), 15
         acts = [*[kill] * given.kills, stop, successor.kill_driver]
-        steps = f"train.steps={every * (len(acts) + 2)}"
+        steps = f"train.steps={given.steady + every * (len(acts) + 2)}"
         run.create_or_resume(load_job("tiny", [*JOB, f"layout.dp={given.ranks}", steps]))
-        faults = Faults(run, acts, every)
+        faults = Faults(run, acts, every, given.steady)
         run_local(run, given.ranks)
         faults.end()
         report(run, faults, successor)
@@ -159,8 +170,11 @@ def report(run: Run, faults: Faults, successor: Successor) -> None:
         print(f"{cause:10} {found:10.3f} s {asked:12.3f} s {trains:11.2f} s")
     print(f"driver killed: another one drives after {successor.seconds:.2f} s, no rank noticed")
     print(f"step {1e3 * step:.1f} ms, {spans} spans: written in {1e6 * writing:.1f} us, {writing / step:.4%}")
-    for name, share in faults.shares.items():
-        print(f"{name}: {share:.2%} of a core")
+    cores = len(os.sched_getaffinity(0))
+    for what, first, last in (("nothing happens", 0, 1), ("faults", 1, -1)):
+        shares = faults.shares(first, last)
+        told = ", ".join(f"{name} {share:.2%}" for name, share in shares.items())
+        print(f"while {what}: {told} of a core; at most {sum(shares.values()) / cores:.2%} of a step")
 
 
 if __name__ == "__main__":
