@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from control_plane_executors import Crowd, processor_seconds
 from myriad.resilience.journal import Journal
@@ -144,7 +145,7 @@ class Bench:
         self.results.repairs[name] = Repair(found - began, last - found, cpu)
         await asyncio.sleep(3)
 
-    def faults(self) -> list[dict]:
+    def faults(self) -> list[dict[str, Any]]:
         return [event for event in self.run.read_events() if event["event"] == "fault"]
 
     async def measure_new_driver(self) -> None:

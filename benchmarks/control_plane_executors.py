@@ -1,8 +1,8 @@
 """Executors without ranks, by the thousand in one process: real connections, proofs and messages, and an
 order is obeyed at once.
 
-    crowd = Crowd(run, ranks_per_node, step_seconds)
-    await crowd.join(range(1538))          each lives on, and beats once a second
+    crowd = Crowd(run, step_seconds)
+    crowd.join(range(1540))                each lives on, and beats once a second
     await crowd.started(nodes, epoch)      when the last of so many got its Start
     crowd.kill_rank(7), crowd.lose_node(3), crowd.silence(4), crowd.hang(7)
 """
@@ -20,6 +20,7 @@ from myriad.resilience.codec import encode
 from myriad.resilience.facts import (
     ORDERS,
     Beat,
+    Cause,
     Dump,
     End,
     Leave,
@@ -49,9 +50,11 @@ class Executor:
 
     def __init__(self, crowd: "Crowd", node: int) -> None:
         self.crowd, self.node = crowd, node
-        self.epoch, self.ranks, self.started_at = 0, (), 0.0
+        self.epoch, self.started_at = 0, 0.0
+        self.ranks: tuple[int, ...] = ()
         self.exits: list[RankExited] = []
-        self.is_silent, self.link = False, None
+        self.is_silent = False
+        self.link: Link | None = None
         self.task = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
@@ -92,7 +95,7 @@ class Executor:
         elif isinstance(order, End) and order.epoch == self.epoch:
             self.end(-9, "killed", "")
 
-    def end(self, code: int, cause: str, error: str, ranks: Iterable[int] | None = None) -> None:
+    def end(self, code: int, cause: Cause, error: str, ranks: Iterable[int] | None = None) -> None:
         """These ranks, or all that live."""
         gone = {one.rank for one in self.exits}
         for rank in self.ranks if ranks is None else ranks:
@@ -159,7 +162,7 @@ class Crowd:
         since = now if self._hung is None else self._hung[1]
         step = int((since - self._began) / self.step_seconds)
         idle = 0.05 + now - since
-        rows = []
+        rows: list[str] = []
         for rank in ranks:
             inside = self._hung is None or rank != self._hung[0]
             pid = int(time.monotonic() * 1e6) if not rows else 4000 + rank
