@@ -12,7 +12,7 @@ from typing import Any
 from myriad.resilience.faults.kinds import Aim, aim_of
 from myriad.resilience.faults.scenario import Fault
 
-__all__ = ["Evidence", "Grade", "Report", "grade_run"]
+__all__ = ["Evidence", "Grade", "Report", "failed_report", "grade_run"]
 
 Line = Mapping[str, Any]
 
@@ -50,6 +50,12 @@ class Grade:
     """After the end of the attempt was decided, until ranks trained; ``None``: it had no end, or no next."""
     steps_lost: int | None = None
     """That were done and had to be done again."""
+    caused: bool = True
+    """Its time came."""
+    belongs: bool = False
+    """It came so soon after the fault before it that both are one incident."""
+    names: bool = False
+    """Somebody is to be named."""
     missed: list[str] = field(default_factory=list)
     """Aims, in words."""
 
@@ -67,6 +73,8 @@ class Report:
     """Faults that the driver told and nobody caused."""
     missed: list[str]
     """Aims of the run as a whole."""
+    ended_right: bool = True
+    """Finished, or stopped with the reason where that is right."""
     folder: str = ""
 
     @property
@@ -99,6 +107,21 @@ def grade_run(scenario: str, faults: Sequence[Fault], evidence: Evidence) -> Rep
         evicted_healthy=evicted,
         false_alarms=grader.false_alarms,
         missed=missed,
+        ended_right=stops != (evidence.outcome == "finished"),
+    )
+
+
+def failed_report(scenario: str, problem: str) -> Report:
+    """Of one that could not be tried to its end."""
+    return Report(
+        scenario=scenario,
+        grades=[],
+        outcome=problem,
+        equal=None,
+        evicted_healthy=0,
+        false_alarms=0,
+        missed=[f"it could not be tried: {problem}"],
+        ended_right=False,
     )
 
 
@@ -143,7 +166,14 @@ class _Grader:
             grade = self._grade(number, line)
             if number not in found or not found[number].missed:  # of several times the worst
                 found[number] = grade
-        return [found.get(number) or _never(fault) for number, fault in enumerate(self._faults)]
+        for number, fault in enumerate(self._faults):
+            grade = found.setdefault(number, _never(fault))
+            grade.belongs = number > 0 and self._belongs(fault, self._faults[number - 1])
+            grade.names = grade.caused and aim_of(fault.kind, fault.where).seen == "driver"
+        return [found[number] for number in range(len(self._faults))]
+
+    def _belongs(self, fault: Fault, before: Fault) -> bool:
+        return fault.after_seconds is not None or (fault.step is not None and fault.step == before.step)
 
     def _grade(self, number: int, line: Line) -> Grade:
         fault = self._faults[number]
@@ -261,11 +291,14 @@ def _in_words(fault: Fault, step: int) -> str:
 
 def _never(fault: Fault) -> Grade:
     when = f"{fault.seconds:.0f} s" if fault.seconds is not None else f"step {fault.step}"
+    if fault.after_seconds is not None:
+        when = f"{fault.after_seconds:.1f} s after the one before"
     target = f"rank {fault.rank}" if fault.rank is not None else fault.where
     aim = aim_of(fault.kind, fault.where)
     return Grade(
         fault=f"{fault.kind} {target} at {when}",
         aim_seconds=aim.detected_seconds,
+        caused=False,
         missed=["its time never came: the run was over"],
     )
 

@@ -75,6 +75,8 @@ class Injector(threading.Thread):
         self._full_until: float | None = None
         self._looked_at, self._began = 0.0, 0.0
         self._best_step = -1
+        self._caused_at: dict[int, float] = {}
+        """By number; on this machine's monotonic clock."""
         self._over = threading.Event()
 
     def end(self) -> None:
@@ -97,13 +99,17 @@ class Injector(threading.Thread):
         if self._best_step > 0 and not self._began:
             self._began = time.monotonic()
         for number, fault in list(self._waiting.items()):
-            if self._is_time(fault, rows) and self._cause(number, fault, rows):
+            if self._is_time(number, fault, rows) and self._cause(number, fault, rows):
                 del self._waiting[number]
         self._look_after()
 
-    def _is_time(self, fault: Fault, rows: Sequence[Seen]) -> bool:
+    def _is_time(self, number: int, fault: Fault, rows: Sequence[Seen]) -> bool:
         if not self._began:
             return False
+        if fault.after_seconds is not None:
+            before = self._caused_at.get(number - 1)
+            if before is None or time.monotonic() - before < fault.after_seconds:
+                return False
         if fault.seconds is not None and time.monotonic() - self._began < fault.seconds:
             return False
         if fault.step is not None and self._best_step < fault.step:
@@ -178,4 +184,5 @@ class Injector(threading.Thread):
 
     def _note(self, number: int) -> None:
         """Before it is done: what is seen of it comes later."""
+        self._caused_at[number] = time.monotonic()
         append_line(self._log, {"number": number, "time": time.time(), "step": self._best_step})

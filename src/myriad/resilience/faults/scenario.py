@@ -50,6 +50,8 @@ class Fault(Config):
     """And when this goes on: a phase, or a part of a step; off: at any moment."""
     seconds: float | None = Field(None, ge=0)
     """So long after the first step began; off: a step counts."""
+    after_seconds: float | None = Field(None, ge=0)
+    """So long after the fault before it in the list; off: a step or seconds."""
     lasts_seconds: float = Field(2.0, gt=0)
     """How long the disk stays full."""
 
@@ -115,7 +117,8 @@ def _check(scenario: Scenario, job: Job) -> None:
     if not scenario.faults and scenario.soak is None:
         raise BadInputError("faults", [], "at least one [[faults]], or a [soak]")
     for number, fault in enumerate(scenario.faults):
-        for key, value, allowed in _wrong(fault, job):
+        before = scenario.faults[number - 1] if number else None
+        for key, value, allowed in (*_wrong(fault, job), *_wrong_after(fault, before)):
             raise BadInputError(f"faults.{number}.{key}", value, allowed)
     soak = scenario.soak
     if soak is not None and (strange := [kind for kind in soak.kinds if not _may_soak(kind)]):
@@ -154,6 +157,19 @@ def _wrong(fault: Fault, job: Job) -> Iterator[tuple[str, object, str]]:
         yield "where", fault.where, f"needs checkpoint.url = off, not {job.checkpoint.url}"
 
 
+def _wrong_after(fault: Fault, before: Fault | None) -> Iterator[tuple[str, object, str]]:
+    after = fault.after_seconds
+    if after is None:
+        return
+    if fault.step is not None or fault.seconds is not None:
+        yield "after_seconds", after, "this alone, without a step or seconds"
+    if before is None:
+        yield "after_seconds", after, "the first fault has none before it"
+    elif KINDS[before.kind].inside or KINDS[fault.kind].inside:
+        inside = fault.kind if KINDS[fault.kind].inside else before.kind
+        yield "after_seconds", after, f"not with {inside}: the rank causes it itself, at a step"
+
+
 def planned_faults(scenario: Scenario, job: Job) -> list[Fault]:
     """With all that was left open drawn by the seed: the same every time."""
     draw = random.Random(scenario.seed)
@@ -166,7 +182,7 @@ def _filled(fault: Fault, job: Job, draw: random.Random) -> Fault:
     steps, drawn = job.train.steps, {}
     if fault.where == "rank" and fault.rank is None:
         drawn["rank"] = draw.randrange(job.layout.world)
-    if fault.step is None and fault.seconds is None:
+    if fault.step is None and fault.seconds is None and fault.after_seconds is None:
         drawn["step"] = draw.randint(max(1, steps // 4), max(1, steps // 2))
     return fault.model_copy(update=drawn)
 

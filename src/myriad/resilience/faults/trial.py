@@ -8,6 +8,8 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -30,6 +32,8 @@ __all__ = ["try_scenario"]
 Tell = Callable[[str], None]
 _MEASURED = ("profile.json", "hierarchy.json", "peak.json")
 """What a run measures once, and how it computes may depend on it."""
+_LEAST_SECONDS, _TIMES_LONGER, _GRACE_SECONDS = 300.0, 10.0, 20.0
+"""A run that is broken may take so long, and so many times what it takes undisturbed."""
 
 
 def try_scenario(name: str, scenario: Scenario, folder: Path, tell: Tell) -> Report:
@@ -44,7 +48,8 @@ def try_scenario(name: str, scenario: Scenario, folder: Path, tell: Tell) -> Rep
             if (undisturbed.path / measured).exists():
                 shutil.copyfile(undisturbed.path / measured, run.path / measured)
         tell(f"{name}: {len(faults)} fault{'s' if len(faults) != 1 else ''} in {run.path}")
-        outcome = _break(run, job, faults, group)
+        limit = _LEAST_SECONDS + _TIMES_LONGER * _seconds(undisturbed) + _soaks(scenario)
+        outcome = _break(run, job, faults, group, limit)
         equal = _are_equal(run, undisturbed, job.train.steps) if outcome == "finished" else None
     caused = JsonlTail(run.path / "faults" / CAUSED).poll()
     evidence = Evidence(
@@ -78,18 +83,52 @@ def _prepare(run: Run, job: Job, faults: Sequence[Fault], stack: ExitStack) -> P
     return group
 
 
-def _break(run: Run, job: Job, faults: Sequence[Fault], group: Path | None) -> str:
-    """Trains; how it ended."""
+def _seconds(run: Run) -> float:
+    return sum(line["step_seconds"] for line in run.read_metrics())
+
+
+def _soaks(scenario: Scenario) -> float:
+    return 0.0 if scenario.soak is None else 60 * scenario.soak.minutes
+
+
+def _break(run: Run, job: Job, faults: Sequence[Fault], group: Path | None, limit: float) -> str:
+    """Trains; how it ended. Raises ``KeyboardInterrupt`` when a person ends it."""
     planned = plan_inside(run.path / "faults", faults, group)
     injector = Injector(run, job.layout.world, faults, group)
     injector.start()
     try:
-        with run.lock(), _environment(ARMED, str(planned)):
-            return run_local(run, job.layout.world, threads=job.train.threads)
+        with run.lock(), _environment(ARMED, str(planned)), _ended_after(limit) as overdue:
+            outcome: str = run_local(run, job.layout.world, threads=job.train.threads)
     except RunFailedError as error:
-        return str(error)
+        outcome = str(error)
     finally:
         injector.end()
+    if overdue.is_set():
+        return f"it was ended after {limit:.0f} s"
+    if outcome == "interrupted":
+        raise KeyboardInterrupt
+    return outcome
+
+
+@contextmanager
+def _ended_after(seconds: float) -> Iterator[threading.Event]:
+    """As by a person who has lost patience: two Ctrl-C. A matrix goes on with the next scenario."""
+    overdue, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        if not over.wait(seconds):
+            overdue.set()
+            os.kill(os.getpid(), signal.SIGINT)
+            if not over.wait(_GRACE_SECONDS):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    try:
+        yield overdue
+    finally:
+        over.set()
+        waiting.join()
 
 
 @contextmanager
