@@ -317,6 +317,7 @@ def main() -> None:
     options = parser.parse_args()
     kinds = chosen(options.only, list(SCENARIOS), "--only")
     who = chosen(options.who, WHO, "--who")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # and nothing of it is left behind
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         rows = try_all(kinds, who, Path(folder), options.patience)
     print(json.dumps([asdict(row) for row in rows]) if options.json else "\n".join(table(rows)))

@@ -1,0 +1,70 @@
+"""If these fail, one scenario that breaks takes the whole matrix with it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from myriad.cli import faults
+from myriad.cli.main import main
+from myriad.errors import RunFailedError
+from myriad.resilience.faults import trial
+from myriad.resilience.faults.grade import Grade, Report
+
+SCENARIO = 'job = "tiny"\n[[faults]]\nkind = "kill"\nrank = 0\nstep = 5\n'
+
+
+@pytest.fixture
+def scenarios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Three, of which the second raises."""
+
+    def pretend(name: str, *_: object) -> Report:
+        if name == "second":
+            raise RunFailedError("the executor does not stay alive")
+        return Report(
+            scenario=name,
+            grades=[Grade(fault="kill rank 0 at step 5", aim_seconds=0.25, names=True, culprit_right=True)],
+            outcome="finished",
+            equal=True,
+            evicted_healthy=0,
+            false_alarms=0,
+            missed=[],
+        )
+
+    monkeypatch.setattr(trial, "try_scenario", pretend)
+    monkeypatch.setattr(faults, "_check", lambda *_: None)
+    paths = [tmp_path / f"{name}.toml" for name in ("first", "second", "third")]
+    for path in paths:
+        path.write_text(SCENARIO)
+    return list(map(str, paths))
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["faults", "run", *arguments])
+    return int(ended.value.code or 0)
+
+
+def test_a_scenario_that_breaks_is_a_row_and_the_others_are_tried(
+    scenarios: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    assert run(*scenarios, "--markdown", str(page)) == 1
+    told = capsys.readouterr().out
+    assert page.read_text() == told
+    assert "| first" in told and "| third" in told
+    assert "- second: it could not be tried: the executor does not stay alive" in told
+    last = "3 incidents, 66.7% handled without a person; culprit right 2 of 2 (100.0%); "
+    assert told.splitlines()[-1].startswith(last)
+
+
+def test_programs_get_the_same_as_json(scenarios: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*scenarios, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [one["met"] for one in found["scenarios"]] == [True, False, True]
+    assert found["tally"]["handled_ratio"] == pytest.approx(2 / 3) and found["met"] is False
+
+
+@pytest.mark.parametrize("arguments", [[], ["--all", "--random", "3"], ["kill-rank", "--doubles", "1"]])
+def test_one_way_to_say_what_is_to_be_broken(arguments: list[str]) -> None:
+    assert run(*arguments) == 2
