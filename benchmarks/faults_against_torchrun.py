@@ -33,13 +33,15 @@ from myriad.recipes import recipe_names
 from myriad.resilience.faults.scenario import load_scenario
 from myriad.resilience.faults.storage import fill, flip_a_bit, free, small_disk
 from myriad.resilience.faults.trial import try_scenario
+from myriad.run import Run
 
 LOOP = Path(__file__).parent / "peers" / "torchrun_loop.py"
 SCENARIOS = {
     "kill": ("SIGKILL of a rank", "kill-rank"),
     "segv": ("SIGSEGV of a rank", "segv-rank"),
     "stop": ("SIGSTOP of a rank", "stop-rank"),
-    "launcher": ("SIGKILL of who starts ranks (torchrun's agent, the executor)", "kill-executor"),
+    "launcher": ("SIGKILL of the command that was typed", ""),
+    "executor": ("SIGKILL of who starts ranks", "kill-executor"),
     "hang": ("a rank never enters the collective", "hang-rank"),
     "exception": ("the same exception in every attempt", "exception"),
     "disk-full": ("the checkpoints' disk is full for 2 s", "disk-full"),
@@ -48,6 +50,8 @@ SCENARIOS = {
     "flip": ("a bit of one rank's weights flips", "flip"),
 }
 WHO = ("torchrun", "tuned", "myriad")
+SAME_PROCESS = "executor"
+"""torchrun's agent is the command that was typed."""
 STEP, STEPS, FULL_SECONDS, END_SECONDS = 25, 120, 2.0, 120.0
 TUNED = ["--timeout", "15"], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 SIGN = re.compile(r"exitcode|Signal \d|Traceback|Error\b|[Ff]ailed|CheckpointException")
@@ -200,7 +204,7 @@ def row_of(kind: str, who: str, run: Torchrun, deed: Deed, expected: list[str], 
     row.back_seconds, row.steps_lost = back_and_lost(lines, deed.at)
     finished = run.digests is not None
     row.equal = run.digests == expected if finished else None
-    row.person = not (finished and row.equal and code == 0)
+    row.person = not (finished and row.equal)
     row.said = in_words(run, row, code, patience)
     return row
 
@@ -223,7 +227,7 @@ def back_and_lost(lines: Sequence[dict[str, float]], caused: float) -> tuple[flo
 
 def in_words(run: Torchrun, row: Row, code: int | None, patience: float) -> str:
     if row.scenario == "launcher":
-        return "orphans went on to the end" if run.digests else "the ranks ended with it"
+        return "ranks went on without it, unwatched" if run.digests else "the ranks ended with it"
     if code is None:
         return (
             f"not noticed in {patience:.0f} s" if row.noticed_seconds is None else "stuck after it was seen"
@@ -237,6 +241,8 @@ def in_words(run: Torchrun, row: Row, code: int | None, patience: float) -> str:
 
 def try_myriad(kind: str, folder: Path) -> Row:
     """The ready scenario."""
+    if kind == "launcher":
+        return kill_command(folder)
     row, name = Row(kind, "myriad"), SCENARIOS[kind][1]
     if name not in recipe_names("faults"):
         row.said = f"no scenario {name} here"
@@ -251,6 +257,42 @@ def try_myriad(kind: str, folder: Path) -> Row:
     row.person = report.outcome != "finished" or report.equal is not True
     row.said = grade.told if report.outcome == "finished" else "stopped with the reason"
     return row
+
+
+def kill_command(folder: Path) -> Row:
+    """`myriad train`, and typed again as soon as nothing of it is left: that takes a person."""
+    row, run = Row("launcher", "myriad", noticed_seconds=0.0), Run(folder / "command")
+    overrides = (
+        f"--{override.replace('=', ' ', 1)}" for override in load_scenario("kill-executor").overrides
+    )
+    words = [word for override in overrides for word in override.split()]
+    command = [sys.executable, "-m", "myriad.cli.main", "train", "tiny", "--run", str(run.path), "--json"]
+    first = subprocess.Popen([*command, *words], stdout=subprocess.DEVNULL)
+    while first.poll() is None and last_step(run) < STEP:
+        time.sleep(0.01)
+    first.kill()
+    first.wait()
+    killed, done = time.time(), last_step(run)
+    subprocess.run([*command, *words], stdout=subprocess.DEVNULL, timeout=END_SECONDS, check=False)
+    again = [event for event in run.read_events() if event["time"] > killed]
+    started = next((event["time"] for event in again if event["event"] == "start"), None)
+    resumed = next((event["step"] for event in again if event["event"] == "resume"), 0)
+    row.back_seconds = None if started is None else started - killed
+    row.steps_lost = max(0, done - resumed)
+    losses = [[line["loss"] for line in one.read_metrics()] for one in (run, *kept_undisturbed(folder))]
+    row.equal = losses[0] in losses[1:] if len(losses) > 1 else None
+    row.said = "all ended with it; typed again at once"
+    return row
+
+
+def last_step(run: Run) -> int:
+    lines = run.read_metrics()
+    return int(lines[-1]["step"]) if lines else 0
+
+
+def kept_undisturbed(folder: Path) -> list[Run]:
+    """Of the scenarios tried before, which share the job."""
+    return [Run(path) for path in (folder / "undisturbed").glob("*") if path.is_dir()]
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -291,6 +333,8 @@ def try_all(kinds: Sequence[str], who: Sequence[str], folder: Path, patience: fl
             try:
                 if one == "myriad":
                     row = try_myriad(kind, folder)
+                elif kind == SAME_PROCESS:
+                    continue
                 else:
                     tuned = one == "tuned"
                     row = try_torchrun(kind, folder / f"{kind}-{one}", expected, patience, tuned=tuned)
