@@ -91,6 +91,8 @@ def _show(facts: "Facts", told: str) -> None:
         parts.append(f"{account.meant_ratio:.1%} without planned stops")
     parts.append(f"goodput {format_count(account.goodput)} tokens/s")
     parts.append(f"{account.steps} steps done, {account.steps_lost} lost")
+    if spare := account.ledger.spare_node_seconds:
+        parts.append(f"spare nodes stood {spare / 3600:.3g} node hours beside it")
     console.print(" · ".join(parts), markup=False, soft_wrap=True)
     _show_classes(facts, console)
     _show_faults(facts, console)

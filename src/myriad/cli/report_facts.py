@@ -75,6 +75,7 @@ class Facts:
             "goodput_tokens_per_second": account.goodput,
             "wall_seconds": account.ledger.wall_seconds,
             "classes": account.ledger.seconds(),
+            "spare_node_seconds": account.ledger.spare_node_seconds,
             "steps": account.steps,
             "steps_lost": account.steps_lost,
             "faults": [asdict(fault) | {"back_seconds": fault.back_seconds} for fault in account.faults],

@@ -91,6 +91,8 @@ def _head(facts: Facts, name: str) -> Iterator[str]:
     ]
     if account.ledger.seconds()["planned"] > 0:
         tiles.insert(1, ("without planned stops", f"{account.meant_ratio:.1%}"))
+    if spare := account.ledger.spare_node_seconds:
+        tiles.append(("spare node hours", f"{spare / 3600:.3g}"))
     if summary.loss is not None:
         tiles.append(("training loss", f"{summary.loss:.4f}"))
     if summary.validation_loss is not None:

@@ -128,6 +128,7 @@ class _Reader:
         self._launching = self._watched = self._evicted = self._announced = False
         self._open: list[FaultSeen] = []
         """Faults from which the run has not come back."""
+        self._spares, self._spares_since = 0, 0.0
         self._handlers: dict[str, Callable[[float, Moment], None]] = {
             "corpus": self._launch,
             "launch": self._launch,
@@ -143,6 +144,7 @@ class _Reader:
             "interrupted": self._stop,
             "finish": self._stop,
             "end": self._end,
+            "spares": self._tell_spares,
         }
 
     def take(self, moment: Moment) -> None:
@@ -162,6 +164,7 @@ class _Reader:
         else:
             self._go_on(max(self._sign, self._ledger.now))
             self._drop_unfinished()
+        self._charge_spares(self._ledger.now)
         whole = [one for one in self._done if one.whole]
         account.steps = len(whole)
         account.tokens = whole[-1].tokens if whole else 0
@@ -199,6 +202,8 @@ class _Reader:
         else:
             self._go_on(at)
         self._doing = "person" if outcome == "failed" else "planned"
+        self._charge_spares(at)
+        self._spares = 0
         self._drop_unfinished()
         self._end_attempt(str(outcome))
 
@@ -314,6 +319,15 @@ class _Reader:
 
     # Time
 
+    def _tell_spares(self, at: float, moment: Moment) -> None:
+        """So many stand by from now on; no second of the run's is theirs."""
+        self._charge_spares(at)
+        self._spares = max(0, moment.count("nodes", 0))
+
+    def _charge_spares(self, until: float) -> None:
+        self._ledger.spare_node_seconds += self._spares * max(0.0, until - self._spares_since)
+        self._spares_since = max(self._spares_since, until)
+
     @property
     def _stands(self) -> bool:
         return self._doing in ("planned", "person")
@@ -330,6 +344,8 @@ class _Reader:
     def _stand_still(self, at: float) -> None:
         """Until now nobody was there, since the last sign or since the run was stopped."""
         kind: Kind = self._doing if self._stands else "person"
+        self._charge_spares(self._sign)
+        self._spares, self._spares_since = 0, at
         self._go_on(max(self._sign, self._ledger.now))
         self._ledger.until(max(at, self._ledger.now), kind)
         self._drop_unfinished()

@@ -83,6 +83,7 @@ class Driver:
         self._links: dict[int, Link] = {}
         self._members, self._began = Members(), time.monotonic()
         self._over = asyncio.Event()
+        self._spares = 0
 
     async def drive(self) -> None:
         """Until the run is over."""
@@ -104,8 +105,19 @@ class Driver:
                 if time.monotonic() >= tell_at:
                     tell_at = time.monotonic() + _ALIVE_SECONDS
                     _tell_engine({})
+                    self._tell_spares()
                 await asyncio.sleep(_DUE_SECONDS)
             await self._let_leave()
+
+    def _tell_spares(self) -> None:
+        """For the account of the run: they stand, and cost."""
+        state = self._decider.state
+        if state.phase != "running":
+            return
+        spares = len(self._decider.nodes.keys() - state.placement.keys())
+        if spares != self._spares:
+            self._spares = spares
+            self._run.append_event("spares", nodes=spares)
 
     def _hear_of_stop(self) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._ask_to_stop)

@@ -14,13 +14,14 @@ from myriad.resilience.moments import Moment, in_order
 
 NAMES = (
     "import", "corpus", "launch", "attempt", "restart", "start", "resume", "step", "validation",
-    "checkpoint", "diagnosis", "eviction", "fault", "interrupted", "finish", "end", "who knows",
+    "checkpoint", "spares", "diagnosis", "eviction", "fault", "interrupted", "finish", "end", "who knows",
 )  # fmt: skip
 small = st.one_of(st.integers(-2, 12), st.floats(0, 50), st.sampled_from([None, "x", float("nan"), True, []]))
 fields = st.fixed_dictionaries(
     {},
     optional={
         "step": small,
+        "nodes": small,
         "seconds": small,
         "step_seconds": small,
         "checkpoint_wait_seconds": small,
@@ -50,7 +51,7 @@ def test_whatever_the_files_say_the_classes_sum_to_the_wall_time(drawn: Any, lat
     ends = at + (later if later is not None and account.running else 0.0)
     assert wall == pytest.approx(ends - known[0].time if known else 0.0, abs=1e-3)
     assert sum(spent.values()) == pytest.approx(wall, abs=1e-3)
-    assert min(spent.values()) >= -1e-9
+    assert min(spent.values()) >= -1e-9 and account.ledger.spare_node_seconds >= 0
     of_attempts = account.ledger.by_attempt().values()
     assert sum(sum(one.values()) for one in of_attempts) == pytest.approx(wall, abs=1e-3)
 
@@ -245,6 +246,22 @@ def test_two_faults_before_one_start_lose_each_step_once() -> None:
     account = story.account()
     assert [fault.steps_lost for fault in account.faults] == [1, 0]
     assert [round(fault.back_seconds or -1, 3) for fault in account.faults] == [3.0, 2.0]
+
+
+def test_spare_nodes_are_charged_beside_the_run_while_it_runs() -> None:
+    story = Story()
+    story.launch(0.0, 1)
+    story.event(2.0, "start")
+    story.event(3.0, "spares", nodes=2)
+    story.steps(2.0, 1, 4)
+    story.event(5.0, "spares", nodes=1)
+    story.event(6.0, "interrupted", step=4)
+    story.end(7.0, "interrupted")
+    story.launch(1000.0, 2)
+    story.event(1002.0, "start", resumed_from=4)
+    account = story.account()
+    assert account.ledger.spare_node_seconds == pytest.approx(2 * 2.0 + 2.0)
+    assert sum(spent(account).values()) == pytest.approx(1002.0)
 
 
 def test_a_run_that_has_not_begun_has_an_account() -> None:
