@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myriad.resilience.account import Account, account_of
+from myriad.resilience.account import Account
+from myriad.resilience.accounting import account_of
 from myriad.resilience.ledger import Kind
 from myriad.resilience.moments import Moment, in_order
 
