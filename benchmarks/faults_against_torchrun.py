@@ -203,6 +203,8 @@ def row_of(kind: str, who: str, run: Torchrun, deed: Deed, expected: list[str], 
         row.noticed_seconds = signs[0][0] - deed.at
     row.back_seconds, row.steps_lost = back_and_lost(lines, deed.at)
     finished = run.digests is not None
+    if row.back_seconds == 0 and not finished:  # some steps more, until it was stuck
+        row.back_seconds = row.steps_lost = None
     row.equal = run.digests == expected if finished else None
     row.person = not (finished and row.equal)
     row.said = in_words(run, row, code, patience)
@@ -233,7 +235,7 @@ def in_words(run: Torchrun, row: Row, code: int | None, patience: float) -> str:
             f"not noticed in {patience:.0f} s" if row.noticed_seconds is None else "stuck after it was seen"
         )
     if code != 0:
-        return "ended after its restarts" if row.back_seconds is None else f"ended at step {run.step()}"
+        return f"ended at step {run.step()}, after its restarts"
     if row.equal is False:
         return "finished; nobody knows that it is wrong"
     return "restarted" if row.back_seconds else "went on"
