@@ -29,7 +29,7 @@ __all__ = [
 
 MEANING: dict[Kind, str] = {
     "training": "steps that count",
-    "lost": "steps done, and to be done again",
+    "lost": "steps to be done again, or left unfinished",
     "saving": "training stood for a save",
     "validating": "evaluation",
     "slow": "a straggler held up the others",
