@@ -86,6 +86,8 @@ class ResilienceConfig(Config):
     restarts: int = Field(3, ge=0)
     """How often one fault may end the ranks, without a step done in between, before the run stops; 0: the
     first fault of any kind stops it."""
+    verify_every: int = Field(10, ge=0)
+    """Steps between comparisons of what data-parallel replicas are to hold alike, bit for bit; 0: none."""
 
 
 class Job(Config):

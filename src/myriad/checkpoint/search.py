@@ -21,7 +21,7 @@ from myriad.checkpoint.sources import InMemory, Part, Place, parts_of_manifest, 
 from myriad.errors import RunFailedError
 from myriad.model.rectangle import Rectangle
 
-__all__ = ["Found", "find_newest", "gather_in_memory", "whole_in_memory"]
+__all__ = ["Found", "find_newest", "gather_in_memory", "set_aside", "whole_in_memory"]
 
 Summary = dict[str, Any]
 """A snapshot of one rank in the memory of a node; see `myriad.checkpoint.member.Member.summary`."""
@@ -46,13 +46,16 @@ def find_newest(
     rectangles: Sequence[Rectangle],
     random: Rectangle,
     world: LoadWorld,
+    newest: int | None = None,
 ) -> Found:
     """Fills the rectangles, and ``random`` where it was saved by the same rank of as many; every rank calls
-    it. ``durable``: steps of which the folder has a checkpoint. Raises `RunFailedError` when there is
+    it. ``durable``: steps of which the folder has a checkpoint; ``newest``: the last step to be considered.
+    Raises `RunFailedError` when there is
     something, and nothing is good."""
     in_memory = gather_in_memory(client, world)
     whole, found = whole_in_memory(in_memory), Found()
-    for step in sorted({*durable, *whole}, reverse=True):
+    steps = (step for step in {*durable, *whole} if newest is None or step <= newest)
+    for step in sorted(steps, reverse=True):
         search = _Step(step, folder, client, in_memory[world.rank], world)
         candidate = search.candidate(step in durable, whole.get(step))
         found.problems += search.problems
@@ -63,7 +66,7 @@ def find_newest(
                 return found
             damaged |= verdict.damaged
         if step in durable and damaged:
-            found.set_aside += world.gather(_set_aside(folder, step) if world.rank == 0 else "")[:1]
+            found.set_aside += world.gather(set_aside(folder, step) if world.rank == 0 else "")[:1]
     if found.problems:
         raise RunFailedError(f"no checkpoint is good: {'; '.join(found.problems)}")
     return found
@@ -82,7 +85,8 @@ def _load(
     return verdict
 
 
-def _set_aside(folder: CheckpointFolder, step: int) -> str:
+def set_aside(folder: CheckpointFolder, step: int) -> str:
+    """Gives the new name of a checkpoint that is no good, or why it has none."""
     try:
         return folder.set_aside(step)
     except OSError as error:

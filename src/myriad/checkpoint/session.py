@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -35,7 +35,7 @@ from myriad.checkpoint.load import LoadWorld
 from myriad.checkpoint.memory import SnapshotMemory
 from myriad.checkpoint.progress import decode_progress, progress_rectangle, write_progress
 from myriad.checkpoint.random_state import load_random, random_rectangle, write_random
-from myriad.checkpoint.search import Found, find_newest, gather_in_memory, whole_in_memory
+from myriad.checkpoint.search import Found, find_newest, gather_in_memory, set_aside, whole_in_memory
 from myriad.checkpoint.snapshot import Snapshots, Wants
 from myriad.checkpoint.store import constant_manifest
 from myriad.checkpoint.storing import Outcome
@@ -113,6 +113,7 @@ class Session:
         """For which training has waited in `take` and `settle`."""
         self.attempt, self._claimed = 0, Claimed(0)
         self._resumed: int | None = None
+        self._newest: int | None = None
 
     def claim(self, attempts_before: int) -> None:
         """A new attempt owns the run; earlier ones commit no more. A storage that takes nothing is asked
@@ -128,13 +129,27 @@ class Session:
             raise BadInputError("checkpoint.url", url, self._claimed.problem)
         self.attempt = max(self._claimed.attempt, 1 + max(in_memory.values(), default=0))
 
+    def distrust(self, newest: int) -> list[str]:
+        """States of later steps than ``newest`` are wrong, though they are what was written: none of them is
+        gone on from, and those that are stored are set aside. Gives their new names."""
+        self._newest = newest
+        steps = self._claimed.steps
+        self._claimed = replace(self._claimed, steps=tuple(step for step in steps if step <= newest))
+        wrong = [step for step in steps if step > newest]
+        folder = self._settings.folder
+        return self._world.gather(
+            [set_aside(folder, step) for step in wrong] if self._grid.rank == 0 else []
+        )[0]
+
     def resume(self, rectangles: Sequence[Rectangle]) -> Loaded | None:
         """Fills the rectangles with the newest state that memory or storage has, and verified. Raises
         `RunFailedError` when there is some state, and none of it is good."""
         began = time.perf_counter()
         wanted = [*rectangles, self._progress]
         folder, durable = self._settings.folder, self._claimed.steps
-        found: Found = find_newest(folder, durable, self._client, wanted, self._random, self._world)
+        found: Found = find_newest(
+            folder, durable, self._client, wanted, self._random, self._world, self._newest
+        )
         if found.step is None:
             return None
         self._resumed = found.step

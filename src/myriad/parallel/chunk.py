@@ -110,6 +110,11 @@ class Chunk:
         self.sums = torch.empty(self.size, device=device)
         self.gradients = self._slice(self.sums) if sharing.zero < 2 else self._new_slice(device)
 
+    @property
+    def master_is_values(self) -> bool:
+        """The master values are the values that are used, or their slice: one memory."""
+        return self.master.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
+
     def _drop_values(self) -> None:
         if self.sharing.zero == 3:
             self.values.untyped_storage().resize_(0)

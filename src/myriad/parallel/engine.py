@@ -302,6 +302,25 @@ class Engine:
             states["outer.velocity"] = self._agreement.outer.velocity
         return own if owned_only and self._replica else states | own
 
+    def replicated(self) -> list[torch.Tensor]:
+        """What data-parallel replicas hold alike, bit for bit, when an update is about to begin (those that
+        train alone: after they agreed). With ZeRO 1 and 2 that is the parameters, which were gathered; with
+        ZeRO 3 nothing stays gathered."""
+        if self.layout.dp == 1 or self.layout.zero == 3:
+            return []
+        found = [chunk.values for chunk in self.pieces.chunks]
+        if self.layout.zero == 0:
+            found += [chunk.master for chunk in self.pieces.chunks if not chunk.master_is_values]
+        if self._is_replicated:
+            found += [tensor for tensors in self.optimizer.state().values() for tensor in tensors]
+        return found
+
+    def gather(self) -> None:
+        """Makes what is `replicated` whole, as each iteration does before it computes."""
+        for chunk in self.pieces.chunks if self.layout.zero < 3 else ():
+            chunk.start_gather(0)
+            chunk.await_gather()
+
     def loaded(self) -> None:
         """The state was written into: whole parameters must be gathered anew."""
         for chunk in self.pieces.chunks:

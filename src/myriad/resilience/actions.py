@@ -37,6 +37,8 @@ class StartAttempt(Action):
     """Node to its ranks."""
     again: bool
     """An earlier attempt of this start of the run has failed."""
+    newest_step: int | None = None
+    """From which step they may go on at most; ``None``: from any."""
 
 
 @dataclass(frozen=True, kw_only=True)

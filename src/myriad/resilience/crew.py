@@ -12,12 +12,12 @@ from typing import Any
 from myriad.processes import process_state
 from myriad.resilience.causes import cause_of
 from myriad.resilience.engines.logs import error_excerpt
-from myriad.resilience.facts import RankExited, RankSeen, Start
+from myriad.resilience.facts import Digest, RankExited, RankSeen, Start
 from myriad.resilience.memory_kills import count_memory_kills
 from myriad.resilience.reach import interface_of
 from myriad.resilience.warm_parent import WarmParent
 from myriad.run import Run
-from myriad.telemetry.progress_page import PROGRESS, ProgressPage
+from myriad.telemetry.progress_page import PROGRESS, ProgressPage, Seen
 
 __all__ = ["Crew"]
 
@@ -87,6 +87,7 @@ class Crew:
             "MYRIAD_ATTEMPT_ID": f"{self._run.path.name}.{order.epoch}.{order.port}",
             "PYTHONFAULTHANDLER": 1,
             PROGRESS: self._page.address(row),
+            "MYRIAD_NEWEST_STEP": "" if order.newest_step is None else order.newest_step,
         }
         if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(self.host)) is not None:
             mine["GLOO_SOCKET_IFNAME"] = interface  # else gloo looks up the host's name: it may not resolve
@@ -132,7 +133,8 @@ class Crew:
         self._memory_kills = kills
         seen = self._page.read(rank.row)
         step = seen.step if seen.pid else -1
-        ended = RankExited(self._node, self.epoch, number, code, cause, step, error, str(rank.log))
+        digests, log = _digests(seen), str(rank.log)
+        ended = RankExited(self._node, self.epoch, number, code, cause, step, error, log, digests)
         self.exits[number] = ended
         return ended
 
@@ -174,6 +176,7 @@ class Crew:
             left=seen.left,
             idle_seconds=max(0, now - changed) / 1e9,
             step_seconds=seen.step_ns / 1e9,
+            digests=_digests(seen),
         )
 
     def close(self) -> None:
@@ -188,3 +191,7 @@ class Crew:
             for message in messages:
                 self._ranks.pop(message.get("ended", -1), None)
         self._warm.close()
+
+
+def _digests(seen: Seen) -> tuple[Digest, ...]:
+    return tuple(Digest(*one) for one in seen.digests)

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 from myriad.resilience.actions import (
     Action,
-    Blame,
     DumpStacks,
     EndRun,
     Evict,
@@ -40,7 +39,8 @@ from myriad.resilience.facts import (
     RankSeen,
     StopAsked,
 )
-from myriad.resilience.incidents import OF_THE_NODE, OF_THE_USER, Incident, told_ranks
+from myriad.resilience.incidents import CORRUPTION, OF_THE_NODE, OF_THE_USER, Incident, told_ranks
+from myriad.resilience.replicas import Difference, Replicas
 from myriad.resilience.sightings import Sightings
 from myriad.resilience.state import Plan, State
 
@@ -76,7 +76,8 @@ class Decider:
     def __init__(self, plan: Plan, now: float, state: State | None = None) -> None:
         """``state``: as an earlier driver left it."""
         self._plan = plan
-        self.state = state or State("gathering", plan.first_epoch - 1)
+        self.state = state or State("gathering", plan.first_epoch - 1, newest_step=plan.newest_step)
+        self._replicas = Replicas(plan.replicas)
         self._nodes: dict[int, _Node] = {}
         self._since = self._absent_since = self._looked_at = now
         self._kill_at: float | None = None
@@ -151,14 +152,27 @@ class Decider:
         if beat.epoch == self.state.epoch:
             self._sightings.heard(beat.node, beat.ranks)
             if self.state.phase == "running":
-                steps = (one.step for one in beat.ranks)
-                self.state.best_step = max(self.state.best_step, *steps, -1)
+                self._went_on(max([one.step for one in beat.ranks], default=-1))
             for one in beat.ranks:
                 if one.state == "T":
                     self._stopped_since.setdefault(one.rank, now)
                 elif self._stopped_since:
                     self._stopped_since.pop(one.rank, None)
+                self._replicas.saw(one.rank, one.digests)
+            return [*self._compare_replicas(now)]
         return []
+
+    def _went_on(self, step: int) -> None:
+        """Some rank trains this step: so all have loaded what they go on from."""
+        if step >= 0:
+            self.state.best_step, self.state.newest_step = max(self.state.best_step, step), None
+
+    def _compare_replicas(self, now: float) -> Iterator[Action]:
+        state = self.state
+        found = self._replicas.look()
+        state.agreed_step = max(state.agreed_step, self._replicas.agreed)
+        if found is not None and state.phase == "running":
+            yield from self._end_attempt(self._corruption(found), now, **self._evidence(found))
 
     # Faults
 
@@ -173,7 +187,9 @@ class Decider:
             return
         state.exits[ended.rank] = ended.code
         self._sightings.changed(ended.node)
-        state.best_step = max(state.best_step, ended.step)
+        self._replicas.saw(ended.rank, ended.digests)
+        if state.phase == "running":
+            self._went_on(ended.step)
         asked_and_obeyed = state.stop_asked and ended.cause == "interrupted"
         if state.phase == "ending" or ended.code == 0 or asked_and_obeyed:
             return
@@ -190,15 +206,7 @@ class Decider:
         """The others cannot go on: none of them is asked to, as their snapshots are in the node's memory."""
         self.state.incident, self.state.phase = incident, "ending"
         self._since, self._kill_at, self._repeats = now, None, 0
-        yield Blame(
-            rule=incident.rule,
-            evidence=dict(evidence),
-            cause=incident.cause,
-            rank=incident.rank,
-            node=incident.node,
-            step=incident.step,
-            problem=incident.text,
-        )
+        yield incident.blame(**evidence)
         yield StopRanks(rule=incident.rule, epoch=self.state.epoch)
 
     def due(self, now: float) -> list[Action]:
@@ -341,6 +349,35 @@ class Decider:
     def _node_of(self, rank: int) -> int:
         return next(node for node, ranks in self.state.placement.items() if rank in ranks)
 
+    # Wrong numbers
+
+    def _corruption(self, found: Difference) -> Incident:
+        """Nothing newer than what replicas agreed on is to be trusted; without any such step all is as
+        good."""
+        state = self.state
+        state.newest_step = state.agreed_step if state.agreed_step >= 0 else None
+        nodes = {self._node_of(rank) for rank in found.suspects}
+        rank = found.suspects[0] if len(found.suspects) == 1 else -1
+        node = nodes.pop() if len(nodes) == 1 else -1
+        text = found.text + (f" (agreed: {state.agreed_step})" if state.agreed_step >= 0 else "")
+        after_stop = state.stop_asked
+        return Incident("replicas differ", CORRUPTION, rank, node, found.step, text, text, after_stop)
+
+    def _evidence(self, found: Difference) -> dict[str, object]:
+        return {"suspects": found.suspects, "others": found.others, "agreed_step": self.state.agreed_step}
+
+    def _compare_last(self) -> Iterator[Action]:
+        """What ranks that have ended had told nobody yet."""
+        found = self._replicas.look()
+        self.state.agreed_step = max(self.state.agreed_step, self._replicas.agreed)
+        known = self.state.incident
+        if found is None or (known is not None and known.cause == CORRUPTION):
+            return
+        incident = self._corruption(found)
+        yield incident.blame(**self._evidence(found))
+        if known is None:
+            self.state.incident = incident
+
     # What comes next
 
     def _go_on(self, now: float) -> Iterator[Action]:
@@ -379,13 +416,21 @@ class Decider:
             number: tuple(range(place * each, (place + 1) * each)) for place, number in enumerate(chosen)
         }
         state.epoch, state.phase, state.exits, state.incident = state.epoch + 1, "running", {}, None
+        self._replicas = Replicas(plan.replicas)
         self._since, self._kill_at, self._stopped_since = now, None, {}
         self._sightings = Sightings()
         rule, again = "all nodes are there", state.epoch > plan.first_epoch
-        return StartAttempt(rule=rule, epoch=state.epoch, placement=dict(state.placement), again=again)
+        return StartAttempt(
+            rule=rule,
+            epoch=state.epoch,
+            placement=dict(state.placement),
+            again=again,
+            newest_step=state.newest_step,
+        )
 
     def _judge(self, now: float) -> Iterator[Action]:
         """All ranks are gone."""
+        yield from self._compare_last()
         state = self.state
         incident = state.incident
         if incident is None or (state.stop_asked and not incident.after_stop):
@@ -403,6 +448,7 @@ class Decider:
         """A spare stands ready, and another try on the same node could only cost more than it does."""
         node, cause = incident.node, incident.cause
         again = self.state.repeats[incident.signature] > 1 and cause not in OF_THE_USER
+        again |= cause == CORRUPTION and self.state.wrong_on.get(node, 0) > 1
         likely = again or cause in OF_THE_NODE
         if likely and node in self.nodes and len(self.nodes) > self._plan.nodes:
             del self._nodes[node]
@@ -412,7 +458,7 @@ class Decider:
     def _is_hopeless(self, incident: Incident) -> str | None:
         """The rule by which it makes no sense to begin again."""
         state = self.state
-        if state.best_step > state.fault_step:
+        if self._has_gone_on(incident):
             state.repeats = {}
         state.fault_step = state.best_step
         count = state.repeats[incident.signature] = state.repeats.get(incident.signature, 0) + 1
@@ -423,6 +469,17 @@ class Decider:
         if incident.cause in OF_THE_USER and count > 1:
             return "the same error of the program came twice at the same step"
         return None
+
+    def _has_gone_on(self, incident: Incident) -> bool:
+        """Since the last fault. Steps after replicas began to differ are none; what is wrong with a node is
+        remembered all the same."""
+        state = self.state
+        if incident.cause != CORRUPTION:
+            return state.best_step > state.fault_step
+        before, state.wrong_step = state.wrong_step, state.agreed_step
+        if incident.node >= 0:
+            state.wrong_on[incident.node] = state.wrong_on.get(incident.node, 0) + 1
+        return state.agreed_step > before
 
     def _end_run(self, rule: str, outcome: Outcome, reason: str) -> EndRun:
         self.state.phase, self.state.outcome, self.state.reason = "over", outcome, reason

@@ -221,7 +221,9 @@ class Driver:
         nodes = self._decider.nodes
         first = nodes[next(iter(action.placement))]
         for node, ranks in action.placement.items():
-            order = Start(action.epoch, self._plan.world, ranks, first.host, first.port)
+            order = Start(
+                action.epoch, self._plan.world, ranks, first.host, first.port, action.newest_step
+            )
             if node in self._links:
                 self._links[node].send(order)
 

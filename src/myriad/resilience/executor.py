@@ -13,7 +13,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from myriad.resilience.crew import Crew
 from myriad.resilience.facts import (
@@ -27,6 +28,7 @@ from myriad.resilience.facts import (
     NodeTaken,
     Order,
     RankExited,
+    RankSeen,
     Start,
     Stop,
     StopAsked,
@@ -73,6 +75,8 @@ class _Executor:
         self.problem: str | None = None
         self._stop_asked = STOP_ASKED in os.environ
         self._over = asyncio.Event()
+        self._told_digests: dict[tuple[int, int], int] = {}
+        """Epoch and rank to the step of the newest that this driver was told."""
 
     async def live(self) -> None:
         loop = asyncio.get_running_loop()
@@ -123,11 +127,24 @@ class _Executor:
             seen = self.crew.look()
             before, states = states, [(one.state == "T", one.phase) for one in seen]
             if looks % _BEAT_EVERY == 0 or before != states:
-                self._tell(Beat(self._node, self.crew.epoch, _free_port(self._reach.host), seen))
+                self._tell(Beat(self._node, self.crew.epoch, _free_port(self._reach.host), self._news(seen)))
             looks += 1
             await asyncio.sleep(_LOOK_SECONDS)
 
     # The driver
+
+    def _news(self, seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:
+        """The same without digests that this driver knows."""
+        if self._link is None:
+            return tuple(seen)
+        found = []
+        for one in seen:
+            key = self.crew.epoch, one.rank
+            known = self._told_digests.get(key, -1)
+            new = tuple(digest for digest in one.digests if digest.step > known)
+            self._told_digests[key] = new[-1].step if new else known
+            found.append(replace(one, digests=new))
+        return tuple(found)
 
     def _tell(self, message: NodeJoined | RankExited | Beat | StopAsked) -> None:
         if self._link is not None:
@@ -146,6 +163,7 @@ class _Executor:
     async def _linked(self) -> None:
         async with self._reach.link() as link:
             self.crew.host = self._reach.host
+            self._told_digests = {}
             link.send(self._joined())
             self._link = link
             while True:

@@ -16,6 +16,7 @@ __all__ = [
     "STOP_ASKED",
     "Beat",
     "Cause",
+    "Digest",
     "Dump",
     "End",
     "Leave",
@@ -56,6 +57,15 @@ by a fault of its device."""
 
 
 @dataclass(frozen=True)
+class Digest:
+    """Of what a rank's replicas are to hold alike."""
+
+    step: int
+    """Steps done."""
+    value: int
+
+
+@dataclass(frozen=True)
 class RankSeen:
     """A rank that lives."""
 
@@ -74,6 +84,8 @@ class RankSeen:
     """Since its row of the progress page changed, by the clock of its own machine."""
     step_seconds: float
     """Of its last step; 0: none yet."""
+    digests: tuple[Digest, ...] = ()
+    """The newest."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +103,8 @@ class RankExited:
     error: str
     """From its log: one line, or the traceback."""
     log: str
+    digests: tuple[Digest, ...] = ()
+    """The newest."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +181,8 @@ class Start:
     host: str
     port: int
     """Where they meet."""
+    newest_step: int | None = None
+    """No state of a later step is to be trusted; ``None``: any is."""
 
 
 @dataclass(frozen=True)

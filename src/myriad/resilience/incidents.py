@@ -4,12 +4,15 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from myriad.resilience.actions import Blame
 from myriad.resilience.facts import RankExited
 
-__all__ = ["OF_THE_NODE", "OF_THE_USER", "Incident", "blame_text", "told_ranks"]
+__all__ = ["CORRUPTION", "OF_THE_NODE", "OF_THE_USER", "Incident", "blame_text", "told_ranks"]
 
 OF_THE_USER = ("user", "input", "device memory", "disk")
 """Causes that a healthy node does not cure: nobody is evicted for them."""
+CORRUPTION = "corruption"
+"""Replicas that are to be equal are not."""
 OF_THE_NODE = ("device", "hang")
 """Causes for which the node is suspect at once; for any other when the same comes again without progress."""
 
@@ -37,6 +40,18 @@ class Incident:
         if self.cause in OF_THE_USER:
             return f"{self.cause} at step {self.step}: {self.last_line}"
         return f"{self.cause} of rank {self.rank} on node {self.node}"
+
+    def blame(self, **evidence: object) -> Blame:
+        """Told to the user."""
+        return Blame(
+            rule=self.rule,
+            evidence=dict(evidence),
+            cause=self.cause,
+            rank=self.rank,
+            node=self.node,
+            step=self.step,
+            problem=self.text,
+        )
 
     @staticmethod
     def of_exit(ended: RankExited, rule: str, *, after_stop: bool) -> "Incident":

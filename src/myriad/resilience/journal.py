@@ -49,6 +49,15 @@ class Journal:
         finally:
             os.close(handle)
 
+    def newest_step(self) -> int | None:
+        """The newest step that can be trusted, where an earlier start of the run has ended before it had gone
+        back to it; ``None``: any can."""
+        try:
+            plan, state = self.replay()
+        except (OSError, ValueError):  # there was none, or one of another version
+            return None
+        return plan.newest_step if state is None else state.newest_step
+
     def replay(self) -> tuple[Plan, State | None]:
         """The newest plan and what has become of it; ``None``: nothing was decided. Raises ``ValueError``
         when there is no plan."""

@@ -26,6 +26,10 @@ class Plan:
     """How much longer than spares the nodes 0, 1, ... may take to come at the very start."""
     listen: str = "127.0.0.1"
     """Where the driver is reached: ADDRESS or ADDRESS:PORT of its machine."""
+    replicas: tuple[tuple[int, ...], ...] = ()
+    """Ranks that are to hold the same parameters, bit for bit; none: nothing is compared."""
+    newest_step: int | None = None
+    """An earlier start of the run ended before it had gone back to a step that can be trusted: to this."""
 
 
 @dataclass
@@ -48,6 +52,14 @@ class State:
     """The highest that was under way."""
     fault_step: int = -1
     """The same when the last fault came."""
+    agreed_step: int = -1
+    """The newest after which all replicas were told to hold the same."""
+    newest_step: int | None = None
+    """The newest whose state can be trusted, until the ranks have gone back to it; ``None``: all can."""
+    wrong_step: int = -1
+    """What `agreed_step` was when replicas last differed."""
+    wrong_on: dict[int, int] = field(default_factory=dict)
+    """Node to how often wrong numbers were found on it."""
     stop_asked: bool = False
     outcome: Outcome | None = None
     reason: str = ""

@@ -7,6 +7,8 @@ reads; a reader may see a row between two stores, so it decides nothing from one
     bytes   0   8      16     24      32      40      48        56     64 .. 80    80 .. 96
             pid epoch  step   entered left    changed step_time        activity    phase
 
+          128 .. 256: the newest eight digests of what replicas hold alike, each with its step
+
 ``step`` is the one under way. ``entered`` and ``left`` count the communication of this attempt: a rank
 inside has entered more than it has left. ``changed`` is the machine's monotonic clock in nanoseconds,
 written last. A rank finds its row by MYRIAD_PROGRESS = DESCRIPTOR:ROW; without that it writes into memory of
@@ -17,18 +19,19 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 __all__ = ["PROGRESS", "ProgressPage", "ProgressRow", "Seen", "own_row"]
 
 PROGRESS = "MYRIAD_PROGRESS"
-ROW_BYTES = 128
+ROW_BYTES = 256
 _NAME_BYTES = 16
 _ACTIVITY, _PHASE = slice(64, 64 + _NAME_BYTES), slice(80, 80 + _NAME_BYTES)
 _PID, _EPOCH, _STEP, _ENTERED, _LEFT, _CHANGED, _STEP_TIME = range(7)
-_ROW = struct.Struct("8q16s16s32x")
+_FIRST_DIGEST, _NUM_DIGESTS = 16, 8
+_ROW = struct.Struct("8q16s16s32x16q")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Seen:
     """How long the last step took; 0: there was none."""
     activity: str
     phase: str
+    digests: tuple[tuple[int, int], ...] = ()
+    """(steps done, what all replicas should have then), ascending."""
 
 
 class ProgressRow:
@@ -55,6 +60,7 @@ class ProgressRow:
         self._bytes, self._words = memory, memory.cast("q")
         self._activity, self._began_ns = bytes(_NAME_BYTES), 0
         self._names: dict[str, bytes] = {}
+        self._num_digests = 0
 
     @staticmethod
     def unseen() -> "ProgressRow":
@@ -90,6 +96,15 @@ class ProgressRow:
         """It has ended."""
         self._words[_STEP_TIME] = time.monotonic_ns() - self._began_ns
         self._words[_CHANGED] = time.monotonic_ns()
+
+    def digest(self, step: int, value: int) -> None:
+        """Of what replicas hold alike after so many steps; ``value``: int64. The step is written last: a
+        reader never takes the value for another's."""
+        at = _FIRST_DIGEST + 2 * (self._num_digests % _NUM_DIGESTS)
+        self._words[at] = 0
+        self._words[at + 1] = value
+        self._words[at] = step + 1
+        self._num_digests += 1
 
     def enter(self, name: str, communicates: bool) -> bytes:
         """An activity begins; gives the one before it."""
@@ -134,13 +149,22 @@ class ProgressPage:
 
     def read(self, row: int) -> Seen:
         """A look at a row."""
-        values = _ROW.unpack_from(self._memory, row * ROW_BYTES)
-        pid, epoch, step, entered, left, changed, took, _, activity, phase = values
-        return Seen(pid, epoch, step, entered, left, changed, took, _text(activity), _text(phase))
+        values, again = (_ROW.unpack_from(self._memory, row * ROW_BYTES) for _ in range(2))
+        pid, epoch, step, entered, left, changed, took, _, activity, phase = values[:10]
+        digests = _digests(values[10:], again[10:])
+        return Seen(pid, epoch, step, entered, left, changed, took, _text(activity), _text(phase), digests)
 
     def clear(self, row: int) -> None:
         """For a rank that is about to start."""
         self._memory[row * ROW_BYTES : (row + 1) * ROW_BYTES] = bytes(ROW_BYTES)
+
+
+def _digests(words: Sequence[int], again: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Those that were the same in two looks: one that is just written could show a step with the value of
+    another, and a healthy rank would be blamed."""
+    looks = (zip(each[::2], each[1::2], strict=True) for each in (words, again))
+    same = (one for one, other in zip(*looks, strict=True) if one == other)
+    return tuple(sorted((step - 1, value) for step, value in same if step))
 
 
 def _text(name: bytes) -> str:

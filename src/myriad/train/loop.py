@@ -42,6 +42,7 @@ from myriad.train.metrics import StepMeter
 from myriad.train.peak import Peak, find_peak
 from myriad.train.sample import continue_text
 from myriad.train.save_clock import SaveClock
+from myriad.train.verify import Verifier
 
 __all__ = ["Trainer"]
 
@@ -82,7 +83,8 @@ class Trainer:
         self.validation = Validation(job, self.groups.grid, self.device)
         self.session = self._open_session()
         self.engine = self._build_engine()
-        self.engine.before_update = self.session.settle
+        self.verifier = Verifier(self.engine, job, self.progress)
+        self.engine.before_update = self._before_update
         self.meter = self._build_meter()
         self.clock = SaveClock(job.checkpoint, decides=self.is_first)
         self._waited_for_saves = 0.0
@@ -140,6 +142,8 @@ class Trainer:
         any; gives the number of steps done."""
         self.progress.phase("loading")
         self.session.claim(max(self.run_folder.num_starts(), self._epoch - 1) if self.is_first else 0)
+        if newest := os.environ.get("MYRIAD_NEWEST_STEP"):
+            self._distrust(int(newest))
         self.resumed = self.session.resume(list(self.engine.all_rectangles()))
         step = 0
         if self.resumed is not None:
@@ -150,6 +154,12 @@ class Trainer:
             self._event("weights", **begun)
         self.session.begin(list(self.engine.rectangles()))
         return step
+
+    def _distrust(self, newest: int) -> None:
+        """The driver has found that replicas differ after later steps."""
+        if gone := self.session.distrust(newest):
+            problem = f"states after step {newest} are wrong: replicas differ"
+            self._event("fault", step=newest, problem=problem, set_aside=gone)
 
     def train(self) -> None:
         """Runs to the last step, or to the step in which somebody asked to stop."""
@@ -173,8 +183,10 @@ class Trainer:
             self._after_step(is_last=self.step == steps, stopping=stopping)
             self.garbage.after_step(self.step)
             if stopping and self.step < steps:
+                self.verifier.finish(self.step)
                 self._event("interrupted", step=self.step)
                 return
+        self.verifier.finish(self.step)
         self._finish()
 
     def close(self) -> None:
@@ -220,6 +232,7 @@ class Trainer:
         )
         self.step += 1
         self.progress.step_done()
+        self.verifier.tell()
         asked = self.clock.hear(result.signal)
         seconds = time.perf_counter() - started
         if self.is_first:
@@ -229,6 +242,10 @@ class Trainer:
             line = self.meter.line(self.step, result, rate, seconds, waited, saved, self.recorder)
             self.run_folder.append_metrics(line)
         return asked and self._agrees
+
+    def _before_update(self) -> None:
+        self.session.settle()
+        self.verifier.take(self.step)
 
     def _load(self) -> Batch:
         job, grid = self.job, self.groups.grid

@@ -19,6 +19,7 @@ from myriad.errors import RunFailedError
 from myriad.resilience.engines.engine import Engine, Observer, Outcome
 from myriad.resilience.engines.kept import Kept, of_module
 from myriad.resilience.facts import STOP_ASKED
+from myriad.resilience.engines.replica_groups import replica_groups
 from myriad.resilience.journal import Journal
 from myriad.resilience.listen import check_listen
 from myriad.resilience.state import Plan
@@ -52,6 +53,7 @@ def see_through(
     how = job.resilience
     listen = listen or how.listen
     check_listen(listen)
+    journal = Journal(run.path / "journal.jsonl")
     plan = Plan(
         world=world,
         nodes=how.nodes,
@@ -62,9 +64,11 @@ def see_through(
         gather_seconds=gather_seconds,
         late_seconds=_LATE_SECONDS,
         listen=listen,
+        replicas=replica_groups(job),
+        newest_step=journal.newest_step(),
     )
     (run.path / "driver.json").unlink(missing_ok=True)
-    Journal(run.path / "journal.jsonl").begin(plan)
+    journal.begin(plan)
     run_secret(run.path / "secret")
     silent = _SILENT_SECONDS * max(1.0, how.patience)
     with _catch_signals() as caught, _Supervision(run, engine, silent) as supervision:

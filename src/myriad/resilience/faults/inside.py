@@ -1,5 +1,5 @@
 """Faults that a rank causes itself, because nobody outside could: an error of its program, a hang, memory
-that it takes. For ``myriad faults run`` alone.
+that it takes, wrong numbers. For ``myriad faults run`` alone.
 
 It is armed by MYRIAD_FAULTS, the path of a file that lists them, read once at the start of a rank; without
 that this module is not even imported. Then the rank's row of the progress page, which hears of every step
@@ -10,19 +10,24 @@ and every part of it, is what triggers: at the first moment of the step, or of a
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from myriad.jsonl import JsonlTail, append_line
 from myriad.telemetry.progress_page import ProgressRow
+
+if TYPE_CHECKING:
+    from myriad.parallel.chunk import Chunk
 
 __all__ = ["ARMED", "CAUSED", "arm"]
 
 ARMED = "MYRIAD_FAULTS"
 CAUSED = "caused.jsonl"
+_IN_EVERY_ATTEMPT = ("exception", "nan-always")
 _SPARE_BYTES = 64 * 2**20
 """Of memory that is left to take before the kernel kills."""
 
@@ -33,17 +38,20 @@ def arm(planned: str) -> None:
     log = path.with_name(CAUSED)
     done = {line["number"] for line in JsonlTail(log).poll()}
     for fault in json.loads(path.read_text()):
-        if fault["rank"] == rank and (fault["kind"] == "exception" or fault["number"] not in done):
+        if fault["rank"] == rank and (fault["kind"] in _IN_EVERY_ATTEMPT or fault["number"] not in done):
             _arm_one(fault, log)
 
 
 def _arm_one(fault: dict[str, Any], log: Path) -> None:
     """Wraps what the rank calls at the beginning of a step and of each of its parts."""
     cause = _CAUSES[fault["kind"]]
+    if fault["kind"] == "flip":
+        fault["chunks"] = _coming_chunks()
     state = {"step": -1, "done": False}
 
     def look(moment: str) -> None:
-        if state["step"] >= fault["step"] and moment == (fault["during"] or "step") and not state["done"]:
+        due = state["step"] == fault["step"] if fault["kind"] == "nan-always" else state["step"] >= fault["step"]
+        if due and moment == (fault["during"] or "step") and not state["done"]:
             state["done"] = True
             line = {"number": fault["number"], "time": time.time(), "step": state["step"]}
             append_line(log, line | {"pid": os.getpid()})
@@ -73,6 +81,44 @@ def _hang(fault: dict[str, Any]) -> NoReturn:
         time.sleep(60)
 
 
+def _coming_chunks() -> "list[Chunk]":
+    """Will hold the parameters of this rank."""
+    from myriad.parallel.chunk import Chunk
+
+    make, kept = Chunk.__init__, list[Chunk]()
+
+    def making(self: Chunk, *arguments: Any, **named: Any) -> None:
+        make(self, *arguments, **named)
+        kept.append(self)
+
+    Chunk.__init__ = making  # type: ignore[method-assign]
+    return kept
+
+
+def _flip(fault: dict[str, Any]) -> None:
+    """The highest bit of a parameter's fraction: wrong, and no less a number than before."""
+    import torch
+
+    values = fault["chunks"][0].values
+    words = values.view(torch.int32 if values.element_size() == 4 else torch.int16)
+    words[len(words) // 2] ^= 1 << (22 if values.element_size() == 4 else 6)
+
+
+def _poison(fault: dict[str, Any]) -> None:
+    """A number of the gradients that this rank is about to send."""
+    from myriad.parallel.chunk import Chunk
+
+    reduce = Chunk.start_reduce
+
+    def reducing(self: Chunk) -> None:
+        Chunk.start_reduce = reduce  # type: ignore[method-assign]
+        self.start_gradients()
+        self.sums[0] = math.nan
+        reduce(self)
+
+    Chunk.start_reduce = reducing  # type: ignore[method-assign]
+
+
 def _fill_memory(fault: dict[str, Any]) -> NoReturn:
     """Until the kernel kills somebody: this process has taken the most."""
     group = MemoryLimit(Path(fault["group"]))
@@ -82,10 +128,13 @@ def _fill_memory(fault: dict[str, Any]) -> NoReturn:
         taken.append(bytearray(os.urandom(4096)) * 1024)
 
 
-_CAUSES: dict[str, Callable[[dict[str, Any]], NoReturn]] = {
+_CAUSES: dict[str, Callable[[dict[str, Any]], None]] = {
     "exception": _raise,
     "hang": _hang,
     "host-memory": _fill_memory,
+    "flip": _flip,
+    "nan-once": _poison,
+    "nan-always": _poison,
 }
 
 

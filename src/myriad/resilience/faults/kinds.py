@@ -12,7 +12,20 @@ from myriad.program.actions import Kind as ActionKind
 
 __all__ = ["KINDS", "MOMENTS", "PHASES", "Aim", "KindName", "Target", "aim_of"]
 
-KindName = Literal["kill", "segv", "abort", "stop", "exception", "hang", "host-memory", "disk-full", "damage"]
+KindName = Literal[
+    "kill",
+    "segv",
+    "abort",
+    "stop",
+    "exception",
+    "hang",
+    "host-memory",
+    "disk-full",
+    "damage",
+    "flip",
+    "nan-once",
+    "nan-always",
+]
 Target = Literal["rank", "driver", "executor", "node", "loader", "keeper", "storage", "checkpoint"]
 Seen = Literal["driver", "successor", "storage", "load"]
 
@@ -37,6 +50,8 @@ class Aim:
     """After detection."""
     steps_lost: int | None = None
     """At most."""
+    verified: bool = False
+    """Steps count: it is to be found when replicas are compared next."""
     restarts: bool = True
     """All ranks begin anew."""
     stops: bool = False
@@ -167,6 +182,47 @@ _KINDS: dict[KindName, FaultKind] = {
                 also="found at load and set aside; goes on from the verified step before",
             )
         },
+    ),
+    "flip": FaultKind(
+        "a bit of a parameter flips in one rank's memory, and nothing fails",
+        "the rank flips the highest bit of a parameter's fraction",
+        {
+            "rank": Aim(
+                causes=("corruption",),
+                detected_seconds=3.0,
+                verified=True,
+                trains_seconds=1.0,
+                also="the rank that differs from the majority is named; goes on from a step before",
+            )
+        },
+        inside=True,
+    ),
+    "nan-once": FaultKind(
+        "a gradient of one rank is not a number, once",
+        "the rank writes NaN into the gradients that it is about to send",
+        {
+            "rank": Aim(
+                causes=("nan",),
+                detected_seconds=0.25,
+                trains_seconds=1.0,
+                steps_lost=1,
+                also="nothing is updated; gone on replay: told as transient",
+            )
+        },
+        inside=True,
+    ),
+    "nan-always": FaultKind(
+        "a gradient of one rank is not a number, at the same batch in every attempt",
+        "the rank writes NaN into the gradients that it is about to send",
+        {
+            "rank": Aim(
+                causes=("nan",),
+                detected_seconds=0.25,
+                stops=True,
+                also="it comes again on replay: the run stops with the reason; nobody is evicted",
+            )
+        },
+        inside=True,
     ),
 }
 KINDS: Mapping[KindName, FaultKind] = _KINDS

@@ -1,0 +1,70 @@
+"""Numbers that are wrong on real ranks: who made them is named, nothing that follows from them is kept, and the
+weights at the end are those of a run that nothing happened to."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_recovery import SMALL, assert_same_run, events, make_run
+from tiny_corpora import make_corpus
+
+from myriad.errors import RunFailedError
+from myriad.resilience.engines.local import run_local
+from myriad.resilience.faults.inside import ARMED
+from myriad.run import Run
+
+THREE = [
+    *SMALL,
+    "layout.dp=3",
+    "layout.micro_batch=1",
+    "train.global_batch=6",
+    "checkpoint.memory_seconds=0",
+    "resilience.verify_every=4",
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"), count=300)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
+    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus, *THREE)
+    assert run_local(run, 3) == "finished"
+    assert not events(run, "fault"), "replicas that are healthy are never told to differ"
+    return run
+
+
+def plan(run: Run, monkeypatch: pytest.MonkeyPatch, *faults: dict) -> None:
+    """What ranks are to do to themselves."""
+    folder = run.path / "faults"
+    folder.mkdir()
+    told = [{"number": number, "during": None, "group": None, **one} for number, one in enumerate(faults)]
+    (folder / "planned.json").write_text(json.dumps(told))
+    monkeypatch.setenv(ARMED, str(folder / "planned.json"))
+
+
+def test_a_flipped_bit_is_found_its_rank_named_and_the_end_is_as_if_it_had_not_been(
+    tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", corpus, *THREE, "checkpoint.every=5")
+    plan(run, monkeypatch, {"kind": "flip", "rank": 1, "step": 18})
+    assert run_local(run, 3) == "finished"
+    fault, *_ = events(run, "fault")
+    assert (fault["cause"], fault["rank"], fault["node"]) == ("corruption", 1, 0)
+    assert fault["step"] in (20, 24), "found when replicas were compared next"
+    (resume,) = events(run, "resume")
+    assert resume["step"] <= fault["evidence"]["agreed_step"] <= 17
+    assert_same_run(run, undisturbed)
+
+
+def test_a_bit_that_flips_in_the_last_step_is_found_when_all_ranks_are_gone(
+    tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", corpus, *THREE)
+    plan(run, monkeypatch, {"kind": "flip", "rank": 2, "step": 40})
+    assert run_local(run, 3) == "finished"
+    fault, *_ = events(run, "fault")
+    assert (fault["cause"], fault["rank"], fault["step"]) == ("corruption", 2, 40)
+    assert_same_run(run, undisturbed)
