@@ -120,6 +120,11 @@ class Job(Config):
         return self.layout.shares_of(self.train.global_batch)
 
     @property
+    def compares_replicas(self) -> bool:
+        """Some ranks are to hold the same, and tell what they hold."""
+        return self.resilience.verify_every > 0 and self.layout.dp > 1 and self.layout.zero < 3
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro-batches of one rank in one iteration; where shares differ, of one that has most."""
         return max(self.shares)

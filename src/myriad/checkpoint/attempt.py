@@ -185,6 +185,7 @@ class Attempt:
                 files |= {name: FileRecord.parse(file) for name, file in answer()["files"].items()}
             return files
 
+        storing.trusted_step = -1 if first is None else first.memory.trusted
         storing.store(step, number, write, progress)
 
     def store_own(self, step: int) -> dict[str, FileRecord]:

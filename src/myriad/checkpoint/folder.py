@@ -149,13 +149,18 @@ class CheckpointFolder:
         self.storage.remove(checkpoint.name)
         return checkpoint
 
-    def prune(self, keep: int, newest: int, max_age_seconds: float | None = None) -> list[int]:
+    def prune(
+        self, keep: int, newest: int, max_age_seconds: float | None = None, trusted: int = -1
+    ) -> list[int]:
         """Removes all but ``keep`` checkpoints up to step ``newest``, which is known to be good and always
-        stays, and those of them older than ``max_age_seconds``; gives their steps. Later ones count for
+        stays as does the newest up to step ``trusted``, and those of them older than ``max_age_seconds``;
+        gives their steps. Later ones count for
         nothing: they did not verify. What was never finished before ``newest`` goes too."""
         older = [step for step in self.steps() if step < newest]
         removed = older[: max(0, len(older) - keep + 1)]
         removed += [step for step in older if step not in removed and self._older_than(step, max_age_seconds)]
+        back = max((step for step in older if step <= trusted), default=-1)
+        removed = [step for step in removed if step != back or newest <= trusted]
         for step in [*removed, *(step for step in self.unfinished() if step < newest)]:
             checkpoint = self.at_step(step)
             self.storage.remove(checkpoint.at(MANIFEST))

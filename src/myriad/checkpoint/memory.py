@@ -1,16 +1,17 @@
 """One rank's snapshots in memory that outlives it: slots that the rank fills and the node's keeper reads.
 
-    page 0   magic, geometry, the step that stays; then (state, step) of each slot
+    page 0   magic, geometry, the step that stays, the step that is trusted; then (state, step) of each slot
     slots    a snapshot each, in pages of their own
 
     EMPTY ─begin─► FILLING ─end─► WHOLE                    may be overwritten by a later snapshot
                             └───► HELD ─release─► WHOLE    not before the keeper has stored or copied it
 
-The rank alone moves a slot to FILLING, WHOLE and HELD; the keeper alone moves HELD to WHOLE, and says which
-step stays: the newest that other nodes have copies of, of no use to them without the rest of it. The memory
-is a memfd: it has no name, is not bound by the size of /dev/shm, and lives as long as anybody has it. A rank
-that dies while it fills a slot leaves FILLING behind, and the snapshots before it as they were. No torch
-here.
+The rank alone moves a slot to FILLING, WHOLE and HELD, and says after which step replicas were last known to
+hold the same: the newest snapshot up to there stays, to go back to. The keeper alone moves HELD to WHOLE, and
+says which step stays: the newest that other nodes have copies of, of no use to them without the rest of it.
+The memory is a memfd: it has no name, is not bound by the size of /dev/shm, and lives as long as anybody has
+it. A rank that dies while it fills a slot leaves FILLING behind, and the snapshots before it as they were. No
+torch here.
 """
 
 import ctypes
@@ -97,9 +98,11 @@ class SnapshotMemory:
 
     def begin(self, step: int) -> int | None:
         """The slot to fill with a new snapshot: the oldest that nobody holds, but never the newest whole one,
-        which all ranks may have, nor the one that stays. ``None`` when there is no other."""
+        which all ranks may have, nor those that stay. ``None`` when there is no other."""
         states = [(int(state), int(of)) for state, of in self._states]
-        stay = {max((of for state, of in states if state >= WHOLE), default=-1), int(self._words[3])}
+        whole = [of for state, of in states if state >= WHOLE]
+        trusted = [of for of in whole if of <= self.trusted]
+        stay = {max(whole, default=-1), int(self._words[3]), max(trusted, default=-1)}
         free = [
             slot
             for slot, (state, of) in enumerate(states)
@@ -113,6 +116,15 @@ class SnapshotMemory:
         self._states[slot, 1] = step
         self._fence()
         return slot
+
+    def trust(self, step: int) -> None:
+        """After this step replicas were known to hold the same."""
+        self._words[4] = step + 1
+
+    @property
+    def trusted(self) -> int:
+        """The newest such step; -1: nobody compares them."""
+        return int(self._words[4]) - 1
 
     def end(self, slot: int, *, hold: bool) -> None:
         """The slot is whole."""

@@ -69,6 +69,8 @@ class Settings:
     """Of the keeper."""
     job: str
     """Kept with each checkpoint, as ``job.toml``."""
+    compares: bool = False
+    """Replicas are compared: what can be gone back to is kept (`Session.trust`)."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class Session:
         several = len(world.ranks_of_node) > 1
         # the newest and the next; one being stored, one that waits for it; one being copied, the last copied
         num_slots = 2 + 2 * (config.memory_every > 0) + 2 * (several and config.copies_every > 0)
+        num_slots += self._settings.compares and config.memory_every > 0  # what may be gone back to
         self._join = partial(
             self._client.join,
             pieces,
@@ -195,6 +198,8 @@ class Session:
             self._configuration = message, files if self._grid.rank == 0 else {}
             self._client.configure(*self._configuration)
         self._snapshots = Snapshots(self._client, memory, own, pieces, self._device, self._rejoin)
+        if self._settings.compares:
+            self._snapshots.trusted_step = self._resumed or 0
         world.gather(None)  # every keeper is ready for the others
         if several and config.copies_every and self._resumed is not None:
             # a host that came back empty has no copies yet: the next one to be lost may be another
@@ -266,6 +271,12 @@ class Session:
         self._tell_progress = partial(write_progress, self._progress.values, progress)
         self._snapshots.take(step, wants, self._tell_progress)
         self.waited_seconds += time.perf_counter() - began
+
+    def trust(self, step: int) -> None:
+        """Replicas are known to have held the same after this step: the newest snapshot up to it stays in
+        memory, and the newest such checkpoint stored. Every rank calls it before the same snapshot."""
+        if self._snapshots is not None and self._settings.compares:
+            self._snapshots.trusted_step = max(step, self._snapshots.trusted_step)
 
     def settle(self) -> None:
         """Returns when the state may change."""

@@ -106,6 +106,8 @@ class Snapshots:
         self.lost_step = -1
         """Of the last snapshot, if its keeper died before it was told: another node's may have stored nothing
         for want of it, even where a new keeper was told since."""
+        self.trusted_step = -1
+        """Up to which replicas are known to hold the same; -1: nobody compares them."""
         self.skipped = 0
         """Snapshots not taken because the keeper still held every slot."""
         self._thread = threading.Thread(target=self._work, name="myriad-snapshot", daemon=True)
@@ -119,6 +121,7 @@ class Snapshots:
         self._copied.clear()
         self._told.clear()
         self.lost_step = -1
+        self._memory.trust(self.trusted_step)
         slot = self._memory.begin(step)
         self._copier.prepare = prepare
         if slot is not None:

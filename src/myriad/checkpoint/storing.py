@@ -113,6 +113,8 @@ class Storing:
         self._plain_files, self._tell, self._alarm_after = plain_files, tell, alarm_after
         self._failures = 0
         self.stored_step = -1
+        self.trusted_step = -1
+        """Up to which replicas are known to have held the same; -1: nobody compares them."""
         self._changed = threading.Condition()
         self._under_way: _Try | None = None
         self._waiting: int | None = None
@@ -215,7 +217,8 @@ class Storing:
 
     def _prune(self, newest: int) -> None:
         try:
-            self._folder.prune(self._retention.keep, newest, self._retention.max_age_seconds)
+            kept, age = self._retention.keep, self._retention.max_age_seconds
+            self._folder.prune(kept, newest, age, self.trusted_step)
         except OSError as error:
             self._tell("fault", step=newest, problem=f"older checkpoints not removed: {error}")
 

@@ -101,6 +101,11 @@ class Crew:
         """To all."""
         self.send_signal(self.living(), number)
 
+    def tell_agreed(self, step: int) -> None:
+        """Ranks may forget the states before."""
+        for rank in self._ranks.values():
+            self._page.agree(rank.row, step)
+
     async def told(self) -> None:
         """Returns when the warm parent has told something."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()

@@ -37,6 +37,7 @@ from myriad.resilience.engines.child import die_with_parent
 from myriad.resilience.facts import (
     OBSERVED,
     STOP_ASKED,
+    Agreed,
     Dump,
     End,
     Leave,
@@ -84,6 +85,7 @@ class Driver:
         self._members, self._began = Members(), time.monotonic()
         self._over = asyncio.Event()
         self._spares = 0
+        self._told_agreed: tuple[Agreed, tuple[int, ...]] | None = None
 
     async def drive(self) -> None:
         """Until the run is over."""
@@ -102,6 +104,7 @@ class Driver:
             tell_at = 0.0
             while not self._over.is_set():
                 self._act(self._decider.due(time.monotonic()))
+                self._tell_agreed()
                 if time.monotonic() >= tell_at:
                     tell_at = time.monotonic() + _ALIVE_SECONDS
                     _tell_engine({})
@@ -221,9 +224,7 @@ class Driver:
         nodes = self._decider.nodes
         first = nodes[next(iter(action.placement))]
         for node, ranks in action.placement.items():
-            order = Start(
-                action.epoch, self._plan.world, ranks, first.host, first.port, action.newest_step
-            )
+            order = Start(action.epoch, self._plan.world, ranks, first.host, first.port, action.newest_step)
             if node in self._links:
                 self._links[node].send(order)
 
@@ -234,6 +235,13 @@ class Driver:
             own = tuple(rank for rank in ranks if rank in meant)
             if own and node in self._links:
                 self._links[node].send(Dump(action.epoch, own))
+    def _tell_agreed(self) -> None:
+        """Which steps can be gone back to, to nodes that do not know it."""
+        state = self._decider.state
+        told = Agreed(state.epoch, state.agreed_step), tuple(self._links)
+        if state.agreed_step >= 0 and told != self._told_agreed:
+            self._told_agreed = told
+            self._send_all(told[0])
 
     def _send_all(self, order: Order) -> None:
         for link in self._links.values():

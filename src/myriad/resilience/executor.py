@@ -20,6 +20,7 @@ from myriad.resilience.crew import Crew
 from myriad.resilience.facts import (
     ORDERS,
     STOP_ASKED,
+    Agreed,
     Beat,
     Dump,
     End,
@@ -207,6 +208,8 @@ class _Executor:
             self.crew.signal_all(signal.SIGKILL)
         elif isinstance(order, Dump):
             self.crew.send_signal(order.ranks, DUMP_SIGNAL)
+        elif isinstance(order, Agreed):
+            self.crew.tell_agreed(order.step)
 
 
 def _free_port(host: str) -> int:

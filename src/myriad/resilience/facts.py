@@ -1,7 +1,7 @@
 """What the driver is told, and what it says: plain values, the same on the wire, in the journal and in the
 decisions.
 
-    executor ──NodeJoined, RankExited, Beat, StopAsked──► driver ──Start, End, Dump, Stop, Leave──► executor
+    executor ──NodeJoined, RankExited, Beat, StopAsked──► driver ──Start, End, Dump, Agreed, Stop, Leave──► executor
     somebody who wants to be a node ──NodeWanted──► driver ──NodeNumber──► it becomes one
 
 ``epoch`` is the number of an attempt. Whoever is told of another epoch than its own drops what it was told.
@@ -14,6 +14,7 @@ __all__ = [
     "OBSERVED",
     "ORDERS",
     "STOP_ASKED",
+    "Agreed",
     "Beat",
     "Cause",
     "Digest",
@@ -217,5 +218,13 @@ class Leave:
     """The run is over: end, and leave no rank behind."""
 
 
-Order = Start | End | Dump | Stop | NodeTaken | Leave
-ORDERS = (Start, End, Dump, Stop, NodeTaken, Leave)
+@dataclass(frozen=True)
+class Agreed:
+    """After this step all replicas were told to hold the same: its snapshot is one to go back to."""
+
+    epoch: int
+    step: int
+
+
+Order = Start | End | Dump | Agreed | Stop | NodeTaken | Leave
+ORDERS = (Start, End, Dump, Agreed, Stop, NodeTaken, Leave)

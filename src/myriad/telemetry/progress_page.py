@@ -5,13 +5,14 @@ it nothing, and a page that nobody reads is as good as one that somebody does. T
 reads; a reader may see a row between two stores, so it decides nothing from one look.
 
     bytes   0   8      16     24      32      40      48        56     64 .. 80    80 .. 96
-            pid epoch  step   entered left    changed step_time        activity    phase
+            pid epoch  step   entered left    changed step_time agreed activity    phase
 
           128 .. 256: the newest eight digests of what replicas hold alike, each with its step
 
 ``step`` is the one under way. ``entered`` and ``left`` count the communication of this attempt: a rank
 inside has entered more than it has left. ``changed`` is the machine's monotonic clock in nanoseconds,
-written last. A rank finds its row by MYRIAD_PROGRESS = DESCRIPTOR:ROW; without that it writes into memory of
+written last. ``agreed`` alone is written by the reader: after which step replicas are known to have held the
+same. A rank finds its row by MYRIAD_PROGRESS = DESCRIPTOR:ROW; without that it writes into memory of
 its own, so that ranks of any launcher run the same code.
 """
 
@@ -29,7 +30,7 @@ PROGRESS = "MYRIAD_PROGRESS"
 ROW_BYTES = 256
 _NAME_BYTES = 16
 _ACTIVITY, _PHASE = slice(64, 64 + _NAME_BYTES), slice(80, 80 + _NAME_BYTES)
-_PID, _EPOCH, _STEP, _ENTERED, _LEFT, _CHANGED, _STEP_TIME = range(7)
+_PID, _EPOCH, _STEP, _ENTERED, _LEFT, _CHANGED, _STEP_TIME, _AGREED = range(8)
 _FIRST_DIGEST, _NUM_DIGESTS = 16, 8
 _ROW = struct.Struct("8q16s16s32x16q")
 
@@ -106,6 +107,10 @@ class ProgressRow:
         self._words[at] = step + 1
         self._num_digests += 1
 
+    def agreed_step(self) -> int:
+        """After which replicas are known to have held the same; -1: nobody has said."""
+        return self._words[_AGREED] - 1
+
     def enter(self, name: str, communicates: bool) -> bytes:
         """An activity begins; gives the one before it."""
         before, self._activity = self._activity, self._names.get(name) or self._name(name)
@@ -153,6 +158,10 @@ class ProgressPage:
         pid, epoch, step, entered, left, changed, took, _, activity, phase = values[:10]
         digests = _digests(values[10:], again[10:])
         return Seen(pid, epoch, step, entered, left, changed, took, _text(activity), _text(phase), digests)
+
+    def agree(self, row: int, step: int) -> None:
+        """Tells a rank after which step replicas were known to hold the same."""
+        struct.pack_into("q", self._memory, row * ROW_BYTES + 8 * _AGREED, step + 1)
 
     def clear(self, row: int) -> None:
         """For a rank that is about to start."""

@@ -102,6 +102,7 @@ class Trainer:
             events=run.events_path.absolute(),
             log=run.logs_path / f"keeper-{self.place.rank}.log",
             job=dump_toml(job),
+            compares=job.compares_replicas,
         )
         together = self.groups.on_host("checkpoints")
         return Session(settings, self.groups.grid, self.place.local_rank, together, self.device)
@@ -228,12 +229,16 @@ class Trainer:
         started, waited = time.perf_counter(), self.feed.wait_seconds
         rate = learning_rate(self.job.optimizer, self.step, self.job.train.steps)
         result: StepResult = self.engine.train_step(
-            self._load, rate, self.meter.tokens_per_step, signal=self.clock.signal(self.stop.asked)
+            self._load,
+            rate,
+            self.meter.tokens_per_step,
+            signal=self.clock.signal(self.stop.asked, self.progress.agreed_step()),
         )
         self.step += 1
         self.progress.step_done()
         self.verifier.tell()
         asked = self.clock.hear(result.signal)
+        self.session.trust(self.clock.agreed_step)
         seconds = time.perf_counter() - started
         if self.is_first:
             waited = self.feed.wait_seconds - waited

@@ -2,6 +2,7 @@
 from a number that they add up anyway.
 
     signal = ranks that ask for a stop + 2^20 if a checkpoint is due + 2^21 if a snapshot is due
+             + 2^22 x (steps after which replicas are known to have held the same, + 1)
 """
 
 import time
@@ -11,7 +12,7 @@ from myriad.checkpoint.snapshot import Wants
 
 __all__ = ["SaveClock"]
 
-_SAVE, _MEMORY = 2**20, 2**21
+_SAVE, _MEMORY, _AGREED = 2**20, 2**21, 2**22
 
 
 class SaveClock:
@@ -22,22 +23,25 @@ class SaveClock:
         self._config, self._decides = config, decides
         self.save_due = False
         self.memory_due = False
+        self.agreed_step = -1
+        """As rank 0 knew it; -1: nothing is known."""
         self._saved_at, self._kept_at = time.monotonic(), 0.0
 
-    def signal(self, stop: bool) -> float:
+    def signal(self, stop: bool, agreed_step: int = -1) -> float:
         """What this rank adds in the next iteration."""
         if not self._decides:
             return float(stop)
         now, minutes = time.monotonic(), self._config.minutes
         save = minutes is not None and now - self._saved_at >= 60 * minutes
         memory = now - self._kept_at >= self._config.memory_seconds
-        return float(stop + _SAVE * save + _MEMORY * memory)
+        return float(stop + _SAVE * save + _MEMORY * memory + _AGREED * (agreed_step + 1))
 
     def hear(self, signal: float) -> bool:
         """Takes what all ranks added up to; gives whether somebody asks for a stop."""
         total = int(signal)
         self.save_due |= bool(total & _SAVE)
         self.memory_due |= bool(total & _MEMORY)
+        self.agreed_step = max(self.agreed_step, total // _AGREED - 1)
         return total % _SAVE > 0
 
     def taken(self, wants: Wants) -> None:

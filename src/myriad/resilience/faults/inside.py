@@ -50,7 +50,8 @@ def _arm_one(fault: dict[str, Any], log: Path) -> None:
     state = {"step": -1, "done": False}
 
     def look(moment: str) -> None:
-        due = state["step"] == fault["step"] if fault["kind"] == "nan-always" else state["step"] >= fault["step"]
+        past = state["step"] > fault["step"] and fault["kind"] != "nan-always"  # which comes with its batch
+        due = state["step"] == fault["step"] or past
         if due and moment == (fault["during"] or "step") and not state["done"]:
             state["done"] = True
             line = {"number": fault["number"], "time": time.time(), "step": state["step"]}

@@ -1,0 +1,78 @@
+"""What the digests are of must be equal on replicas that are healthy, whatever the layout: else every run would
+be told that its numbers are wrong."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from parity_case import Case, make_engine, train_steps
+from ranks import run_ranks
+
+from myriad.comm.grid import RankGrid
+from myriad.comm.groups import close_world
+from myriad.comm.layout import Layout
+from myriad.parallel.digest import digest_of, reduce_bits
+
+CASES = [
+    *(Case(layout={"dp": 4, "zero": zero}, steps=4) for zero in (0, 1, 2)),
+    *(Case(layout={"dp": 2, "zero": zero, "tp": 2}, steps=3) for zero in (0, 1, 2)),
+    *(Case(layout={"dp": 2, "zero": zero, "pp": 2}, steps=3) for zero in (0, 1, 2)),
+    Case(layout={"dp": 2, "zero": 1, "pp": 2, "virtual_stages": 2}, steps=3),
+    Case(layout={"dp": 2, "zero": 0}, steps=3, dtype=torch.bfloat16),
+    Case(layout={"dp": 2, "zero": 2}, steps=3, dtype=torch.bfloat16),
+    Case(layout={"dp": 2, "zero": 1}, steps=3, comm={"compress_parameters": "int8"}),
+    Case(layout={"dp": 2, "zero": 0}, steps=4, comm={"sync_every": 2}),
+    Case(layout={"dp": 2, "zero": 0}, steps=3, optimizer={"name": "lamb"}),
+]
+
+
+def digests(case: Case) -> list[tuple[int, int]]:
+    """One rank's, by either way, before each update that replicas come to with the same."""
+    engine = make_engine(case)
+    every, found = case.comm.get("sync_every", 1), []
+
+    def take() -> None:
+        if engine.optimizer.steps_done % every == 0:
+            held = engine.replicated()
+            found.append((int(digest_of(held)), int(reduce_bits(held))))
+
+    engine.before_update = take
+    train_steps(case, engine, 0, case.steps)
+    engine.gather()
+    take()
+    engine.close()
+    close_world()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.layout}-{case.dtype}-{case.comm}")
+def test_replicas_tell_the_same_after_every_step(case: Case) -> None:
+    layout = Layout(**case.layout)
+    told: list[Any] = run_ranks(layout.world, digests, case)
+    for group in RankGrid(layout, 0).rows("dp"):
+        assert all(told[rank] == told[group[0]] for rank in group)
+    assert all(len(set(each)) == len(each) > 1 for each in told), "of each step another"
+
+
+def test_a_bit_of_one_replica_shows_in_its_digest_alone() -> None:
+    told = run_ranks(3, flipped, Case(layout={"dp": 3}, steps=3, global_batch=6))
+    assert told[0] == told[2]
+    assert [a == b for a, b in zip(told[0], told[1], strict=True)] == [True, True, False, False]
+
+
+def flipped(case: Case) -> list[int]:
+    engine = make_engine(case)
+    found: list[int] = []
+
+    def take() -> None:
+        if os.environ["RANK"] == "1" and len(found) == 2:
+            engine.pieces.chunks[-1].values.view(torch.int32)[-9] ^= 1
+        found.append(int(digest_of(engine.replicated())))
+
+    engine.before_update = take
+    train_steps(case, engine, 0, case.steps)
+    take()
+    engine.close()
+    close_world()
+    return found
