@@ -1,5 +1,5 @@
-"""What the digests are of must be equal on replicas that are healthy, whatever the layout: else every run would
-be told that its numbers are wrong."""
+"""What the digests are of must be equal on replicas that are healthy, whatever the layout: else every run
+would be told that its numbers are wrong."""
 
 import os
 from typing import Any

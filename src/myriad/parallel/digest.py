@@ -25,7 +25,7 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> int | torch.Tensor:
         return reduce_bits(tensors)
     digest = xxhash.xxh3_64()
     for tensor in tensors:
-        digest.update(memoryview(tensor.detach().view(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.detach().view(-1).view(torch.uint8).numpy().data)
     return int.from_bytes(digest.digest(), signed=True)
 
 
