@@ -88,6 +88,9 @@ class ResilienceConfig(Config):
     first fault of any kind stops it."""
     verify_every: int = Field(10, ge=0)
     """Steps between comparisons of what data-parallel replicas are to hold alike, bit for bit; 0: none."""
+    on_nan: Literal["replay", "stop", "skip"] = "replay"
+    """When a loss or a gradient is not finite. replay: the step again, then on another node, and stop if it
+    comes everywhere; skip: the same, but go on without that batch; stop: at once."""
 
 
 class Job(Config):
@@ -227,6 +230,15 @@ def _check_lossy(job: Job) -> None:
     )
 
 
+def _check_skip(job: Job) -> None:
+    _need(
+        job.resilience.on_nan != "skip" or job.comm.sync_every == 1,
+        "resilience.on_nan",
+        job.resilience.on_nan,
+        "needs comm.sync_every = 1: replicas that train alone count the steps that moved",
+    )
+
+
 def _check_agreement(job: Job) -> None:
     """Replicas that train alone save, validate and end only where they agree."""
     every = job.comm.sync_every
@@ -285,6 +297,7 @@ _RULES: tuple[Callable[[Job], None], ...] = (
     _check_credit,
     _check_lossy,
     _check_agreement,
+    _check_skip,
     _check_nodes,
     _check_started_nodes,
     _check_store,

@@ -8,6 +8,7 @@ import pytest
 from test_recovery import SMALL, assert_same_run, events, make_run
 from tiny_corpora import make_corpus
 
+from myriad.errors import RunFailedError
 from myriad.resilience.engines.local import run_local
 from myriad.resilience.faults.inside import ARMED
 from myriad.run import Run
@@ -67,3 +68,54 @@ def test_a_bit_that_flips_in_the_last_step_is_found_when_all_ranks_are_gone(
     fault, *_ = events(run, "fault")
     assert (fault["cause"], fault["rank"], fault["step"]) == ("corruption", 2, 40)
     assert_same_run(run, undisturbed)
+
+
+def test_a_gradient_that_is_not_a_number_once_costs_a_replay_and_is_told_as_transient(
+    tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", corpus, *THREE)
+    plan(run, monkeypatch, {"kind": "nan-once", "rank": 2, "step": 12})
+    assert run_local(run, 3) == "finished"
+    (fault,) = (one for one in events(run, "fault") if "cause" in one)
+    assert (fault["cause"], fault["rank"], fault["step"]) == ("nan", 2, 12)
+    (diagnosis,) = events(run, "diagnosis")
+    assert (diagnosis["verdict"], diagnosis["step"], diagnosis["rank"]) == ("transient", 12, 2)
+    assert events(run, "resume")[0]["step"] in (10, 11), "nothing had moved in the step"
+    assert_same_run(run, undisturbed)
+
+
+def test_a_batch_that_is_never_a_number_stops_the_run_with_the_reason_and_the_rank(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", corpus, *THREE)
+    plan(run, monkeypatch, {"kind": "nan-always", "rank": 1, "step": 12})
+    with pytest.raises(RunFailedError, match="on rank 1; it came again on replay, and there is no other"):
+        run_local(run, 3)
+    assert [one["verdict"] for one in events(run, "diagnosis")] == ["deterministic"]
+    assert len(events(run, "start")) == 2 and not events(run, "eviction")
+    assert run.read_metrics()[-1]["step"] == 11, "nothing moved by numbers that are none"
+
+
+def test_such_a_batch_is_skipped_where_the_job_says_so_in_later_attempts_and_starts_too(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", corpus, *THREE, "resilience.on_nan=skip")
+    faults = [{"kind": "nan-always", "rank": 1, "step": step} for step in (12, 30)]
+    plan(run, monkeypatch, *faults)
+    assert run_local(run, 3) == "finished"
+    lines = run.read_metrics()
+    assert [line["step"] for line in lines if line.get("skipped")] == [12, 30] and len(lines) == 40
+    assert lines[11]["loss"] is not None and lines[11]["grad_norm"] is None
+    assert {one["step"] for one in events(run, "skip")} == {12, 30}
+    assert [one["verdict"] for one in events(run, "diagnosis")] == ["deterministic"] * 2
+    assert all(line["loss"] < 6 for line in lines)
+
+
+def test_a_run_that_is_to_stop_at_once_does(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", corpus, *THREE, "resilience.on_nan=stop")
+    plan(run, monkeypatch, {"kind": "nan-once", "rank": 0, "step": 12})
+    with pytest.raises(RunFailedError, match="step 12: loss is"):
+        run_local(run, 3)
+    assert len(events(run, "start")) == 1

@@ -96,6 +96,8 @@ class Chunk:
         self._exchange = sharing.courier.exchange(self.size, dtype)
         self._gathering: Delivery | None = None
         self._reducing: Delivery | None = None
+        self._own_sum: torch.Tensor | None = None
+        self._is_mixed = False
         self._users: set[int] = set()
         self._stale = self._fresh = True
         self._drop_values()
@@ -207,7 +209,7 @@ class Chunk:
     def start_gradients(self) -> None:
         """Gradients are about to be summed into `sums`: at the first call of an iteration from zero."""
         if self._fresh:
-            self._fresh = False
+            self._fresh, self._own_sum = False, None
             if self.sharing.zero >= 2:
                 self.gradients.zero_()
                 self._allocate_sums()
@@ -223,11 +225,26 @@ class Chunk:
     def add_over(self, group: Group | None) -> None:
         """Sums the gradients with the other stage that holds the same (tied) parameters."""
         self.start_gradients()
+        self._add_up()
+        self._is_mixed = True
         all_reduce(self.sums, group)
+
+    def _add_up(self) -> None:
+        """What this rank made by itself, before it travels: to know afterwards who made a NaN."""
+        total = self.sums.sum()
+        self._own_sum = total if self._own_sum is None else self._own_sum + total
+
+    @property
+    def was_non_finite(self) -> bool:
+        """This rank's own gradients of this iteration were not all finite, before they were reduced."""
+        return self._own_sum is not None and not bool(torch.isfinite(self._own_sum))
 
     def start_reduce(self) -> None:
         """Posts the sum over data-parallel ranks of what was added since the last reduction."""
         self.start_gradients()
+        if not self._is_mixed:
+            self._add_up()
+        self._is_mixed = False
         if self.sharing.zero == 0:
             self._reducing = self._exchange.all_reduce(self.sums, _AFTER_GATHERS)
         else:

@@ -24,12 +24,13 @@ from myriad.kernels.host_memory import keep_freed_memory
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
 from myriad.model.rectangle import Rectangle, whole_rectangles
-from myriad.optim.clip import clip_scale, non_finite_rows, squared_norms
+from myriad.optim.clip import clip_scale, squared_norms
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.optimizer import build_optimizer
 from myriad.optim.region import Region
 from myriad.parallel.agreement import Agreement
 from myriad.parallel.chunk import Chunk, Entry, Sharing
+from myriad.parallel.non_finite import Finding, first_finding
 from myriad.parallel.pieces import build_pieces, shapes_between_stages
 from myriad.parallel.runtime import Batch, Plan, Runtime
 from myriad.parallel.tensor import GroupBoundary
@@ -53,6 +54,8 @@ class StepResult:
     """Global norm before clipping."""
     signal: float
     """Sum of what the ranks signalled in this step."""
+    skipped: bool = False
+    """Nothing moved."""
 
 
 class Engine:
@@ -133,18 +136,29 @@ class Engine:
         self.optimizer = build_optimizer(optimizer, self._regions, len(self._entries), self._reduce_table)
         self._counts = torch.tensor([self._counts_row(*row) for row in self._entries], dtype=torch.float64)
         self._counts = self._counts.to(device)
+        self._step, self._skips = 0, False
         self.before_update: Callable[[], None] = _do_nothing
         """Called in each iteration when parameters and optimizer state are about to change."""
 
     def train_step(
-        self, load: Callable[[], Batch], learning_rate: float, num_targets: int, signal: float = 0.0
+        self,
+        load: Callable[[], Batch],
+        learning_rate: float,
+        num_targets: int,
+        signal: float = 0.0,
+        *,
+        step: int | None = None,
+        skip: bool = False,
     ) -> StepResult:
         """One iteration. ``num_targets``: targets in the global batch; ``signal``: a number that all ranks
-        learn the sum of, with a reduction that takes place anyway. Raises `RunFailedError` on every rank when
-        the loss or a gradient is not finite."""
+        learn the sum of, with a reduction that takes place anyway; ``step``: its number, for messages;
+        ``skip``: nothing moves, whatever the gradients are, and the optimizer counts no step. Raises
+        `RunFailedError` on every rank when the loss or a gradient is not finite."""
+        self._skips, self._step = skip, self.optimizer.steps_done + 1 if step is None else step
         finisher = _Finisher(self, num_targets, learning_rate, signal)
         self._runtime.run(self._plans[True], load, finisher, self._num_replicas / num_targets)
-        self.optimizer.end()
+        if not skip:
+            self.optimizer.end()
         if self._agreement is not None and self._agreement.is_due(self.optimizer.steps_done):
             self._agreement.agree()
             for chunk in self.pieces.chunks:
@@ -189,6 +203,8 @@ class Engine:
         own[0], own[1] = loss.double() * self._counts_loss, signal
         own[2 + self._replica] = (squares * self._counts).sum()
         total_loss, total_signal, *norms = all_reduce(own, self.groups.world).tolist()
+        if self._skips:
+            return StepResult(total_loss, math.sqrt(sum(norms)), total_signal, skipped=True)
         if not (math.isfinite(sum(norms)) and math.isfinite(total_loss)):
             self._fail_non_finite(squares, total_loss)
         norm = math.sqrt(norms[self._replica])
@@ -208,7 +224,11 @@ class Engine:
     def update(self, stage: int) -> None:
         """Moves the parameters of a stage; tied ones with the first stage of this rank that holds them."""
         for chunk in self.pieces.stages[stage].chunks:
-            if chunk is not self.pieces.tied or stage == self.pieces.tied_stages[0]:
+            if chunk is self.pieces.tied and stage != self.pieces.tied_stages[0]:
+                continue
+            if self._skips:
+                chunk.restart()  # what transfers keep of these gradients may be no number either
+            else:
                 self.optimizer.update(self._regions_of[chunk])
                 chunk.end_iteration()
 
@@ -223,25 +243,16 @@ class Engine:
             part.copy_(total)
 
     def _fail_non_finite(self, squares: torch.Tensor, loss: float) -> None:
-        """Names the first rank and tensor that is not finite: parameters before gradients before the loss."""
-        found = None
-        for row, (chunk, entry) in enumerate(self._entries):
-            a, b = chunk.spans[row - chunk.first_row]
-            part = chunk.master[max(a - chunk.start, 0) : max(b - chunk.start, 0)]
-            if not bool(torch.isfinite(part).all()):
-                found = f"parameter {entry.name}"
-                break
-        if found is None and (bad := non_finite_rows(squares)):
-            found = f"gradient of {self._entries[bad[0]][1].name}"
-        everyone: list[str | None] = [found]
+        """Names the rank that made the first number that is not finite, and what it is."""
+        last_stage = self.layout.num_stages - 1
+        found = first_finding(self.pieces, self._entries, self._runtime.outputs, squares, last_stage)
+        everyone: list[Finding | None] = [found]
         if self.groups.world is not None:
             everyone = [None] * self.layout.world
             dist.all_gather_object(everyone, found)
-        firsts = [(rank, name) for rank, name in enumerate(everyone) if name]
-        rank, name = min(
-            firsts, key=lambda first: (not first[1].startswith("parameter"), first[0]), default=(0, "loss")
-        )
-        step = self.optimizer.steps_done + 1
+        firsts = [(one.order, rank, one.name) for rank, one in enumerate(everyone) if one is not None]
+        _, rank, name = min(firsts, default=((), 0, "loss"))
+        step = self._step
         raise RunFailedError(f"step {step}: loss is {loss}; first bad tensor is the {name}, on rank {rank}")
 
     def _reduce_table(self, table: torch.Tensor) -> torch.Tensor:

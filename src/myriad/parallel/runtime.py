@@ -120,6 +120,8 @@ class Runtime:
         self._pieces, self._boundary, self._groups, self._shapes = pieces, boundary, groups, shapes
         self._stage_rank, self._micro_batch, self._device = stage_rank, micro_batch, device
         self._seed, self._recorder = seed, recorder
+        self.outputs: dict[tuple[int, int], torch.Tensor] = {}
+        """(stage, micro-batch) to the sum of what its forward gave, in this iteration."""
         self._channels: dict[Payload, Channel] = {}
         if groups.grid.layout.pp > 1:
             both_ways = groups.grid.layout.virtual_stages > 1
@@ -160,6 +162,7 @@ class Runtime:
         """Does every action. ``load`` is called at LOAD; without a ``finisher`` nothing is differentiated.
         Gives this rank's sum of losses: float32, 0 where the last stage is elsewhere."""
         now = _Iteration(plan, load, finisher, loss_scale, torch.zeros((), device=self._device))
+        self.outputs = {}
         for stage in self._pieces.stages.values():
             for layer in stage.layers.values():
                 layer.train(now.training)
@@ -253,6 +256,8 @@ class Runtime:
             entering = now.inbox.pop((Payload.ACTIVATION, stage - 1, micro_batch)).detach()
             entering.requires_grad_(now.training)
         x = self._through_layers(action, entering, now)
+        if now.training:
+            self.outputs[stage, micro_batch] = x.detach().sum()
         if stage == len(self._stage_rank) - 1:
             now.loss_sum += x.detach()
         else:

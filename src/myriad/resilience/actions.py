@@ -3,7 +3,19 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Action", "Blame", "DumpStacks", "EndRun", "Evict", "Outcome", "StartAttempt", "StopRanks"]
+from myriad.resilience.numbers import Verdict
+
+__all__ = [
+    "Action",
+    "Blame",
+    "Diagnose",
+    "DumpStacks",
+    "EndRun",
+    "Evict",
+    "Outcome",
+    "StartAttempt",
+    "StopRanks",
+]
 
 Outcome = Literal["finished", "interrupted", "failed"]
 
@@ -39,6 +51,19 @@ class StartAttempt(Action):
     """An earlier attempt of this start of the run has failed."""
     newest_step: int | None = None
     """From which step they may go on at most; ``None``: from any."""
+    skipped_steps: tuple[int, ...] = ()
+    """In which nothing is to move."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnose(Action):
+    """What a fault was, from how it came again or did not."""
+
+    verdict: Verdict
+    cause: str
+    step: int
+    rank: int
+    node: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import signal
 from myriad.resilience.engines.logs import is_secondary
 from myriad.resilience.facts import Cause
 
-__all__ = ["cause_of"]
+__all__ = ["cause_of", "first_not_finite"]
 
 _DEVICE_MEMORY = re.compile(r"CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
 _DEVICE = re.compile(
@@ -14,6 +14,8 @@ _DEVICE = re.compile(
 )
 _DISK = re.compile(r"No space left on device|Disk quota exceeded|Read-only file system")
 _MEMORY = re.compile(r"^MemoryError\b|Cannot allocate memory|can't allocate memory", re.MULTILINE)
+_NOT_FINITE = re.compile(r"step \d+: loss is .*; first bad tensor is the .*, on rank (\d+)$", re.MULTILINE)
+"""As every rank ends when `myriad.parallel.engine` found it."""
 _BAD_INPUT = 2
 
 
@@ -30,10 +32,18 @@ def cause_of(code: int, error: str, *, memory_killed: bool) -> Cause:
         return "crash"
     if code == _BAD_INPUT:
         return "input"
+    if _NOT_FINITE.search(error):
+        return "nan"
     for cause, pattern in _BY_WORDS.items():
         if pattern.search(error):
             return cause
     return "peer" if is_secondary(error) else "user"
+
+
+def first_not_finite(error: str) -> int:
+    """The rank that made the first number that is not finite, from what any rank said of it; -1: unknown."""
+    found = _NOT_FINITE.search(error)
+    return -1 if found is None else int(found[1])
 
 
 _BY_WORDS: dict[Cause, re.Pattern[str]] = {

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from myriad.resilience.actions import (
     Action,
+    Diagnose,
     DumpStacks,
     EndRun,
     Evict,
@@ -28,6 +29,7 @@ from myriad.resilience.actions import (
     StopRanks,
 )
 from myriad.resilience.catch_up import NOWHERE, adopt, is_partial, place_missing, take_over
+from myriad.resilience.causes import first_not_finite
 from myriad.resilience.culprit import find_suspects
 from myriad.resilience.deadlines import Deadlines
 from myriad.resilience.facts import (
@@ -39,7 +41,8 @@ from myriad.resilience.facts import (
     RankSeen,
     StopAsked,
 )
-from myriad.resilience.incidents import CORRUPTION, OF_THE_NODE, OF_THE_USER, Incident, told_ranks
+from myriad.resilience.incidents import CORRUPTION, NOT_FINITE, OF_THE_NODE, OF_THE_USER, Incident, told_ranks
+from myriad.resilience.numbers import Trial, Verdict, moved, next_trial
 from myriad.resilience.replicas import Difference, Replicas
 from myriad.resilience.sightings import Sightings
 from myriad.resilience.state import Plan, State
@@ -76,7 +79,12 @@ class Decider:
     def __init__(self, plan: Plan, now: float, state: State | None = None) -> None:
         """``state``: as an earlier driver left it."""
         self._plan = plan
-        self.state = state or State("gathering", plan.first_epoch - 1, newest_step=plan.newest_step)
+        self.state = state or State(
+            "gathering",
+            plan.first_epoch - 1,
+            newest_step=plan.newest_step,
+            skipped_steps=plan.skipped_steps,
+        )
         self._replicas = Replicas(plan.replicas)
         self._nodes: dict[int, _Node] = {}
         self._since = self._absent_since = self._looked_at = now
@@ -151,21 +159,25 @@ class Decider:
             node.joined = replace(node.joined, port=beat.port)
         if beat.epoch == self.state.epoch:
             self._sightings.heard(beat.node, beat.ranks)
+            passed: list[Action] = []
             if self.state.phase == "running":
-                self._went_on(max([one.step for one in beat.ranks], default=-1))
+                passed += self._went_on(max([one.step for one in beat.ranks], default=-1))
             for one in beat.ranks:
                 if one.state == "T":
                     self._stopped_since.setdefault(one.rank, now)
                 elif self._stopped_since:
                     self._stopped_since.pop(one.rank, None)
                 self._replicas.saw(one.rank, one.digests)
-            return [*self._compare_replicas(now)]
+            return [*passed, *self._compare_replicas(now)]
         return []
 
-    def _went_on(self, step: int) -> None:
-        """Some rank trains this step: so all have loaded what they go on from."""
+    def _went_on(self, step: int) -> Iterator[Action]:
+        """Some rank trains this step: so all have loaded what they go on from, and the numbers of the step
+        before were finite."""
         if step >= 0:
             self.state.best_step, self.state.newest_step = max(self.state.best_step, step), None
+        if self.state.trial is not None and step > self.state.trial.step:
+            yield from self._passed(self.state.trial)
 
     def _compare_replicas(self, now: float) -> Iterator[Action]:
         state = self.state
@@ -189,7 +201,7 @@ class Decider:
         self._sightings.changed(ended.node)
         self._replicas.saw(ended.rank, ended.digests)
         if state.phase == "running":
-            self._went_on(ended.step)
+            yield from self._went_on(ended.step)
         asked_and_obeyed = state.stop_asked and ended.cause == "interrupted"
         if state.phase == "ending" or ended.code == 0 or asked_and_obeyed:
             return
@@ -198,9 +210,10 @@ class Decider:
                 state.incident = Incident.of_exit(ended, "a peer was lost", after_stop=state.stop_asked)
                 self._kill_at = now + _BLAME_SECONDS
             return
-        yield from self._end_attempt(
-            Incident.of_exit(ended, "a rank ended", after_stop=state.stop_asked), now
-        )
+        incident = Incident.of_exit(ended, "a rank ended", after_stop=state.stop_asked)
+        if ended.cause == NOT_FINITE and (rank := first_not_finite(ended.error)) in self._ranks():
+            incident = replace(incident, rank=rank, node=self._node_of(rank), text=incident.last_line)
+        yield from self._end_attempt(incident, now)
 
     def _end_attempt(self, incident: Incident, now: float, **evidence: object) -> Iterator[Action]:
         """The others cannot go on: none of them is asked to, as their snapshots are in the node's memory."""
@@ -346,6 +359,9 @@ class Decider:
         node = self._node_of(one.rank)
         return Incident(rule, cause, one.rank, node, one.step, text, text, self.state.stop_asked)
 
+    def _ranks(self) -> set[int]:
+        return {rank for ranks in self.state.placement.values() for rank in ranks}
+
     def _node_of(self, rank: int) -> int:
         return next(node for node, ranks in self.state.placement.items() if rank in ranks)
 
@@ -378,6 +394,54 @@ class Decider:
         if known is None:
             self.state.incident = incident
 
+    def _passed(self, trial: Trial) -> Iterator[Action]:
+        """The step at which numbers were not finite is done, and they were."""
+        self.state.trial = None
+        rule = "gone on another node" if trial.if_gone == "hardware" else "gone on replay"
+        yield self._diagnosis(trial, trial.if_gone, rule)
+        if trial.if_gone == "hardware" and trial.node not in self.state.placement:
+            yield from self._evict(trial.node, "numbers were finite on another node")
+
+    def _diagnosis(self, trial: Trial, verdict: Verdict, rule: str) -> Diagnose:
+        step, rank, node = trial.step, trial.rank, trial.node
+        return Diagnose(rule=rule, verdict=verdict, cause=NOT_FINITE, step=step, rank=rank, node=node)
+
+    def _evict(self, node: int, rule: str) -> Iterator[Action]:
+        if self._nodes.pop(node, None) is not None:
+            yield Evict(rule=rule, node=node)
+
+    def _try_numbers(self, incident: Incident, now: float) -> Iterator[Action]:
+        """All ranks are gone, as a number was not finite: again, elsewhere, without the batch, or not."""
+        state, where = self.state, (incident.step, incident.rank, incident.node)
+        found = next_trial(state.trial, *where, len(self.nodes))
+        if self._plan.on_nan == "stop":
+            yield self._end_run("a number is not finite", "failed", incident.text)
+        elif isinstance(found, Trial):
+            state.trial, state.phase, self._since = found, "gathering", now
+        else:
+            tried = state.trial
+            assert tried is not None, "a verdict is of something that was tried"
+            state.trial = None
+            yield from self._give_verdict(incident, tried, found, now)
+
+    def _give_verdict(self, incident: Incident, tried: Trial, found: Verdict, now: float) -> Iterator[Action]:
+        state, spare = self.state, len(self.nodes) > self._plan.nodes
+        if found == "hardware":
+            yield self._diagnosis(tried, found, "it stays with the node")
+            if spare:
+                yield from self._evict(tried.node, "numbers are not finite on this node, whatever its ranks")
+        else:
+            yield self._diagnosis(tried, found, "it comes again")
+        if found == "hardware" and spare:
+            state.phase, self._since = "gathering", now
+        elif found == "deterministic" and self._plan.on_nan == "skip":
+            state.skipped_steps = tuple(sorted({*state.skipped_steps, incident.step}))
+            state.repeats.pop(incident.signature, None)
+            state.phase, self._since = "gathering", now
+        else:
+            whose = f"node {tried.node}" if found == "hardware" else "the data or the model"
+            yield self._end_run("it comes again", "failed", f"{incident.text}; {tried.tried}: it is {whose}")
+
     # What comes next
 
     def _go_on(self, now: float) -> Iterator[Action]:
@@ -409,8 +473,11 @@ class Decider:
         no rank of another moves."""
         state, plan = self.state, self._plan
         before = list(state.placement) or there[: plan.nodes]
-        others = (number for number in there if number not in before)
-        chosen = [number if number in there else next(others) for number in before]
+        others = [number for number in there if number not in before]
+        chosen = [number if number in there else others.pop(0) for number in before]
+        if state.trial is not None and state.trial.how == "move":
+            chosen = moved(state.trial, chosen, others)[: plan.nodes]
+            state.trial = replace(state.trial, how="moved")
         each = plan.world // plan.nodes
         state.placement = {
             number: tuple(range(place * each, (place + 1) * each)) for place, number in enumerate(chosen)
@@ -426,12 +493,15 @@ class Decider:
             placement=dict(state.placement),
             again=again,
             newest_step=state.newest_step,
+            skipped_steps=state.skipped_steps,
         )
 
     def _judge(self, now: float) -> Iterator[Action]:
         """All ranks are gone."""
         yield from self._compare_last()
         state = self.state
+        if state.trial is not None and state.incident is None and not state.stop_asked:
+            yield from self._passed(state.trial)
         incident = state.incident
         if incident is None or (state.stop_asked and not incident.after_stop):
             outcome: Outcome = "interrupted" if state.stop_asked else "finished"
@@ -440,6 +510,8 @@ class Decider:
             yield self._end_run("a fault after a stop was asked for", "failed", incident.text)
         elif (rule := self._is_hopeless(incident)) is not None:
             yield self._end_run(rule, "failed", incident.text)
+        elif incident.cause == NOT_FINITE:
+            yield from self._try_numbers(incident, now)
         else:
             state.phase, self._since = "gathering", now
             yield from self._swap(incident)

@@ -26,6 +26,7 @@ from typing import Any
 from myriad.resilience.actions import (
     Action,
     Blame,
+    Diagnose,
     DumpStacks,
     EndRun,
     Evict,
@@ -199,6 +200,8 @@ class Driver:
             self._event("restart", action, "epoch")
         elif isinstance(action, Blame):
             self._event("fault", action, "cause", "rank", "node", "step", "problem")
+        elif isinstance(action, Diagnose):
+            self._event("diagnosis", action, "verdict", "cause", "step", "rank", "node")
         elif isinstance(action, DumpStacks):
             self._event("diagnosis", action, "ranks")
         elif isinstance(action, Evict):
@@ -224,7 +227,15 @@ class Driver:
         nodes = self._decider.nodes
         first = nodes[next(iter(action.placement))]
         for node, ranks in action.placement.items():
-            order = Start(action.epoch, self._plan.world, ranks, first.host, first.port, action.newest_step)
+            order = Start(
+                action.epoch,
+                self._plan.world,
+                ranks,
+                first.host,
+                first.port,
+                action.newest_step,
+                action.skipped_steps,
+            )
             if node in self._links:
                 self._links[node].send(order)
 
@@ -235,6 +246,7 @@ class Driver:
             own = tuple(rank for rank in ranks if rank in meant)
             if own and node in self._links:
                 self._links[node].send(Dump(action.epoch, own))
+
     def _tell_agreed(self) -> None:
         """Which steps can be gone back to, to nodes that do not know it."""
         state = self._decider.state

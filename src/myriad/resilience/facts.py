@@ -51,10 +51,11 @@ Cause = Literal[
     "device memory",
     "device",
     "disk",
+    "nan",
 ]
 """Why a rank ended: by itself and well; by a SIGINT; by an error of the user's program, or of its input;
 because another one was gone; by a SIGKILL from outside; by a fatal signal; because memory or a disk was full;
-by a fault of its device."""
+by a fault of its device; because some rank's loss or gradient was not finite."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,8 @@ class Start:
     """Where they meet."""
     newest_step: int | None = None
     """No state of a later step is to be trusted; ``None``: any is."""
+    skipped_steps: tuple[int, ...] = ()
+    """In which nothing is to move."""
 
 
 @dataclass(frozen=True)

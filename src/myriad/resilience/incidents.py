@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from myriad.resilience.actions import Blame
 from myriad.resilience.facts import RankExited
 
-__all__ = ["CORRUPTION", "OF_THE_NODE", "OF_THE_USER", "Incident", "blame_text", "told_ranks"]
+__all__ = ["CORRUPTION", "NOT_FINITE", "OF_THE_NODE", "OF_THE_USER", "Incident", "blame_text", "told_ranks"]
 
 OF_THE_USER = ("user", "input", "device memory", "disk")
 """Causes that a healthy node does not cure: nobody is evicted for them."""
 CORRUPTION = "corruption"
 """Replicas that are to be equal are not."""
+NOT_FINITE = "nan"
+"""A loss or a gradient: whose fault it is remains to be found out (`myriad.resilience.numbers`)."""
 OF_THE_NODE = ("device", "hang")
 """Causes for which the node is suspect at once; for any other when the same comes again without progress."""
 
@@ -37,6 +39,8 @@ class Incident:
     @property
     def signature(self) -> str:
         """Equal for the same fault: of the user's program wherever it shows, of all else where it does."""
+        if self.cause == NOT_FINITE:
+            return f"{self.cause} at step {self.step}"
         if self.cause in OF_THE_USER:
             return f"{self.cause} at step {self.step}: {self.last_line}"
         return f"{self.cause} of rank {self.rank} on node {self.node}"

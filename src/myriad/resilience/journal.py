@@ -49,14 +49,16 @@ class Journal:
         finally:
             os.close(handle)
 
-    def newest_step(self) -> int | None:
-        """The newest step that can be trusted, where an earlier start of the run has ended before it had gone
-        back to it; ``None``: any can."""
+    def left_over(self) -> tuple[int | None, tuple[int, ...]]:
+        """What the last start of the run has found and the next must know: the newest step that can be
+        trusted, where the ranks had not gone back to it (``None``: any can), and the steps that are
+        skipped."""
         try:
             plan, state = self.replay()
         except (OSError, ValueError):  # there was none, or one of another version
-            return None
-        return plan.newest_step if state is None else state.newest_step
+            return None, ()
+        last = plan if state is None else state
+        return last.newest_step, last.skipped_steps
 
     def replay(self) -> tuple[Plan, State | None]:
         """The newest plan and what has become of it; ``None``: nothing was decided. Raises ``ValueError``

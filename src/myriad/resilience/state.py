@@ -5,6 +5,7 @@ from typing import Literal
 
 from myriad.resilience.actions import Outcome
 from myriad.resilience.incidents import Incident
+from myriad.resilience.numbers import OnNan, Trial
 
 __all__ = ["Plan", "State"]
 
@@ -28,6 +29,9 @@ class Plan:
     """Where the driver is reached: ADDRESS or ADDRESS:PORT of its machine."""
     replicas: tuple[tuple[int, ...], ...] = ()
     """Ranks that are to hold the same parameters, bit for bit; none: nothing is compared."""
+    on_nan: OnNan = "replay"
+    skipped_steps: tuple[int, ...] = ()
+    """That earlier starts of the run have found to give no finite numbers."""
     newest_step: int | None = None
     """An earlier start of the run ended before it had gone back to a step that can be trusted: to this."""
 
@@ -60,6 +64,10 @@ class State:
     """What `agreed_step` was when replicas last differed."""
     wrong_on: dict[int, int] = field(default_factory=dict)
     """Node to how often wrong numbers were found on it."""
+    trial: Trial | None = None
+    """Of numbers that are not finite."""
+    skipped_steps: tuple[int, ...] = ()
+    """In which nothing moves: their batches give no finite numbers, wherever they are computed."""
     stop_asked: bool = False
     outcome: Outcome | None = None
     reason: str = ""

@@ -92,6 +92,8 @@ class Trainer:
         self.step = self._resume()
         self._under_way = self.step + 1
         """What is being trained, or saved."""
+        self._skipped_steps = {int(step) for step in os.environ.get("MYRIAD_SKIP_STEPS", "").split()}
+        """Whose batches the driver has found to give no finite numbers, wherever they are computed."""
 
     def _open_session(self) -> Session:
         run, job = self.run_folder, self.job
@@ -233,10 +235,14 @@ class Trainer:
             rate,
             self.meter.tokens_per_step,
             signal=self.clock.signal(self.stop.asked, self.progress.agreed_step()),
+            step=self._under_way,
+            skip=self._under_way in self._skipped_steps,
         )
         self.step += 1
         self.progress.step_done()
         self.verifier.tell()
+        if result.skipped:
+            self._event("skip", step=self.step, problem="the batch gives no finite numbers: nothing moved")
         asked = self.clock.hear(result.signal)
         self.session.trust(self.clock.agreed_step)
         seconds = time.perf_counter() - started

@@ -1,5 +1,6 @@
 """What one step cost: the line of metrics.jsonl."""
 
+import math
 import resource
 import time
 from dataclasses import dataclass
@@ -31,14 +32,15 @@ class StepMeter:
         data_wait: float,
         checkpoint_wait: float,
         recorder: Recorder,
-    ) -> dict[str, float]:
-        """``step`` counts steps done; the time is that of its end."""
+    ) -> dict[str, float | None]:
+        """``step`` counts steps done; the time is that of its end. A batch that was skipped has no loss, and
+        says ``skipped``."""
         totals = recorder.take_totals()
         return {
             "time": time.time(),
             "step": step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
+            "loss": _finite(result.loss),
+            "grad_norm": _finite(result.grad_norm),
             "learning_rate": learning_rate,
             "tokens": step * self.tokens_per_step,
             "tokens_per_second": self.tokens_per_step / seconds,
@@ -48,6 +50,7 @@ class StepMeter:
             "data_wait_seconds": data_wait,
             "checkpoint_wait_seconds": checkpoint_wait,
             "exposed_comm_seconds": sum(totals.get(name, 0.0) for name in sorted(COMMUNICATION)),
+            **({"skipped": 1} if result.skipped else {}),
         }
 
     def _memory_bytes(self) -> int:
@@ -55,3 +58,8 @@ class StepMeter:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no other numbers."""
+    return value if math.isfinite(value) else None

@@ -54,6 +54,7 @@ def see_through(
     listen = listen or how.listen
     check_listen(listen)
     journal = Journal(run.path / "journal.jsonl")
+    newest_step, skipped_steps = journal.left_over()
     plan = Plan(
         world=world,
         nodes=how.nodes,
@@ -65,7 +66,9 @@ def see_through(
         late_seconds=_LATE_SECONDS,
         listen=listen,
         replicas=replica_groups(job),
-        newest_step=journal.newest_step(),
+        on_nan=how.on_nan,
+        skipped_steps=skipped_steps,
+        newest_step=newest_step,
     )
     (run.path / "driver.json").unlink(missing_ok=True)
     journal.begin(plan)
