@@ -108,7 +108,7 @@ def test_such_a_batch_is_skipped_where_the_job_says_so_in_later_attempts_and_sta
     assert lines[11]["loss"] is not None and lines[11]["grad_norm"] is None
     assert {one["step"] for one in events(run, "skip")} == {12, 30}
     assert [one["verdict"] for one in events(run, "diagnosis")] == ["deterministic"] * 2
-    assert all(line["loss"] < 6 for line in lines)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1
 
 
 def test_a_run_that_is_to_stop_at_once_does(

@@ -30,6 +30,8 @@ class Evidence:
     """How it ended: "finished", or the reason why it failed."""
     equal: bool | None
     """Losses and all tensors at the end, to those of the undisturbed run; ``None``: it has no end."""
+    verify_every: int = 0
+    """Steps between comparisons of replicas."""
 
 
 @dataclass(kw_only=True)
@@ -56,6 +58,8 @@ class Grade:
     """It came so soon after the fault before it that both are one incident."""
     names: bool = False
     """Somebody is to be named."""
+    steps_wrong: int = 0
+    """That were done before replicas were seen to differ."""
     missed: list[str] = field(default_factory=list)
     """Aims, in words."""
 
@@ -185,9 +189,15 @@ class _Grader:
             self._by_successor(grade, number, line)
         else:
             self._by_storage(grade, aim, line)
+        if aim.verified and grade.steps_wrong > self._evidence.verify_every:
+            every = self._evidence.verify_every
+            grade.missed.append(f"found after {grade.steps_wrong} steps, not {every}")
         return _judged(grade, aim)
 
     def _limit(self, aim: Aim) -> float:
+        """Replicas are compared every so many steps, and heard of once a second."""
+        if aim.verified:
+            return aim.detected_seconds + self._evidence.verify_every * self._median
         return max(aim.detected_seconds, aim.median_steps * self._median)
 
     def _by_driver(self, grade: Grade, line: Line) -> None:
@@ -199,6 +209,7 @@ class _Grader:
         grade.told = incident.fault["problem"].partition("\n")[0].partition(" (log:")[0]
         together = [one for one in self._caused if self._of.get(one["time"]) == index]
         grade.culprit_right = any(self._is_culprit(incident, one) for one in together)
+        grade.steps_wrong = max(0, incident.fault.get("step", 0) - line["step"] + 1)
         self._follow(grade, incident, line)
 
     def _attribute(self) -> dict[float, int]:
@@ -265,7 +276,7 @@ def _incidents(events: Sequence[Line]) -> list[_Incident]:
     found: list[_Incident] = []
     diagnosed: float | None = None
     for event in events:
-        if event["event"] == "diagnosis":
+        if event["event"] == "diagnosis" and "ranks" in event:
             diagnosed = event["time"]
         elif event["event"] == "fault" and "cause" in event:
             named = diagnosed if event["cause"] == "hang" and diagnosed is not None else event["time"]

@@ -189,7 +189,7 @@ _KINDS: dict[KindName, FaultKind] = {
         {
             "rank": Aim(
                 causes=("corruption",),
-                detected_seconds=3.0,
+                detected_seconds=1.5,
                 verified=True,
                 trains_seconds=1.0,
                 also="the rank that differs from the majority is named; goes on from a step before",

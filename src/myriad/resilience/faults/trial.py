@@ -58,6 +58,7 @@ def try_scenario(name: str, scenario: Scenario, folder: Path, tell: Tell) -> Rep
         metrics=undisturbed.read_metrics(),
         outcome=outcome,
         equal=equal,
+        verify_every=job.resilience.verify_every,
     )
     report = grade_run(name, faults, evidence)
     report.folder = str(run.path)
