@@ -15,12 +15,11 @@ their memory; on a spare where a node is gone or, when a spare is there, where t
 a healthy node does not cure is tried twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from myriad.resilience.actions import (
     Action,
-    Diagnose,
     DumpStacks,
     EndRun,
     Evict,
@@ -42,10 +41,9 @@ from myriad.resilience.facts import (
     StopAsked,
 )
 from myriad.resilience.incidents import CORRUPTION, NOT_FINITE, OF_THE_NODE, OF_THE_USER, Incident, told_ranks
-from myriad.resilience.numbers import Trial, Verdict, moved, next_trial
-from myriad.resilience.replicas import Difference, Replicas
 from myriad.resilience.sightings import Sightings
 from myriad.resilience.state import Plan, State
+from myriad.resilience.wrong_numbers import WrongNumbers
 
 __all__ = ["Decider"]
 
@@ -85,7 +83,7 @@ class Decider:
             newest_step=plan.newest_step,
             skipped_steps=plan.skipped_steps,
         )
-        self._replicas = Replicas(plan.replicas)
+        self._numbers = WrongNumbers(plan, self.state, self._node_of)
         self._nodes: dict[int, _Node] = {}
         self._since = self._absent_since = self._looked_at = now
         self._kill_at: float | None = None
@@ -167,7 +165,7 @@ class Decider:
                     self._stopped_since.setdefault(one.rank, now)
                 elif self._stopped_since:
                     self._stopped_since.pop(one.rank, None)
-                self._replicas.saw(one.rank, one.digests)
+                self._numbers.saw(one.rank, one.digests)
             return [*passed, *self._compare_replicas(now)]
         return []
 
@@ -176,15 +174,30 @@ class Decider:
         before were finite."""
         if step >= 0:
             self.state.best_step, self.state.newest_step = max(self.state.best_step, step), None
-        if self.state.trial is not None and step > self.state.trial.step:
-            yield from self._passed(self.state.trial)
+        yield from self._carry_out(self._numbers.passed(step))
 
     def _compare_replicas(self, now: float) -> Iterator[Action]:
-        state = self.state
-        found = self._replicas.look()
-        state.agreed_step = max(state.agreed_step, self._replicas.agreed)
-        if found is not None and state.phase == "running":
-            yield from self._end_attempt(self._corruption(found), now, **self._evidence(found))
+        if self.state.phase == "running" and (found := self._numbers.compare()) is not None:
+            incident, evidence = found
+            yield from self._end_attempt(incident, now, **evidence)
+
+    def _compare_last(self) -> Iterator[Action]:
+        """What ranks that have ended had told nobody yet."""
+        known = self.state.incident
+        if (known is None or known.cause != CORRUPTION) and (found := self._numbers.compare()) is not None:
+            incident, evidence = found
+            yield incident.blame(**evidence)
+            self.state.incident = known or incident
+
+    def _carry_out(self, actions: Iterable[Action]) -> Iterator[Action]:
+        """What follows from wrong numbers."""
+        for action in actions:
+            if isinstance(action, Evict):
+                self._nodes.pop(action.node, None)
+            if isinstance(action, EndRun):
+                yield self._end_run(action.rule, action.outcome, action.reason)
+            else:
+                yield action
 
     # Faults
 
@@ -199,7 +212,7 @@ class Decider:
             return
         state.exits[ended.rank] = ended.code
         self._sightings.changed(ended.node)
-        self._replicas.saw(ended.rank, ended.digests)
+        self._numbers.saw(ended.rank, ended.digests)
         if state.phase == "running":
             yield from self._went_on(ended.step)
         asked_and_obeyed = state.stop_asked and ended.cause == "interrupted"
@@ -365,83 +378,6 @@ class Decider:
     def _node_of(self, rank: int) -> int:
         return next(node for node, ranks in self.state.placement.items() if rank in ranks)
 
-    # Wrong numbers
-
-    def _corruption(self, found: Difference) -> Incident:
-        """Nothing newer than what replicas agreed on is to be trusted; without any such step all is as
-        good."""
-        state = self.state
-        state.newest_step = state.agreed_step if state.agreed_step >= 0 else None
-        nodes = {self._node_of(rank) for rank in found.suspects}
-        rank = found.suspects[0] if len(found.suspects) == 1 else -1
-        node = nodes.pop() if len(nodes) == 1 else -1
-        text = found.text + (f" (agreed: {state.agreed_step})" if state.agreed_step >= 0 else "")
-        after_stop = state.stop_asked
-        return Incident("replicas differ", CORRUPTION, rank, node, found.step, text, text, after_stop)
-
-    def _evidence(self, found: Difference) -> dict[str, object]:
-        return {"suspects": found.suspects, "others": found.others, "agreed_step": self.state.agreed_step}
-
-    def _compare_last(self) -> Iterator[Action]:
-        """What ranks that have ended had told nobody yet."""
-        found = self._replicas.look()
-        self.state.agreed_step = max(self.state.agreed_step, self._replicas.agreed)
-        known = self.state.incident
-        if found is None or (known is not None and known.cause == CORRUPTION):
-            return
-        incident = self._corruption(found)
-        yield incident.blame(**self._evidence(found))
-        if known is None:
-            self.state.incident = incident
-
-    def _passed(self, trial: Trial) -> Iterator[Action]:
-        """The step at which numbers were not finite is done, and they were."""
-        self.state.trial = None
-        rule = "gone on another node" if trial.if_gone == "hardware" else "gone on replay"
-        yield self._diagnosis(trial, trial.if_gone, rule)
-        if trial.if_gone == "hardware" and trial.node not in self.state.placement:
-            yield from self._evict(trial.node, "numbers were finite on another node")
-
-    def _diagnosis(self, trial: Trial, verdict: Verdict, rule: str) -> Diagnose:
-        step, rank, node = trial.step, trial.rank, trial.node
-        return Diagnose(rule=rule, verdict=verdict, cause=NOT_FINITE, step=step, rank=rank, node=node)
-
-    def _evict(self, node: int, rule: str) -> Iterator[Action]:
-        if self._nodes.pop(node, None) is not None:
-            yield Evict(rule=rule, node=node)
-
-    def _try_numbers(self, incident: Incident, now: float) -> Iterator[Action]:
-        """All ranks are gone, as a number was not finite: again, elsewhere, without the batch, or not."""
-        state, where = self.state, (incident.step, incident.rank, incident.node)
-        found = next_trial(state.trial, *where, len(self.nodes))
-        if self._plan.on_nan == "stop":
-            yield self._end_run("a number is not finite", "failed", incident.text)
-        elif isinstance(found, Trial):
-            state.trial, state.phase, self._since = found, "gathering", now
-        else:
-            tried = state.trial
-            assert tried is not None, "a verdict is of something that was tried"
-            state.trial = None
-            yield from self._give_verdict(incident, tried, found, now)
-
-    def _give_verdict(self, incident: Incident, tried: Trial, found: Verdict, now: float) -> Iterator[Action]:
-        state, spare = self.state, len(self.nodes) > self._plan.nodes
-        if found == "hardware":
-            yield self._diagnosis(tried, found, "it stays with the node")
-            if spare:
-                yield from self._evict(tried.node, "numbers are not finite on this node, whatever its ranks")
-        else:
-            yield self._diagnosis(tried, found, "it comes again")
-        if found == "hardware" and spare:
-            state.phase, self._since = "gathering", now
-        elif found == "deterministic" and self._plan.on_nan == "skip":
-            state.skipped_steps = tuple(sorted({*state.skipped_steps, incident.step}))
-            state.repeats.pop(incident.signature, None)
-            state.phase, self._since = "gathering", now
-        else:
-            whose = f"node {tried.node}" if found == "hardware" else "the data or the model"
-            yield self._end_run("it comes again", "failed", f"{incident.text}; {tried.tried}: it is {whose}")
-
     # What comes next
 
     def _go_on(self, now: float) -> Iterator[Action]:
@@ -474,16 +410,13 @@ class Decider:
         state, plan = self.state, self._plan
         before = list(state.placement) or there[: plan.nodes]
         others = [number for number in there if number not in before]
-        chosen = [number if number in there else others.pop(0) for number in before]
-        if state.trial is not None and state.trial.how == "move":
-            chosen = moved(state.trial, chosen, others)[: plan.nodes]
-            state.trial = replace(state.trial, how="moved")
-        each = plan.world // plan.nodes
+        filled = [number if number in there else others.pop(0) for number in before]
+        chosen, each = self._numbers.order(filled, others)[: plan.nodes], plan.world // plan.nodes
         state.placement = {
             number: tuple(range(place * each, (place + 1) * each)) for place, number in enumerate(chosen)
         }
         state.epoch, state.phase, state.exits, state.incident = state.epoch + 1, "running", {}, None
-        self._replicas = Replicas(plan.replicas)
+        self._numbers.begin()
         self._since, self._kill_at, self._stopped_since = now, None, {}
         self._sightings = Sightings()
         rule, again = "all nodes are there", state.epoch > plan.first_epoch
@@ -500,8 +433,8 @@ class Decider:
         """All ranks are gone."""
         yield from self._compare_last()
         state = self.state
-        if state.trial is not None and state.incident is None and not state.stop_asked:
-            yield from self._passed(state.trial)
+        if state.incident is None and not state.stop_asked:
+            yield from self._carry_out(self._numbers.passed())
         incident = state.incident
         if incident is None or (state.stop_asked and not incident.after_stop):
             outcome: Outcome = "interrupted" if state.stop_asked else "finished"
@@ -511,7 +444,8 @@ class Decider:
         elif (rule := self._is_hopeless(incident)) is not None:
             yield self._end_run(rule, "failed", incident.text)
         elif incident.cause == NOT_FINITE:
-            yield from self._try_numbers(incident, now)
+            state.phase, self._since = "gathering", now
+            yield from self._carry_out(self._numbers.judge(incident, len(self.nodes)))
         else:
             state.phase, self._since = "gathering", now
             yield from self._swap(incident)
@@ -530,7 +464,8 @@ class Decider:
     def _is_hopeless(self, incident: Incident) -> str | None:
         """The rule by which it makes no sense to begin again."""
         state = self.state
-        if self._has_gone_on(incident):
+        wrong = incident.cause == CORRUPTION
+        if self._numbers.count(incident) if wrong else state.best_step > state.fault_step:
             state.repeats = {}
         state.fault_step = state.best_step
         count = state.repeats[incident.signature] = state.repeats.get(incident.signature, 0) + 1
@@ -541,17 +476,6 @@ class Decider:
         if incident.cause in OF_THE_USER and count > 1:
             return "the same error of the program came twice at the same step"
         return None
-
-    def _has_gone_on(self, incident: Incident) -> bool:
-        """Since the last fault. Steps after replicas began to differ are none; what is wrong with a node is
-        remembered all the same."""
-        state = self.state
-        if incident.cause != CORRUPTION:
-            return state.best_step > state.fault_step
-        before, state.wrong_step = state.wrong_step, state.agreed_step
-        if incident.node >= 0:
-            state.wrong_on[incident.node] = state.wrong_on.get(incident.node, 0) + 1
-        return state.agreed_step > before
 
     def _end_run(self, rule: str, outcome: Outcome, reason: str) -> EndRun:
         self.state.phase, self.state.outcome, self.state.reason = "over", outcome, reason

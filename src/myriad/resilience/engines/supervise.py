@@ -18,8 +18,8 @@ from typing import Any
 from myriad.errors import RunFailedError
 from myriad.resilience.engines.engine import Engine, Observer, Outcome
 from myriad.resilience.engines.kept import Kept, of_module
-from myriad.resilience.facts import STOP_ASKED
 from myriad.resilience.engines.replica_groups import replica_groups
+from myriad.resilience.facts import STOP_ASKED
 from myriad.resilience.journal import Journal
 from myriad.resilience.listen import check_listen
 from myriad.resilience.state import Plan
