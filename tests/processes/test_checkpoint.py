@@ -216,6 +216,16 @@ def test_only_the_newest_are_kept(folder: CheckpointFolder) -> None:
     assert folder.steps() == [40, 50]
 
 
+def test_what_replicas_agreed_on_last_is_kept_until_something_newer_is(folder: CheckpointFolder) -> None:
+    """Else there is nothing to go back to when the newest are found to be wrong."""
+    for step in (30, 40, 50, 60):
+        save(folder, step, parts(), {})
+        folder.prune(2, step, trusted=35)
+    assert folder.steps() == [30, 50, 60]
+    folder.prune(2, 60, trusted=55)
+    assert folder.steps() == [50, 60]
+
+
 def test_a_damaged_newer_checkpoint_never_takes_the_place_of_a_good_one(folder: CheckpointFolder) -> None:
     """A run that went back to step 10 and saved at 15 must still have 15 when it keeps one only."""
     flip(folder.of_step(20) / ".metadata")
@@ -233,6 +243,8 @@ def test_what_did_not_verify_is_set_aside_and_never_tried_again(folder: Checkpoi
     assert folder.newest() == (10, []) and (folder.path / "step-20.damaged" / ".metadata").is_file()
     save(folder, 20, parts(value=2.0), {})
     assert folder.newest() == (20, []) and (folder.path / "step-20.damaged").is_dir()
+    assert folder.set_aside(20) == "step-20.damaged", "a second time"
+    assert folder.steps() == [10]
 
 
 def _save_for_ever(folder: CheckpointFolder) -> None:

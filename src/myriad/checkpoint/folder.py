@@ -138,6 +138,7 @@ class CheckpointFolder:
     def set_aside(self, step: int) -> str:
         """Renames a checkpoint that did not verify, so that nothing tries it again. Gives the new name."""
         aside = self.at_damaged(step).name
+        self.storage.remove(aside)  # of an earlier time
         self.storage.rename(f"step-{step}", aside)
         return aside
 

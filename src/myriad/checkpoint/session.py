@@ -172,7 +172,7 @@ class Session:
         several = len(world.ranks_of_node) > 1
         # the newest and the next; one being stored, one that waits for it; one being copied, the last copied
         num_slots = 2 + 2 * (config.memory_every > 0) + 2 * (several and config.copies_every > 0)
-        num_slots += self._settings.compares and config.memory_every > 0  # what may be gone back to
+        num_slots += self._settings.compares  # what may be gone back to
         self._join = partial(
             self._client.join,
             pieces,

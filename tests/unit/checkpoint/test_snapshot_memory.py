@@ -73,3 +73,15 @@ def test_both_sides_see_the_same_bytes_in_slots_of_whole_pages(make):
     rank.view(2, 4990, 5)[:] = b"abcde"
     assert bytes(keeper.view(2, 4990, 5)) == b"abcde" and not any(keeper.view(1))
     assert rank.slot_address(1) - rank.slot_address(0) == rank.slot_bytes
+
+
+def test_the_newest_snapshot_up_to_what_is_trusted_stays_until_there_is_a_newer_one(make):
+    rank, keeper = make(3)
+    for step in range(1, 40):
+        rank.trust(10 * (step // 10))
+        slot = rank.begin(step)
+        assert slot is not None, "with one slot more than without, nothing waits"
+        rank.end(slot, hold=False)
+        steps = [slot.step for slot in keeper.whole()]
+        assert step in steps and (step < 11 or rank.trusted in steps or rank.trusted == step)
+    assert keeper.trusted == 30 and 30 in steps

@@ -127,3 +127,20 @@ def test_a_save_that_failed_and_a_damaged_piece_are_told_by_storage() -> None:
     events = [told(rank=0), *again(), found | {"time": 100.6}]
     assert graded(damage, lines=[caused()], events=events).met
     assert not graded(damage, lines=[caused()], events=events[:-1]).met, "nobody saw the damage"
+
+
+@pytest.mark.parametrize(("step", "met"), [(24, True), (25, False)])
+def test_wrong_numbers_are_to_be_found_when_replicas_are_compared_next(step: int, met: bool) -> None:
+    flip = Fault(kind="flip", where="rank", rank=1, step=20)
+    events = [{**told("corruption", at=101.0), "step": step}, *again(101.6, step=18)]
+    report = graded(flip, lines=[caused()], events=events, verify_every=5)
+    assert report.met == met
+    assert met or report.grades[0].missed == ["found after 6 steps, not 5"]
+
+
+def test_the_verdict_on_a_nan_is_not_taken_for_the_suspects_of_a_hang() -> None:
+    nan, hang = Fault(kind="nan-once", rank=1, step=20), Fault(kind="hang", rank=1, step=30)
+    verdict = {"event": "diagnosis", "time": 101.0, "verdict": "transient"}
+    events = [told("nan"), *again(), verdict, told("hang", at=215.0), *again(215.6, step=29)]
+    report = graded(nan, hang, lines=[caused(), caused(1, 200.5, 30)], events=events)
+    assert report.met and report.grades[1].detected_seconds == pytest.approx(14.5)

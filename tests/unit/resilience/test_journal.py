@@ -1,5 +1,6 @@
 """If these fail, a new driver forgets what the last one had decided."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from myriad.resilience.actions import EndRun, StartAttempt
 from myriad.resilience.facts import RankExited
 from myriad.resilience.incidents import Incident
 from myriad.resilience.journal import Journal
+from myriad.resilience.numbers import Trial
 from myriad.resilience.state import Plan, State
 
 PLAN = Plan(world=4, nodes=2, first_epoch=3, patience=0.5)
@@ -19,6 +21,10 @@ STATE = State(
     exits={1: ENDED.code},
     incident=Incident.of_exit(ENDED, "a rank ended", after_stop=False),
     repeats={"user at step 7: ValueError: moon": 1},
+    newest_step=40,
+    wrong_on={1: 2},
+    trial=Trial(8, 3, 1, "moved"),
+    skipped_steps=(8, 30),
 )
 START = StartAttempt(rule="all are there", epoch=3, placement={0: (0, 1)}, again=False)
 
@@ -51,3 +57,17 @@ def test_a_torn_last_line_counts_as_unwritten_and_is_written_over(tmp_path: Path
 def test_without_a_plan_there_is_nothing_to_drive(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no plan"):
         Journal(tmp_path / "journal.jsonl").replay()
+
+
+def test_a_start_that_ended_before_ranks_went_back_tells_the_next_how_far_and_what_is_skipped(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    assert journal.left_over() == (None, ())
+    journal.begin(PLAN)
+    journal.write([START], STATE)
+    assert journal.left_over() == (40, (8, 30))
+    journal.begin(replace(PLAN, newest_step=40, skipped_steps=(8,)))
+    assert journal.left_over() == (40, (8,)), "that one did not begin either"
+    journal.write([START], State("running", 3, skipped_steps=(8,)))
+    assert journal.left_over() == (None, (8,))

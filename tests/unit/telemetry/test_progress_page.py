@@ -3,7 +3,7 @@
 import os
 import time
 
-from myriad.telemetry.progress_page import PROGRESS, ProgressPage, own_row
+from myriad.telemetry.progress_page import PROGRESS, ProgressPage, _digests, own_row
 from myriad.telemetry.spans import Recorder
 
 
@@ -47,3 +47,21 @@ def test_the_longest_names_are_told_apart() -> None:
     from myriad.program.actions import Kind
 
     assert max(len(kind) for kind in Kind) <= 16
+
+
+def test_the_newest_digests_are_there_with_their_steps_and_what_was_agreed_on_comes_back(monkeypatch) -> None:
+    page = ProgressPage(2)
+    monkeypatch.setenv(PROGRESS, page.address(1))
+    row = own_row()
+    assert page.read(1).digests == () and row.agreed_step() == -1
+    for step in range(12):
+        row.digest(10 * step, -(2**63) + step)
+    assert page.read(1).digests == tuple((10 * step, -(2**63) + step) for step in range(4, 12))
+    page.agree(1, 80)
+    assert row.agreed_step() == 80 and page.read(0).digests == ()
+
+
+def test_a_digest_that_is_just_written_is_not_seen_with_another_ones_step() -> None:
+    before, after = [5 + 1, 111, 0, 0], [5 + 1, 222, 7 + 1, 333]
+    assert _digests(before, after) == ()
+    assert _digests(after, after) == ((5, 222), (7, 333))

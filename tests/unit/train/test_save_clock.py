@@ -49,3 +49,12 @@ def test_without_minutes_only_steps_count_and_without_seconds_every_step_is_kept
     clock.taken(Wants())
     clock.hear(clock.signal(False))
     assert clock.memory_due
+
+
+def test_what_replicas_agreed_on_reaches_all_ranks_with_the_sum_and_stays() -> None:
+    clocks = [SaveClock(CheckpointConfig(), decides=rank == 0) for rank in range(3)]
+    assert all(clock.agreed_step == -1 for clock in clocks)
+    for told, known in ((-1, -1), (0, 0), (2**28, 2**28), (-1, 2**28)):
+        total = sum(clock.signal(rank == 2, told if rank == 0 else -1) for rank, clock in enumerate(clocks))
+        assert [clock.hear(total) for clock in clocks] == [True] * 3, "somebody asks to stop"
+        assert all(clock.agreed_step == known for clock in clocks)

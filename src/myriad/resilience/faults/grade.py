@@ -276,7 +276,7 @@ def _incidents(events: Sequence[Line]) -> list[_Incident]:
     found: list[_Incident] = []
     diagnosed: float | None = None
     for event in events:
-        if event["event"] == "diagnosis" and "ranks" in event:
+        if event["event"] == "diagnosis" and "verdict" not in event:
             diagnosed = event["time"]
         elif event["event"] == "fault" and "cause" in event:
             named = diagnosed if event["cause"] == "hang" and diagnosed is not None else event["time"]
