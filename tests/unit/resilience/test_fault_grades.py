@@ -144,3 +144,12 @@ def test_the_verdict_on_a_nan_is_not_taken_for_the_suspects_of_a_hang() -> None:
     events = [told("nan"), *again(), verdict, told("hang", at=215.0), *again(215.6, step=29)]
     report = graded(nan, hang, lines=[caused(), caused(1, 200.5, 30)], events=events)
     assert report.met and report.grades[1].detected_seconds == pytest.approx(14.5)
+
+
+def test_of_two_replicas_that_differ_it_is_right_to_suspect_both() -> None:
+    flip = Fault(kind="flip", where="rank", rank=1, step=20)
+    both = {key: value for key, value in told("corruption", at=101.0).items() if key != "rank"}
+    events = [{**both, "evidence": {"suspects": [0, 1]}}, *again(101.6, step=18)]
+    assert graded(flip, lines=[caused()], events=events, verify_every=5).met
+    events[0]["evidence"] = {"suspects": [2, 3]}
+    assert not graded(flip, lines=[caused()], events=events, verify_every=5).met

@@ -235,8 +235,10 @@ class _Grader:
     def _is_culprit(self, incident: _Incident, line: Line) -> bool:
         fault = self._faults[line["number"]]
         aim = aim_of(fault.kind, fault.where)
-        same = fault.rank is None or incident.fault.get("rank") == fault.rank
-        return incident.fault["cause"] in aim.causes and same
+        told = incident.fault
+        suspects = told.get("evidence", {}).get("suspects", ())  # of two replicas that differ, both
+        same = fault.rank is None or told.get("rank") == fault.rank or fault.rank in suspects
+        return told["cause"] in aim.causes and same
 
     def _follow(self, grade: Grade, incident: _Incident, line: Line) -> None:
         if incident.started is not None:

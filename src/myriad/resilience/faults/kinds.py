@@ -192,7 +192,7 @@ _KINDS: dict[KindName, FaultKind] = {
                 detected_seconds=1.5,
                 verified=True,
                 trains_seconds=1.0,
-                also="the rank that differs from the majority is named; goes on from a step before",
+                also="the rank that differs from the majority is named, of two both; goes on from before",
             )
         },
         inside=True,
