@@ -1,7 +1,8 @@
 """What the driver is told, and what it says: plain values, the same on the wire, in the journal and in the
 decisions.
 
-    executor ──NodeJoined, RankExited, Beat, StopAsked──► driver ──Start, End, Dump, Agreed, Stop, Leave──► executor
+    executor ──NodeJoined, RankExited, Beat, StopAsked──► driver
+    driver ──Start, End, Dump, Agreed, Stop, Leave──► executor
     somebody who wants to be a node ──NodeWanted──► driver ──NodeNumber──► it becomes one
 
 ``epoch`` is the number of an attempt. Whoever is told of another epoch than its own drops what it was told.
