@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slurm_cluster import SlurmCluster, missing
 
 from myriad.checkpoint.store import load_model
 from myriad.job import load_job
 from myriad.jsonl import JsonlTail
 from myriad.resilience.engines.local import run_local
 from myriad.run import Run
-from slurm_cluster import SlurmCluster, missing
 
 LAST = 200
 KEYS = (

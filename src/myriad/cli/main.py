@@ -17,6 +17,7 @@ from myriad.cli import (
     doctor,
     faults,
     join,
+    manifests,
     parity,
     plan,
     report,
@@ -29,7 +30,21 @@ from myriad.errors import MyriadError
 
 __all__ = ["main"]
 
-_VERBS = (train, join, sample, report, parity, plan, simulate, validate, data, checkpoint, doctor, faults)
+_VERBS = (
+    train,
+    join,
+    sample,
+    report,
+    parity,
+    plan,
+    simulate,
+    validate,
+    data,
+    checkpoint,
+    doctor,
+    faults,
+    manifests,
+)
 _USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 

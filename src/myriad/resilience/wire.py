@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import json
 import logging
+import os
 import secrets
 import struct
 from collections import deque
@@ -22,10 +23,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from myriad.errors import BadInputError
 from myriad.resilience.codec import decode, encode
 from myriad.whole_file import write_whole
 
-__all__ = ["MAX_BYTES", "MAX_UNREAD_BYTES", "Frames", "Link", "Refused", "frame", "run_secret"]
+__all__ = ["MAX_BYTES", "MAX_UNREAD_BYTES", "SECRET_FILE", "Frames", "Link", "Refused", "frame", "run_secret"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,6 +36,9 @@ MAX_BYTES = 2**22
 MAX_UNREAD_BYTES = 2**24
 """That the other end has not read: whoever lets so much lie is taken for gone."""
 _SECRET_BYTES = 64
+_LEAST_SECRET_BYTES = 32
+SECRET_FILE = "MYRIAD_SECRET_FILE"
+"""Names, in the environment, a file with the secret of all runs there: it need not lie in a shared folder."""
 _HEADER = struct.Struct("!2sHI")
 _MAGIC = b"MY"
 _HANDSHAKE_SECONDS = 10.0
@@ -85,10 +90,23 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def run_secret(path: Path) -> bytes:
-    """The run's, made when it is not there; readable by its user alone."""
+    """The run's, made when it is not there; readable by its user alone. Raises `BadInputError` for one that
+    was given and is none."""
+    if given := os.environ.get(SECRET_FILE):
+        return _read_given(Path(given))
     if not path.exists() or path.stat().st_size != _SECRET_BYTES:  # none, or what a full disk left of one
         write_whole(path, secrets.token_hex(_SECRET_BYTES // 2), mode=0o600)
     return path.read_bytes()
+
+
+def _read_given(path: Path) -> bytes:
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise BadInputError(SECRET_FILE, str(path), f"cannot be read: {error.strerror}") from None
+    if len(secret) < _LEAST_SECRET_BYTES:
+        raise BadInputError(SECRET_FILE, str(path), f"a file with {_LEAST_SECRET_BYTES} characters or more")
+    return secret
 
 
 class Link:
