@@ -70,6 +70,8 @@ _ENGINES = {
     "local": ("myriad.resilience.engines.local", "check_local", "run_local"),
     "join": ("myriad.resilience.engines.joined", "check_joined", "run_joined"),
     "slurm": ("myriad.resilience.engines.slurm", "check_slurm", "run_slurm"),
+    "ray": ("myriad.resilience.engines.ray_cluster.train", "check_ray", "run_ray"),
+    "kubernetes": ("myriad.resilience.engines.kubernetes.train", "check_kubernetes", "run_kubernetes"),
 }
 
 

@@ -1,0 +1,240 @@
+"""A run on Ray's machines: one that dies costs no bit, one that Ray believes to be well is left all the same,
+and nothing stays behind. Each machine is a raylet of this one."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from watching import descendants, is_alive, wait_until
+
+from myriad.checkpoint.keeper_start import keeper_name
+from myriad.checkpoint.store import load_model
+from myriad.errors import BadInputError
+from myriad.job import Job, load_job
+from myriad.jsonl import JsonlTail
+from myriad.resilience.engines.engine import check_engine, train_on
+from myriad.resilience.engines.local import run_local
+from myriad.run import Run
+
+ray: Any = pytest.importorskip("ray", reason="Ray is not installed: pip install 'myriad[ray]'")
+_SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=300"]
+_TWO = ["layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "resilience.nodes=2"]
+_OFTEN = ["checkpoint.memory_seconds=0", "checkpoint.copies_every=5", "checkpoint.linger_seconds=2"]
+_SPARE = ["resilience.engine=ray", "resilience.spares=1"]
+_QUICK = {"initial_delay_ms": 0, "period_ms": 500, "timeout_ms": 500, "failure_threshold": 3}
+_OBJECTS_BYTES = 80 * 2**20
+
+
+class Machines:
+    """Raylets, each with room for one node of the run; the head has none."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": 0, "object_store_memory": _OBJECTS_BYTES, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.address: str = self._cluster.address
+
+    def add(self) -> None:
+        self._cluster.add_node(num_cpus=1, object_store_memory=_OBJECTS_BYTES)
+
+    def have(self, count: int) -> None:
+        while len(self._cluster.worker_nodes) < count:
+            self.add()
+
+    def kill(self, machine: str) -> None:
+        (node,) = [one for one in self._cluster.worker_nodes if one.node_id == machine]
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def of(self, pid: int | None) -> str | None:
+        """The machine that a process is on: whose raylet has started it, or its parent."""
+        for node in self._cluster.worker_nodes:
+            (raylet,) = node.all_processes["raylet"]
+            if pid is not None and pid in descendants(raylet.process.pid):
+                found: str = node.node_id
+                return found
+        return None
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    before = dict(os.environ)
+    os.environ |= {f"RAY_health_check_{name}": str(value) for name, value in _QUICK.items()}
+    found = Machines()
+    ray.init(address=found.address, log_to_driver=False, logging_level="warning")
+    yield found
+    ray.shutdown()
+    found.close()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def make_run(path: Path, corpus: Path, *overrides: str) -> Run:
+    run = Run(path)
+    run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *_SMALL, *_TWO, *_OFTEN, *overrides]))
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
+    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus)
+    assert run_local(run, 2) == "finished"
+    return run
+
+
+def processes() -> Iterator[tuple[int, list[str]]]:
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            yield int(path.name), (path / "cmdline").read_text().split("\0")
+
+
+def executor_of(run: Run, node: int) -> int | None:
+    for pid, words in processes():
+        if "myriad.resilience.executor_process" in words and words[3:5] == [str(run.path), str(node)]:
+            return pid
+    return None
+
+
+def forget(run: Run, node: int) -> None:
+    """A machine's memory goes with it."""
+    for pid, words in processes():
+        if keeper_name(run.path, node) in words:
+            os.kill(pid, signal.SIGKILL)
+
+
+class Acts:
+    """Watches a run as the screen does; does what comes next when its time has come."""
+
+    def __init__(self, *acts: tuple[Callable[[], bool], Callable[[], object]]) -> None:
+        self._acts = list(acts)
+
+    def tick(self) -> None:
+        if self._acts and self._acts[0][0]():
+            self._acts.pop(0)[1]()
+
+    def stopping(self) -> None: ...
+
+    @property
+    def all_done(self) -> bool:
+        return not self._acts
+
+
+def reached(run: Run, step: int) -> Callable[[], bool]:
+    return lambda: bool(lines := run.read_metrics()) and lines[-1]["step"] >= step
+
+
+def events(run: Run, name: str) -> list[dict]:
+    return [event for event in run.read_events() if event["event"] == name]
+
+
+def placements(run: Run) -> list[list[int]]:
+    """The nodes of each attempt, in the order of their ranks."""
+    records = JsonlTail(run.path / "journal.jsonl").poll()
+    started = [one for record in records for one in record.get("actions", ()) if "placement" in one]
+    return [sorted(map(int, one["placement"]), key=lambda n: one["placement"][str(n)]) for one in started]
+
+
+def assert_same_weights(run: Run, other: Run) -> None:
+    ours, theirs = (load_model(one.checkpoints_path / "step-300", "") for one in (run, other))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+
+
+def train(run: Run, acts: Acts) -> None:
+    job = run.job()
+    check_engine(job)
+    assert train_on(job)(run, job.layout.world, threads=1, observer=acts) == "finished"
+    assert acts.all_done
+
+
+def test_a_machine_dies_and_a_spare_takes_its_place_and_not_a_bit_is_lost(
+    tmp_path: Path, corpus: Path, undisturbed: Run, machines: Machines
+) -> None:
+    machines.have(3)
+    run = make_run(tmp_path / "run", corpus, *_SPARE)
+    seen: dict[int, str | None] = {}
+
+    def lose() -> None:
+        seen.update({node: machines.of(executor_of(run, node)) for node in range(3)})
+        machines.kill(str(seen[0]))
+        forget(run, 0)
+
+    ready = lambda: reached(run, 100)() and executor_of(run, 2) is not None  # noqa: E731
+    train(run, Acts((ready, lose)))
+    assert None not in seen.values() and len(set(seen.values())) == 3, "two nodes on one machine"
+    assert placements(run) == [[0, 1], [2, 1]], "rank 1 stays where its snapshots are"
+    (fault,), (resume,) = events(run, "fault"), events(run, "resume")
+    assert (fault["cause"], fault["node"], resume["source"]) == ("node", 0, "memory")
+    assert_same_weights(run, undisturbed)
+
+
+def test_a_machine_that_ray_believes_to_be_well_is_left_and_nothing_stays_behind(
+    tmp_path: Path, corpus: Path, undisturbed: Run, machines: Machines
+) -> None:
+    machines.have(4)
+    run = make_run(tmp_path / "run", corpus, *_SPARE, "train.steps=300")
+    before: dict[int, str | None] = {}
+    left: list[int] = []
+
+    def stop() -> None:
+        before.update({node: machines.of(executor_of(run, node)) for node in range(3)})
+        pid = executor_of(run, 1)
+        assert pid is not None
+        left.extend([pid, *descendants(pid)])
+        os.kill(pid, signal.SIGSTOP)
+
+    def is_elsewhere() -> bool:
+        return machines.of(executor_of(run, 1)) not in (None, *before.values())
+
+    def look() -> None:
+        for node in range(3):
+            left.extend(descendants(executor_of(run, node) or 0))
+
+    ready = lambda: reached(run, 100)() and executor_of(run, 2) is not None  # noqa: E731
+    train(run, Acts((ready, stop), (is_elsewhere, look)))
+    assert placements(run) == [[0, 1], [0, 2]]
+    assert_same_weights(run, undisturbed)
+    wait_until(lambda: not any(map(is_alive, left)))
+    assert [executor_of(run, node) for node in range(3)] == [None] * 3
+
+
+def tiny_on_ray() -> Job:
+    return load_job("tiny", ["resilience.engine=ray"])
+
+
+def test_a_driver_that_others_cannot_reach_is_refused(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.77")
+    with pytest.raises(BadInputError, match=r"resilience\.listen = '127\.0\.0\.1'.*192\.0\.2\.77"):
+        check_engine(tiny_on_ray())
+
+
+def test_without_ray_or_without_a_cluster_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before anything is started."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray writes down what it has started
+    monkeypatch.setenv("RAY_ADDRESS", "")
+
+    def no_cluster(**options: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance.\nPlease ...")
+
+    monkeypatch.setattr(ray, "init", no_cluster)
+    with pytest.raises(BadInputError, match=r"needs a Ray cluster.*Could not find") as told:
+        check_engine(tiny_on_ray())
+    assert "\n" not in str(told.value)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(BadInputError, match=r"pip install 'myriad\[ray\]'"):
+        check_engine(tiny_on_ray())
