@@ -25,7 +25,7 @@ from myriad.run import Run
 ray: Any = pytest.importorskip("ray", reason="Ray is not installed: pip install 'myriad[ray]'")
 _SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=300"]
 _TWO = ["layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "resilience.nodes=2"]
-_OFTEN = ["checkpoint.memory_seconds=0", "checkpoint.copies_every=5", "checkpoint.linger_seconds=2"]
+_OFTEN = ["checkpoint.memory_seconds=0", "checkpoint.copies_every=5", "checkpoint.linger_seconds=60"]
 _SPARE = ["resilience.engine=ray", "resilience.spares=1"]
 _QUICK = {"initial_delay_ms": 0, "period_ms": 500, "timeout_ms": 500, "failure_threshold": 3}
 _OBJECTS_BYTES = 80 * 2**20
@@ -169,7 +169,7 @@ def test_a_machine_dies_and_a_spare_takes_its_place_and_not_a_bit_is_lost(
         machines.kill(str(seen[0]))
         forget(run, 0)
 
-    ready = lambda: reached(run, 100)() and executor_of(run, 2) is not None  # noqa: E731
+    ready = lambda: reached(run, 60)() and executor_of(run, 2) is not None  # noqa: E731
     train(run, Acts((ready, lose)))
     assert None not in seen.values() and len(set(seen.values())) == 3, "two nodes on one machine"
     assert placements(run) == [[0, 1], [2, 1]], "rank 1 stays where its snapshots are"
@@ -200,7 +200,7 @@ def test_a_machine_that_ray_believes_to_be_well_is_left_and_nothing_stays_behind
         for node in range(3):
             left.extend(descendants(executor_of(run, node) or 0))
 
-    ready = lambda: reached(run, 100)() and executor_of(run, 2) is not None  # noqa: E731
+    ready = lambda: reached(run, 60)() and executor_of(run, 2) is not None  # noqa: E731
     train(run, Acts((ready, stop), (is_elsewhere, look)))
     assert placements(run) == [[0, 1], [0, 2]]
     assert_same_weights(run, undisturbed)
