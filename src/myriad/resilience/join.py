@@ -16,7 +16,7 @@ from myriad.job import Job
 from myriad.resilience.executor_process import run_node
 from myriad.resilience.facts import NodeNumber, NodeWanted
 from myriad.resilience.reach import Reach
-from myriad.resilience.wire import Refused
+from myriad.resilience.wire import Refused, secret_place
 from myriad.run import Run
 
 __all__ = ["join"]
@@ -46,7 +46,7 @@ async def _find(run: Run, node: int | None, wait_seconds: float) -> int:
     """Once a driver is there: the number."""
     deadline = time.monotonic() + wait_seconds
     while True:
-        if (problem := _unreadable(run.path / "secret")) is not None:
+        if (problem := _unreadable(secret_place(run.path / "secret"))) is not None:
             raise BadInputError("RUN", str(run.path), problem)
         with suppress(OSError, KeyError, ValueError):
             return await _ask(run, node)
@@ -66,7 +66,7 @@ def _unreadable(secret: Path) -> str | None:
 
 
 async def _ask(run: Run, node: int | None) -> int:
-    if not (run.path / "secret").exists():
+    if not secret_place(run.path / "secret").exists():
         raise FileNotFoundError("there is no run yet")
     async with Reach(run.path).link() as link:
         if node is not None:
@@ -77,7 +77,7 @@ async def _ask(run: Run, node: int | None) -> int:
 
 
 async def _why_not(run: Run, wait_seconds: float) -> str:
-    if not (run.path / "secret").exists() or not (run.path / "driver.json").exists():
+    if not secret_place(run.path / "secret").exists() or not (run.path / "driver.json").exists():
         return f"no driver has begun it within {wait_seconds:g} s; `myriad train` does"
     try:
         await _ask(run, 0)

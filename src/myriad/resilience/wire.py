@@ -27,7 +27,17 @@ from myriad.errors import BadInputError
 from myriad.resilience.codec import decode, encode
 from myriad.whole_file import write_whole
 
-__all__ = ["MAX_BYTES", "MAX_UNREAD_BYTES", "SECRET_FILE", "Frames", "Link", "Refused", "frame", "run_secret"]
+__all__ = [
+    "MAX_BYTES",
+    "MAX_UNREAD_BYTES",
+    "SECRET_FILE",
+    "Frames",
+    "Link",
+    "Refused",
+    "frame",
+    "run_secret",
+    "secret_place",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -89,11 +99,16 @@ def _parse(text: bytes) -> dict[str, Any]:
     return message
 
 
+def secret_place(path: Path) -> Path:
+    """Where it is: in the run's folder at ``path``, or as `SECRET_FILE` says."""
+    return Path(os.environ.get(SECRET_FILE) or path)
+
+
 def run_secret(path: Path) -> bytes:
     """The run's, made when it is not there; readable by its user alone. Raises `BadInputError` for one that
     was given and is none."""
-    if given := os.environ.get(SECRET_FILE):
-        return _read_given(Path(given))
+    if (given := secret_place(path)) != path:
+        return _read_given(given)
     if not path.exists() or path.stat().st_size != _SECRET_BYTES:  # none, or what a full disk left of one
         write_whole(path, secrets.token_hex(_SECRET_BYTES // 2), mode=0o600)
     return path.read_bytes()

@@ -3,7 +3,7 @@
 from typing import Any
 
 from myriad.job import Job
-from myriad.resilience.engines.kubernetes.labels import NODE_ROLE, ROLE_LABEL, RUN_LABEL, RUN_NAME
+from myriad.resilience.engines.kubernetes.labels import NAMESPACE, NODE_ROLE, ROLE_LABEL, RUN_LABEL, RUN_NAME
 from myriad.resilience.engines.kubernetes.settings import PodSettings, Toleration, quantity
 from myriad.resilience.wire import SECRET_FILE
 
@@ -58,6 +58,7 @@ def _driver_container(settings: PodSettings) -> dict[str, Any]:
             *_environment(),
             _from_pod("POD_IP", "status.podIP"),
             {"name": RUN_NAME, "value": settings.run},
+            {"name": NAMESPACE, "value": settings.namespace},
         ],
         "resources": {"requests": {"cpu": "1", "memory": "2Gi"}},
         "readinessProbe": {
