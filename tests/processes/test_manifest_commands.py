@@ -71,6 +71,7 @@ class Pods:
 
 @pytest.fixture
 def pods(tmp_path: Path) -> Any:
+    (tmp_path / "corpus").mkdir()
     corpus = make_corpus(tmp_path / "corpus", count=300)
     job = load_job("tiny", [f"data.corpus={corpus}", *_KEYS])
     (tmp_path / "runs").mkdir()
