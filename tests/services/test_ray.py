@@ -1,8 +1,10 @@
 """A run on Ray's machines: one that dies costs no bit, one that Ray believes to be well is left all the same,
 and nothing stays behind. Each machine is a raylet of this one."""
 
+import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -213,6 +215,35 @@ def test_a_machine_that_ray_believes_to_be_well_is_left_and_nothing_stays_behind
     assert len(left) > 8
     wait_until(lambda: not any(map(is_alive, left)))
     assert [executor_of(run, node) for node in range(3)] == [None] * 3
+
+
+def test_the_command_is_killed_and_goes_on_and_says_nothing_but_its_answer(
+    tmp_path: Path, corpus: Path, undisturbed: Run, machines: Machines
+) -> None:
+    """Ray ends its tasks; the second time a machine dies, too."""
+    machines.have(3)
+    run = make_run(tmp_path / "run", corpus, *_SPARE)
+    command = [sys.executable, "-m", "myriad.cli.main", "train", str(run.path), "--json"]
+
+    def start() -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            command, env=os.environ | {"RAY_ADDRESS": machines.address}, stdout=subprocess.PIPE, text=True
+        )
+
+    first = start()
+    wait_until(reached(run, 60), 120)
+    left = [pid for node in range(2) for pid in below(executor_of(run, node))]
+    first.kill()
+    first.communicate()
+    wait_until(lambda: not any(map(is_alive, left)))
+    second = start()
+    wait_until(reached(run, 150), 120)
+    machines.kill(str(machines.of(executor_of(run, 0))))
+    answer, _ = second.communicate(timeout=200)
+    assert second.returncode == 0
+    assert json.loads(answer)["state"] == "finished"
+    assert [event["source"] for event in events(run, "resume")] == ["memory", "memory"]
+    assert_same_weights(run, undisturbed)
 
 
 def tiny_on_ray() -> Job:

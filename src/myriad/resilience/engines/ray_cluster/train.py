@@ -1,6 +1,7 @@
 """A run on Ray, as the command line asks for it: what is refused, and how it is started."""
 
 import logging
+import os
 from collections.abc import Sequence
 from importlib import import_module
 from ipaddress import ip_address
@@ -69,6 +70,7 @@ def needs_of(job: Job, has_gpus: bool) -> Needs:
 def _connect() -> Any:
     """Ray, and the cluster that there is: ``RAY_ADDRESS`` names it, else it is this machine's."""
     key = "resilience.engine"
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")  # else Ray writes into our output what it sees
     try:
         ray: Any = import_module("ray")
     except ModuleNotFoundError:
