@@ -73,8 +73,8 @@ class ResilienceConfig(Config):
     """Where the run is started, and how faults are met."""
 
     engine: Literal["local", "join", "slurm", "ray", "kubernetes"] = "local"
-    """What starts the nodes: this machine, all of them; nothing (`myriad join` on each of them does); Slurm; Ray;
-    Kubernetes, as `myriad manifests` has it."""
+    """What starts the nodes: this machine, all of them; nothing (`myriad join` on each of them does); Slurm;
+    Ray; Kubernetes, as `myriad manifests` has it."""
     nodes: int = Field(1, ge=1)
     """On which the ranks are spread, equally many on each."""
     spares: int = Field(0, ge=0)

@@ -64,6 +64,10 @@ class Replicas:
                     self._count(one.step, self._group_of[rank])
 
     def _count(self, step: int, group: int) -> None:
+        if len(self._told) > _KEPT_STEPS:
+            self._forget(oldest := min(self._told))
+            if oldest == step:
+                return
         left = self._missing.get((step, group), len(self._groups[group])) - 1
         self._missing[step, group] = left
         self._has_news |= left == 0
@@ -80,12 +84,14 @@ class Replicas:
                 return _difference(step, differing, told)
             if len(complete) == len(self._groups):
                 self.agreed = step
-        for step in sorted(self._told)[:-_KEPT_STEPS]:
-            del self._told[step]
         for step in [step for step in self._told if step <= self.agreed]:
-            del self._told[step]
-        self._missing = {key: left for key, left in self._missing.items() if key[0] in self._told}
+            self._forget(step)
         return None
+
+    def _forget(self, step: int) -> None:
+        del self._told[step]
+        for group in range(len(self._groups)):
+            self._missing.pop((step, group), None)
 
 
 def _difference(step: int, groups: Sequence[Sequence[int]], told: dict[int, int]) -> Difference:

@@ -499,7 +499,7 @@ def test_ranks_that_no_node_tells_of_are_lost_and_all_begin_anew() -> None:
     blame, stop = world.wait(3, lambda node, _: world.ranks(node))
     assert isinstance(blame, Blame) and blame.problem == "a node with ranks 0, 1 was lost" and stop.epoch == 6
     assert kinds(world.all_exit()) == ["StartAttempt"] and world.epoch == 7
-    assert world.decider.state.placement == {1: (0, 1), 0: (2, 3)}
+    assert world.decider.state.placement == {0: (0, 1), 1: (2, 3)}, "no rank of the other moves"
 
 
 def test_a_node_that_is_lost_together_with_the_driver_is_missed_by_the_next() -> None:
