@@ -1,5 +1,5 @@
-"""Runs under a real Slurm whose nodes can be lost. If these fail, a lost node ends a job, stays where the next
-job gets it, or costs more than it must."""
+"""Runs under a real Slurm whose nodes can be lost. If these fail, a lost node ends a job, stays where the
+next job gets it, or costs more than it must."""
 
 import json
 import subprocess
