@@ -117,7 +117,6 @@ class Saved:
 
 def train(folder: Path, steps: int, every: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    append(folder / "pids", pid=os.getpid())
     model = DistributedDataParallel(PlainGPT(WORK))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     saved, fault = Saved(folder / "checkpoints", model, optimizer), Fault(folder)
@@ -158,6 +157,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--timeout", type=float, help="seconds of a collective; off: torch's own, 30 minutes")
     options = parser.parse_args()
+    append(options.folder / "pids", pid=os.getpid())  # before it meets the others, which may be never
     torch.set_num_threads(1)
     limit = None if options.timeout is None else timedelta(seconds=options.timeout)
     dist.init_process_group("gloo", timeout=limit)
