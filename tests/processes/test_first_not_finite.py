@@ -1,0 +1,70 @@
+"""If these fail, a person is sent to the wrong machine: a NaN is on all ranks a moment after one has made it."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from parity_case import Case, make_engine, train_steps
+from ranks import run_ranks
+
+from myriad.comm.groups import close_world
+from myriad.errors import RunFailedError
+from myriad.parallel.engine import Engine
+
+
+def poison_gradient(engine: Engine) -> None:
+    """Of this rank, just before it is reduced."""
+    chunk = engine.pieces.chunks[0]
+    reduce = chunk.start_reduce
+
+    def reducing() -> None:
+        chunk.start_gradients()
+        chunk.sums[3] = torch.inf
+        reduce()
+
+    chunk.start_reduce = reducing  # type: ignore[method-assign]
+
+
+def trains(case: Case, culprit: int) -> tuple[str, bool]:
+    """What a rank says, and whether its parameters are as they were before the step."""
+    engine = make_engine(case)
+    train_steps(case, engine, 0, 2)
+    engine.gather()
+    before = [chunk.master.clone() for chunk in engine.pieces.chunks]
+    if int(os.environ["RANK"]) == culprit:
+        poison_gradient(engine)
+    try:
+        train_steps(case, engine, 2, 3)
+        said = "nothing"
+    except RunFailedError as error:
+        said = str(error)
+    same = all(
+        torch.equal(old, chunk.master) for old, chunk in zip(before, engine.pieces.chunks, strict=True)
+    )
+    close_world()
+    return said, same
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 3, "zero": 0},
+        {"dp": 3, "zero": 1},
+        {"dp": 3, "zero": 2},
+        {"dp": 3, "zero": 3},
+        {"dp": 2, "pp": 2, "zero": 1},
+        {"dp": 2, "tp": 2},
+    ],
+    ids=str,
+)
+def test_the_rank_that_made_it_is_named_by_all_and_nothing_has_moved(
+    layout: dict[str, Any], culprit: int
+) -> None:
+    case = Case(layout=layout, steps=3, global_batch=12)
+    told = run_ranks(case.world, trains, case, culprit)
+    assert {said for said, _ in told} == {told[0][0]}, "all say the same"
+    assert told[0][0].startswith("step 3: loss is ")
+    assert told[0][0].endswith(f", on rank {culprit}") and "gradient of" in told[0][0]
+    assert all(same for _, same in told)
