@@ -14,7 +14,9 @@ _DEVICE = re.compile(
 )
 _DISK = re.compile(r"No space left on device|Disk quota exceeded|Read-only file system")
 _MEMORY = re.compile(r"^MemoryError\b|Cannot allocate memory|can't allocate memory", re.MULTILINE)
-_NOT_FINITE = re.compile(r"step \d+: loss is .*; first bad tensor is the .*, on rank (\d+)$", re.MULTILINE)
+_NOT_FINITE = re.compile(
+    r"step (\d+): loss is .*; first bad tensor is the (.*), on rank (\d+)$", re.MULTILINE
+)
 """As every rank ends when `myriad.parallel.engine` found it."""
 _BAD_INPUT = 2
 
@@ -40,10 +42,13 @@ def cause_of(code: int, error: str, *, memory_killed: bool) -> Cause:
     return "peer" if is_secondary(error) else "user"
 
 
-def first_not_finite(error: str) -> int:
-    """The rank that made the first number that is not finite, from what any rank said of it; -1: unknown."""
+def first_not_finite(error: str) -> tuple[int, str]:
+    """The rank that made the first number that is not finite, from what any rank said of it, and that in
+    words."""
     found = _NOT_FINITE.search(error)
-    return -1 if found is None else int(found[1])
+    assert found is not None, "the cause is nan"
+    step, what, rank = found.groups()
+    return int(rank), f"the {what} is not finite in step {step}, on rank {rank}"
 
 
 _BY_WORDS: dict[Cause, re.Pattern[str]] = {

@@ -224,8 +224,11 @@ class Decider:
                 self._kill_at = now + _BLAME_SECONDS
             return
         incident = Incident.of_exit(ended, "a rank ended", after_stop=state.stop_asked)
-        if ended.cause == NOT_FINITE and (rank := first_not_finite(ended.error)) in self._ranks():
-            incident = replace(incident, rank=rank, node=self._node_of(rank), text=incident.last_line)
+        if ended.cause == NOT_FINITE:  # whoever is told to have ended first, each says who made it
+            rank, text = first_not_finite(ended.error)
+            incident = replace(
+                incident, rank=rank, node=self._node_of(rank), text=f"{text} (log: {ended.log})"
+            )
         yield from self._end_attempt(incident, now)
 
     def _end_attempt(self, incident: Incident, now: float, **evidence: object) -> Iterator[Action]:
@@ -371,9 +374,6 @@ class Decider:
     def _hang(self, rule: str, cause: str, one: RankSeen, text: str) -> Incident:
         node = self._node_of(one.rank)
         return Incident(rule, cause, one.rank, node, one.step, text, text, self.state.stop_asked)
-
-    def _ranks(self) -> set[int]:
-        return {rank for ranks in self.state.placement.values() for rank in ranks}
 
     def _node_of(self, rank: int) -> int:
         return next(node for node, ranks in self.state.placement.items() if rank in ranks)

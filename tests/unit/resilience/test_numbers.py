@@ -39,7 +39,7 @@ def over(world: World) -> EndRun:
 
 def test_what_every_rank_says_names_the_one_that_made_it() -> None:
     error = SAID.format(step=3, rank=12)
-    assert cause_of(1, error, memory_killed=False) == "nan" and first_not_finite(error) == 12
+    assert cause_of(1, error, memory_killed=False) == "nan" and first_not_finite(error)[0] == 12
     assert cause_of(1, "ValueError: loss is odd", memory_killed=False) == "user"
     world = World(nodes=2)
     blame = next(one for one in not_finite(world, rank=3) if isinstance(one, Blame))
@@ -71,7 +71,10 @@ def test_on_one_node_a_second_time_is_the_end_and_the_reason_says_why_it_was_not
     not_finite(world, 3)
     actions = not_finite(world, 3)
     assert kinds(actions)[-2:] == ["Diagnose", "EndRun"]
-    assert "on rank 3; it came again on replay, and there is no other node to try it on" in over(world).reason
+    assert over(world).reason.startswith(
+        "the gradient of a.b is not finite in step 8, on rank 3 (log: a.log); "
+    )
+    assert "it came again on replay, and there is no other node to try it on" in over(world).reason
 
 
 def test_again_in_place_its_work_goes_to_a_spare_and_gone_there_the_node_is_evicted() -> None:
