@@ -1,4 +1,4 @@
-"""If these fail, a person is sent to the wrong machine: a NaN is on all ranks a moment after one has made it."""
+"""If these fail, a person is sent to the wrong machine: a NaN is on all ranks once one has made it."""
 
 import os
 from typing import Any

@@ -226,9 +226,9 @@ class Decider:
         incident = Incident.of_exit(ended, "a rank ended", after_stop=state.stop_asked)
         if ended.cause == NOT_FINITE:  # whoever is told to have ended first, each says who made it
             rank, text = first_not_finite(ended.error)
-            incident = replace(
-                incident, rank=rank, node=self._node_of(rank), text=f"{text} (log: {ended.log})"
-            )
+            if rank < self._plan.world:
+                text += f" (log: {ended.log})"
+                incident = replace(incident, rank=rank, node=self._node_of(rank), text=text)
         yield from self._end_attempt(incident, now)
 
     def _end_attempt(self, incident: Incident, now: float, **evidence: object) -> Iterator[Action]:
