@@ -84,3 +84,12 @@ def test_what_is_left_open_is_drawn_by_the_seed() -> None:
     assert plan(1) == [first, *soaked] != plan(2)
     seconds = [fault.seconds for fault in soaked]
     assert seconds == sorted(seconds) and seconds[-1] < 120 and 5 < len(seconds) < 40
+
+
+def test_a_flip_that_nobody_could_see_is_refused(tmp_path: Path) -> None:
+    flip = '\n[[faults]]\nkind = "flip"\nrank = 0\n'
+    two = '"layout.dp=2", '
+    for keys in (f'{two} "layout.zero=1"', '"layout.tp=2"', f'{two} "resilience.verify_every=0"'):
+        (tmp_path / "it.toml").write_text(f'job = "tiny"\noverrides = [{keys}]\n{flip}')
+        with pytest.raises(BadInputError, match=r"faults\.0\.kind = 'flip': needs layout\.zero = 0"):
+            load_scenario(str(tmp_path / "it.toml"))

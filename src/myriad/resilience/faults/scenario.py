@@ -148,8 +148,9 @@ def _wrong(fault: Fault, job: Job) -> Iterator[tuple[str, object, str]]:
         yield "during", fault.during, f"one of {', '.join(MOMENTS)}"
     if kind.inside and fault.seconds is not None:
         yield "seconds", fault.seconds, f"{fault.kind} comes at a step: the rank causes it itself"
-    if fault.kind == "flip" and (job.layout.zero or job.layout.dp == 1 or not job.resilience.verify_every):
-        yield "kind", fault.kind, "needs layout.zero = 0, layout.dp > 1 and resilience.verify_every: see docs"
+    if fault.kind == "flip" and (job.layout.zero or not job.compares_replicas):
+        allowed = "needs layout.zero = 0, layout.dp > 1 and resilience.verify_every > 0: else nobody sees it"
+        yield "kind", fault.kind, allowed
     if kind.inside and fault.during in PHASES and fault.during != "step":
         parts = [moment for moment in MOMENTS if moment not in PHASES]
         yield "during", fault.during, f"with {fault.kind} one of {', '.join(parts)}"
