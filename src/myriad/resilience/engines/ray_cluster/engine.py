@@ -30,7 +30,7 @@ _AGAIN_SECONDS, _MOST_SECONDS = 1.0, 30.0
 """Between the end of a task and the next in its place; more each time that one ends soon."""
 _SOON_SECONDS = 10.0
 _YOUNG_SECONDS = 4.0
-"""What began later than that is not what the driver has given up."""
+"""What began later than that, times the run's patience, is not what the driver has given up."""
 _ELSEWHERE_SECONDS = 10.0
 
 
@@ -54,12 +54,15 @@ class _Seat:
 class RayEngine:
     """A task for each node."""
 
-    def __init__(self, run: Run, room: Room, nodes: int, spares: int, threads: int) -> None:
+    def __init__(
+        self, run: Run, room: Room, nodes: int, spares: int, threads: int, patience: float = 1.0
+    ) -> None:
         self._ray: Any = import_module("ray")
         self._run, self._room, self._threads, self._nodes = run, room, threads, nodes
         self._execute = self._ray.remote(max_retries=0)(execute)
         self._seats = [_Seat(node) for node in range(nodes + spares)]
         self._look_at = 0.0
+        self._young_seconds = _YOUNG_SECONDS * max(1.0, patience)
 
     def start(self) -> None:
         """Room for all nodes at once; the rest follows."""
@@ -135,7 +138,7 @@ class RayEngine:
         """The driver has given it up. Where Ray has seen the same, it is on its way already."""
         now = time.monotonic()
         seat = self._seats[node] if node < len(self._seats) else None
-        if seat is None or seat.task is None or now - seat.began_at < _YOUNG_SECONDS:
+        if seat is None or seat.task is None or now - seat.began_at < self._young_seconds:
             return
         assert seat.taken is not None
         machine = self._room.machine_of(seat.taken)

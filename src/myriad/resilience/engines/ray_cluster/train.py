@@ -55,8 +55,8 @@ def run_ray(
     ray = _connect()
     job = run.job()
     needs = needs_of(job, ray.cluster_resources().get("GPU", 0) > 0)
-    nodes, spares = job.resilience.nodes, job.resilience.spares
-    engine = RayEngine(run, Room(needs), nodes, spares, threads or 1)
+    how = job.resilience
+    engine = RayEngine(run, Room(needs), how.nodes, how.spares, threads or 1, how.patience)
     return see_through(run, world, engine, observer, gather_seconds=_GATHER_SECONDS)
 
 
