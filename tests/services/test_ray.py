@@ -151,6 +151,12 @@ def placements(run: Run) -> list[list[int]]:
     return [sorted(map(int, one["placement"]), key=lambda n: one["placement"][str(n)]) for one in started]
 
 
+def spare_of(*nodes: int) -> int:
+    """Of three: which of them begin is a matter of who comes late on a busy machine."""
+    (found,) = {0, 1, 2} - {*nodes}
+    return found
+
+
 def assert_same_weights(run: Run, other: Run) -> None:
     ours, theirs = (load_model(one.checkpoints_path / "step-300", "") for one in (run, other))
     assert ours.keys() == theirs.keys()
@@ -174,15 +180,16 @@ def test_a_machine_dies_and_a_spare_takes_its_place_and_not_a_bit_is_lost(
 
     def lose() -> None:
         seen.update({node: machines.of(executor_of(run, node)) for node in range(3)})
-        machines.kill(str(seen[0]))
-        forget(run, 0)
+        machines.kill(str(seen[placements(run)[0][0]]))
+        forget(run, placements(run)[0][0])
 
     ready = lambda: reached(run, 60)() and executor_of(run, 2) is not None  # noqa: E731
     train(run, Acts((ready, lose)))
     assert None not in seen.values() and len(set(seen.values())) == 3, "two nodes on one machine"
-    assert placements(run) == [[0, 1], [2, 1]], "rank 1 stays where its snapshots are"
+    (lost, stays), after = placements(run)
+    assert after == [spare_of(lost, stays), stays], "rank 1 stays where its snapshots are"
     (fault,), (resume,) = events(run, "fault"), events(run, "resume")
-    assert (fault["cause"], fault["node"], resume["source"]) == ("node", 0, "memory")
+    assert (fault["cause"], fault["node"], resume["source"]) == ("node", lost, "memory")
     assert_same_weights(run, undisturbed)
 
 
@@ -196,13 +203,13 @@ def test_a_machine_that_ray_believes_to_be_well_is_left_and_nothing_stays_behind
 
     def stop() -> None:
         before.update({node: machines.of(executor_of(run, node)) for node in range(3)})
-        pid = executor_of(run, 1)
+        pid = executor_of(run, placements(run)[0][1])
         assert pid is not None
         left.extend(below(pid))
         os.kill(pid, signal.SIGSTOP)
 
     def is_elsewhere() -> bool:
-        return machines.of(executor_of(run, 1)) not in (None, *before.values())
+        return machines.of(executor_of(run, placements(run)[0][1])) not in (None, *before.values())
 
     def look() -> None:
         for node in range(3):
@@ -210,7 +217,8 @@ def test_a_machine_that_ray_believes_to_be_well_is_left_and_nothing_stays_behind
 
     ready = lambda: reached(run, 60)() and executor_of(run, 2) is not None  # noqa: E731
     train(run, Acts((ready, stop), (is_elsewhere, look)))
-    assert placements(run) == [[0, 1], [0, 2]]
+    (stays, gone), after = placements(run)
+    assert after == [stays, spare_of(stays, gone)]
     assert_same_weights(run, undisturbed)
     assert len(left) > 8
     wait_until(lambda: not any(map(is_alive, left)))
@@ -238,7 +246,7 @@ def test_the_command_is_killed_and_goes_on_and_says_nothing_but_its_answer(
     wait_until(lambda: not any(map(is_alive, left)))
     second = start()
     wait_until(reached(run, 150), 120)
-    machines.kill(str(machines.of(executor_of(run, 0))))
+    machines.kill(str(machines.of(executor_of(run, placements(run)[-1][0]))))
     answer, _ = second.communicate(timeout=200)
     assert second.returncode == 0
     assert json.loads(answer)["state"] == "finished"
