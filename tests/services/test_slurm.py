@@ -2,6 +2,7 @@
 next job gets it, or costs more than it must."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -73,8 +74,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
 
 def myriad(made: SlurmCluster | None, *arguments: object, **environment: str) -> tuple[int, str, str]:
     """Exit code and output of a command, where Slurm's own work."""
-    import os
-
     around = {**os.environ, **({} if made is None else made.environment), **environment}
     command = [sys.executable, "-m", "myriad.cli.main", *map(str, arguments)]
     ended = subprocess.run(command, env=around, capture_output=True, text=True, timeout=120)
