@@ -27,11 +27,11 @@ test: check services
 
 # tests/services use these; where they cannot be installed the tests are skipped and say so. No service is started.
 services:
-	@{ command -v redis-server && command -v mkfs.ext4 && command -v fsfreeze; } >/dev/null || \
-		[ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
-		{ echo "installing redis-server, e2fsprogs and util-linux for tests/services"; \
+	@{ command -v redis-server && command -v mkfs.ext4 && command -v fsfreeze && command -v slurmctld && command -v slurmd \
+		&& command -v srun; } >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
+		{ echo "installing redis-server, e2fsprogs, util-linux and Slurm for tests/services"; \
 		RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server e2fsprogs util-linux \
-		>/dev/null 2>&1; } || true
+		slurmctld slurmd slurm-client munge >/dev/null 2>&1; } || true
 
 check: $(VENV)/.installed-dev
 	@$(BIN)/ruff check

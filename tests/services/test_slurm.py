@@ -161,6 +161,21 @@ def test_without_a_spare_the_job_queues_again_and_goes_on_elsewhere(
     assert_same_run(run, undisturbed)
 
 
+def test_a_job_that_is_to_make_room_saves_and_queues_again(
+    cluster: Callable[[int], SlurmCluster], tmp_path: Path, corpus: Path, undisturbed: Run
+) -> None:
+    """What Slurm sends to the script some minutes before the time is over."""
+    made, run = cluster(2), make_run(tmp_path / "run", corpus)
+    job = submit(made, run)
+    wait_until(lambda: steps_done(run) >= 12, lambda: made.run("squeue"))
+    made.run("scancel", "--signal=TERM", "--batch", job)
+    wait_for_end(made, run)
+    first, *_ = events(run, "checkpoint")
+    (resume,) = events(run, "resume")
+    assert first["step"] == resume["step"] < LAST
+    assert_same_run(run, undisturbed)
+
+
 def test_outside_a_job_a_script_is_written_and_named(
     cluster: Callable[[int], SlurmCluster], tmp_path: Path, corpus: Path
 ) -> None:
