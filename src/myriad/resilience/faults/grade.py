@@ -238,6 +238,7 @@ class _Grader:
         told = incident.fault
         suspects = told.get("evidence", {}).get("suspects", ())  # of two replicas that differ, both
         same = fault.rank is None or told.get("rank") == fault.rank or fault.rank in suspects
+        same &= fault.node is None or told.get("node") == fault.node
         return told["cause"] in aim.causes and same
 
     def _follow(self, grade: Grade, incident: _Incident, line: Line) -> None:

@@ -62,12 +62,14 @@ def plan_inside(folder: Path, faults: Sequence[Fault], group: Path | None) -> Pa
 class Injector(threading.Thread):
     """Of one run."""
 
-    def __init__(self, run: Run, world: int, faults: Sequence[Fault], group: Path | None) -> None:
+    def __init__(
+        self, run: Run, world: int, faults: Sequence[Fault], group: Path | None, num_nodes: int = 1
+    ) -> None:
         super().__init__(daemon=True)
         self._run, self._world, self._faults = run, world, faults
         self._limit = None if group is None else MemoryLimit(group)
         self._log = run.path / "faults" / CAUSED
-        self._processes = Processes(run)
+        self._processes = Processes(run, num_nodes)
         self._waiting = {number: fault for number, fault in enumerate(faults) if not KINDS[fault.kind].inside}
         self._inside = JsonlTail(self._log)
         self._taker: int | None = None
@@ -130,7 +132,8 @@ class Injector(threading.Thread):
         if fault.kind == "damage":
             return self._damage(number)
         if fault.where == "node":
-            return self._send(number, fault, [self._processes.pid("keeper"), self._processes.pid("executor")])
+            lost = [self._processes.pid(what, node=fault.node) for what in ("keeper", "executor")]
+            return self._send(number, fault, lost)
         return self._send(number, fault, [self._processes.pid(fault.where, fault.rank)])
 
     def _send(self, number: int, fault: Fault, pids: Sequence[int | None]) -> bool:

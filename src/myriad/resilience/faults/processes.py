@@ -21,42 +21,62 @@ _MODULES: dict[Target, str] = {
     "keeper": "myriad.checkpoint.keeper_process",
 }
 _STALE_SECONDS = 0.1
+_NODE_WORD = 4
+"""Of an executor's command: ``python -m MODULE RUN NODE ...``."""
+_NOBODY = Seen(0, 0, -1, 0, 0, 0, 0, "", "")
 
 
 class Processes:
     """Found anew at each question: they come and go."""
 
-    def __init__(self, run: Run) -> None:
-        self._keeper = keeper_name(run.path)
-        self._page: ProgressPage | None = None
-        self._executor: int | None = None
+    def __init__(self, run: Run, num_nodes: int = 1) -> None:
+        """``num_nodes``: spares too."""
+        self._run, self._num_nodes = run, num_nodes
+        self._pages: dict[int, ProgressPage] = {}
+        """By executor."""
+        self._rank_of: dict[int, int] = {}
+        """By process."""
         self._looked_at = 0.0
 
-    def pid(self, where: Target, rank: int | None = None) -> int | None:
-        """Of a process that lives, if there is one."""
+    def pid(self, where: Target, rank: int | None = None, node: int | None = None) -> int | None:
+        """Of a process that lives, if there is one; ``node``: where there are several."""
         if where == "rank":
             assert rank is not None, "planned"
             rows = self.rows(rank + 1)
             pid = rows[rank].pid if rows else 0
             return pid if pid and _is_rank(pid, rank) else None
         if where == "keeper":
-            return next((pid for pid in all_pids() if self._is_keeper(pid)), None)
-        return next((pid for pid in descendants(os.getpid()) if _is_module(pid, _MODULES[where])), None)
-
-    def _is_keeper(self, pid: int) -> bool:
-        return self._keeper in _words(pid) and _is_module(pid, _MODULES["keeper"])
+            name = keeper_name(self._run.path, (node or 0) if self._num_nodes > 1 else None)
+            return next((pid for pid in all_pids() if _is_keeper(pid, name)), None)
+        found = (pid for pid in descendants(os.getpid()) if _is_module(pid, _MODULES[where]))
+        return next((pid for pid in found if node is None or _words(pid)[_NODE_WORD] == str(node)), None)
 
     def rows(self, world: int) -> list[Seen]:
-        """Of the progress page of the node, which is its executor's; none while there is none."""
+        """Of each rank, from the progress pages of the nodes, which are their executors'; none while there is
+        none."""
         now = time.monotonic()
         if now - self._looked_at > _STALE_SECONDS:
             self._looked_at = now
-            executor = self.pid("executor")
-            if executor != self._executor:
-                self._executor, self._page = executor, None
-            if self._page is None and executor is not None:
-                self._page = _page_of(executor)
-        return [] if self._page is None else [self._page.read(row) for row in range(world)]
+            self._look_for_pages()
+        if self._num_nodes == 1:
+            return [page.read(row) for page in self._pages.values() for row in range(world)]
+        rows = [page.read(row) for page in self._pages.values() for row in range(world)]
+        by_rank = {self._rank_of_process(row.pid): row for row in rows if row.pid}
+        return [by_rank.get(rank, _NOBODY) for rank in range(world)] if by_rank else []
+
+    def _look_for_pages(self) -> None:
+        executors = [pid for pid in descendants(os.getpid()) if _is_module(pid, _MODULES["executor"])]
+        self._pages = {pid: page for pid, page in self._pages.items() if pid in executors}
+        for pid in executors[: self._num_nodes]:
+            if pid not in self._pages and (page := _page_of(pid)) is not None:
+                self._pages[pid] = page
+
+    def _rank_of_process(self, pid: int) -> int:
+        if pid not in self._rank_of:
+            with suppress(OSError, ValueError):
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                self._rank_of[pid] = int(name.removeprefix("myriad-rank-"))
+        return self._rank_of.get(pid, -1)
 
 
 def _page_of(executor: int) -> ProgressPage | None:
@@ -92,6 +112,10 @@ def _is_rank(pid: int, rank: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip() == f"myriad-rank-{rank}" and is_alive(pid)
     return False
+
+
+def _is_keeper(pid: int, name: str) -> bool:
+    return name in _words(pid) and _is_module(pid, _MODULES["keeper"])
 
 
 def _is_module(pid: int, module: str) -> bool:

@@ -44,6 +44,8 @@ class Fault(Config):
     """To what."""
     rank: int | None = Field(None, ge=0)
     """To which, where that is a rank; off: drawn by the seed."""
+    node: int | None = Field(None, ge=0)
+    """To which, where that is a node; off: where a job has several, drawn by the seed."""
     step: int | None = Field(None, ge=1)
     """When this step is under way, or has been; off: drawn by the seed, unless seconds are given."""
     during: str | None = None
@@ -140,6 +142,11 @@ def _wrong(fault: Fault, job: Job) -> Iterator[tuple[str, object, str]]:
         yield "rank", fault.rank, f'only with where = "rank", not with "{fault.where}"'
     if fault.rank is not None and fault.rank >= world:
         yield "rank", fault.rank, f"the job has {world} ranks, 0 to {world - 1}"
+    nodes = job.resilience.nodes
+    if fault.node is not None and fault.where != "node":
+        yield "node", fault.node, f'only with where = "node", not with "{fault.where}"'
+    if fault.node is not None and fault.node >= nodes:
+        yield "node", fault.node, f"the job has {nodes} node{'s' if nodes > 1 else ''}, from 0 on"
     if fault.step is not None and fault.step > steps:
         yield "step", fault.step, f"at most train.steps = {steps}"
     if fault.step is not None and fault.seconds is not None:
@@ -185,6 +192,8 @@ def _filled(fault: Fault, job: Job, draw: random.Random) -> Fault:
     steps, drawn = job.train.steps, {}
     if fault.where == "rank" and fault.rank is None:
         drawn["rank"] = draw.randrange(job.layout.world)
+    if fault.where == "node" and fault.node is None and job.resilience.nodes > 1:
+        drawn["node"] = draw.randrange(job.resilience.nodes)
     if fault.step is None and fault.seconds is None and fault.after_seconds is None:
         drawn["step"] = draw.randint(max(1, steps // 4), max(1, steps // 2))
     return fault.model_copy(update=drawn)

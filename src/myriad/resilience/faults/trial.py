@@ -95,7 +95,7 @@ def _soaks(scenario: Scenario) -> float:
 def _break(run: Run, job: Job, faults: Sequence[Fault], group: Path | None, limit: float) -> str:
     """Trains; how it ended. Raises ``KeyboardInterrupt`` when a person ends it."""
     planned = plan_inside(run.path / "faults", faults, group)
-    injector = Injector(run, job.layout.world, faults, group)
+    injector = Injector(run, job.layout.world, faults, group, job.resilience.nodes + job.resilience.spares)
     injector.start()
     try:
         with run.lock(), _environment(ARMED, str(planned)), _ended_after(limit) as overdue:
