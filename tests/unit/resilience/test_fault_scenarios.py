@@ -44,6 +44,8 @@ def test_every_kind_has_a_ready_scenario_for_whatever_it_is_done_to() -> None:
         ('[[faults]]\nkind = "kill"\nwhere = "moon"\n', "faults.0.where = 'moon'"),
         ('[[faults]]\nkind = "hang"\nwhere = "driver"\n', "faults.0.where = 'driver': hang is done to rank"),
         ('[[faults]]\nkind = "kill"\nwhere = "driver"\nrank = 0\n', "faults.0.rank = 0: only with"),
+        ('[[faults]]\nkind = "kill"\nnode = 0\n', "faults.0.node = 0: only with"),
+        ('[[faults]]\nkind = "kill"\nwhere = "node"\nnode = 1\n', "faults.0.node = 1: the job has 1 node"),
         ('[[faults]]\nkind = "kill"\nstep = 21\n', "faults.0.step = 21: at most train.steps = 20"),
         ('[[faults]]\nkind = "kill"\nstep = 2\nseconds = 1\n', "faults.0.seconds = 1.0: a step or seconds"),
         ('[[faults]]\nkind = "kill"\nduring = "lunch"\n', "faults.0.during = 'lunch': one of starting"),

@@ -12,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from myriad.resilience.codec import decode, encode
-from myriad.resilience.facts import OBSERVED, ORDERS, Beat, End, NodeJoined, RankExited, RankSeen, Start
+from myriad.resilience.facts import (
+    OBSERVED,
+    ORDERS,
+    Beat,
+    End,
+    NodeJoined,
+    NodeTaken,
+    RankExited,
+    RankSeen,
+    Start,
+    Stop,
+)
 from myriad.resilience.wire import MAX_BYTES, MAX_UNREAD_BYTES, Frames, Link, Refused, frame, run_secret
 
 SEEN = RankSeen(1, 77, "S", "step", "reduce", 4, 9, 8, 0.25, 0.5)
@@ -20,7 +31,9 @@ ENDED = RankExited(0, 3, 1, -9, "killed", 12, "a\nb", "/x.log")
 MESSAGES = (
     Beat(0, 3, 4000, (SEEN, SEEN)),
     ENDED,
-    NodeJoined(1, 3, "::1", 9, 2, 10**12, (1, 2), (ENDED,), False),
+    NodeJoined(1, 3, "::1", 9, 2, 10**12, (1, 2), (ENDED,), False, "rack2:77"),
+    NodeTaken("rack2:77"),
+    Stop(),
     Start(3, 8, (4, 5), "127.0.0.1", 29500),
     End(3),
 )
