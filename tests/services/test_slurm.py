@@ -161,6 +161,18 @@ def test_without_a_spare_the_job_queues_again_and_goes_on_elsewhere(
     assert_same_run(run, undisturbed)
 
 
+def test_the_node_of_the_driver_is_lost_and_slurm_queues_the_job_again(
+    cluster: Callable[[int], SlurmCluster], tmp_path: Path, corpus: Path, undisturbed: Run
+) -> None:
+    made, run = cluster(3), make_run(tmp_path / "run", corpus, "checkpoint.every=20")
+    submit(made, run)
+    wait_until(lambda: len(events(run, "checkpoint")) >= 2, lambda: made.run("squeue"))
+    made.lose_node("n0")
+    wait_for_end(made, run)
+    assert len(events(run, "start")) == 2 and len(events(run, "resume")) == 1
+    assert_same_run(run, undisturbed)
+
+
 def test_a_job_that_is_to_make_room_saves_and_queues_again(
     cluster: Callable[[int], SlurmCluster], tmp_path: Path, corpus: Path, undisturbed: Run
 ) -> None:

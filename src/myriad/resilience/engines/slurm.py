@@ -107,15 +107,17 @@ def _is_default(how: ResilienceConfig) -> bool:
 
 def _own_address(hosts: Sequence[str]) -> str:
     """By which the other nodes reach this machine: that of the way to the last of them."""
-    fields = dict(
-        word.partition("=")[::2]
-        for word in slurm("scontrol", "show", "node", hosts[-1]).split()
-        if "=" in word
-    )
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((fields.get("NodeAddr", hosts[-1]), 1))
-        address: str = probe.getsockname()[0]
-        return address
+    host = hosts[-1]
+    try:
+        words = slurm("scontrol", "show", "node", host).split()
+        fields = dict(word.partition("=")[::2] for word in words if "=" in word)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((fields.get("NodeAddr", host), 1))
+            address: str = probe.getsockname()[0]
+            return address
+    except OSError as error:
+        told = f"no address of this machine leads to node {host} ({error}); resilience.listen names one"
+        raise RunFailedError(told) from None
 
 
 class SlurmEngine:
