@@ -29,7 +29,9 @@ _SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threa
 _TWO = ["layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "resilience.nodes=2"]
 _OFTEN = ["checkpoint.memory_seconds=0", "checkpoint.copies_every=5", "checkpoint.linger_seconds=60"]
 _SPARE = ["resilience.engine=ray", "resilience.spares=1"]
-_QUICK = {"initial_delay_ms": 0, "period_ms": 500, "timeout_ms": 500, "failure_threshold": 3}
+_QUICK = {"initial_delay_ms": 0, "period_ms": 1000, "timeout_ms": 5000, "failure_threshold": 5}
+"""Quicker than Ray's own, and not so quick that a raylet on a busy machine is taken for dead, and this process
+with it."""
 _OBJECTS_BYTES = 80 * 2**20
 
 
