@@ -30,8 +30,8 @@ _TWO = ["layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "resilience.node
 _OFTEN = ["checkpoint.memory_seconds=0", "checkpoint.copies_every=5", "checkpoint.linger_seconds=60"]
 _SPARE = ["resilience.engine=ray", "resilience.spares=1"]
 _QUICK = {"initial_delay_ms": 0, "period_ms": 1000, "timeout_ms": 5000, "failure_threshold": 5}
-"""Quicker than Ray's own, and not so quick that a raylet on a busy machine is taken for dead, and this process
-with it."""
+"""Quicker than Ray's own, and not so quick that a raylet on a busy machine is taken for dead, and this
+process with it."""
 _OBJECTS_BYTES = 80 * 2**20
 
 
@@ -190,7 +190,10 @@ def test_a_machine_dies_and_a_spare_takes_its_place_and_not_a_bit_is_lost(
     assert None not in seen.values() and len(set(seen.values())) == 3, "two nodes on one machine"
     (lost, stays), after = placements(run)
     assert after == [spare_of(lost, stays), stays], "rank 1 stays where its snapshots are"
-    (fault,), (resume,) = events(run, "fault"), events(run, "resume")
+    (fault,) = [
+        event for event in events(run, "fault") if "cause" in event
+    ]  # ranks may miss the keeper first
+    (resume,) = events(run, "resume")
     assert (fault["cause"], fault["node"], resume["source"]) == ("node", lost, "memory")
     assert_same_weights(run, undisturbed)
 
