@@ -161,7 +161,7 @@ def test_without_a_spare_the_job_queues_again_and_goes_on_elsewhere(
     assert_same_run(run, undisturbed)
 
 
-def test_the_node_of_the_driver_is_lost_and_slurm_queues_the_job_again(
+def test_the_node_of_the_driver_is_lost_and_who_is_left_has_the_job_queued_again(
     cluster: Callable[[int], SlurmCluster], tmp_path: Path, corpus: Path, undisturbed: Run
 ) -> None:
     made, run = cluster(3), make_run(tmp_path / "run", corpus, "checkpoint.every=20")

@@ -34,7 +34,7 @@ from myriad.resilience.facts import (
     Stop,
     StopAsked,
 )
-from myriad.resilience.reach import Reach, executor_name
+from myriad.resilience.reach import DriverLostError, Reach, executor_name
 from myriad.resilience.warm import DUMP_SIGNAL
 from myriad.resilience.warm_parent import WarmParent
 from myriad.resilience.wire import Link
@@ -58,13 +58,16 @@ def execute(
     lonely_seconds: float | None = None,
 ) -> str | None:
     """Until the driver says that the run is over, or SIGTERM comes; gives what went wrong.
-    ``lonely_seconds``: how long it waits for a driver without ranks; off: for ever, as its engine ends it."""
+    ``lonely_seconds``: how long it waits for a driver without ranks, until it raises `DriverLostError`; off:
+    for ever, as its engine ends it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     executor = _Executor(run, node, Crew(run, node, page, warm, start_warm), lonely_seconds)
     try:
         asyncio.run(executor.live())
     finally:
         executor.crew.close()
+    if executor.lonely:
+        raise DriverLostError(executor.problem)
     return executor.problem
 
 
@@ -74,6 +77,7 @@ class _Executor:
         self._reach, self._lonely_seconds = Reach(run.path), lonely_seconds
         self._link: Link | None = None
         self.problem: str | None = None
+        self.lonely = False
         self._stop_asked = STOP_ASKED in os.environ
         self._over = asyncio.Event()
         self._told_digests: dict[tuple[int, int], int] = {}
@@ -176,6 +180,7 @@ class _Executor:
             self.crew.signal_all(signal.SIGKILL)
         patience = self._lonely_seconds
         if patience is not None and self._reach.seconds_alone() > patience and not self.crew.living():
+            self.lonely = True
             self._end(f"no driver of the run was found for {patience:g} s")
 
     def _joined(self) -> NodeJoined:

@@ -26,13 +26,19 @@ _LONELY_SECONDS = 300.0
 """How long a node without ranks waits for another driver."""
 
 
-def join(run: Run, node: int | None = None, *, wait_seconds: float = 60.0) -> None:
+def join(
+    run: Run,
+    node: int | None = None,
+    *,
+    wait_seconds: float = 60.0,
+    lonely_seconds: float = _LONELY_SECONDS,
+) -> None:
     """Until the run is over. ``node``: off: as the driver says. Raises `BadInputError` when there is nothing
-    to join, `RunFailedError` when the driver was lost."""
+    to join, `DriverLostError` when there was no driver for ``lonely_seconds``, `RunFailedError`."""
     job = run.job()
     number = asyncio.run(_find(run, node, wait_seconds))
     os.environ[NODE] = str(number)
-    problem = run_node(run.path, number, _threads(job), lonely_seconds=_LONELY_SECONDS)
+    problem = run_node(run.path, number, _threads(job), lonely_seconds=lonely_seconds)
     if problem is not None:
         raise RunFailedError(problem)
 

@@ -20,13 +20,18 @@ from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from pathlib import Path
 
+from myriad.errors import RunFailedError
 from myriad.resilience.doctor.hardware import find_nics
 from myriad.resilience.wire import Link, run_secret
 
-__all__ = ["Reach", "executor_name", "interface_of"]
+__all__ = ["DriverLostError", "Reach", "executor_name", "interface_of"]
 
 _CONNECT_SECONDS = 2.0
 _NO_ANSWER = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT)
+
+
+class DriverLostError(RunFailedError):
+    """A node without ranks has waited for a driver in vain."""
 
 
 class Reach:

@@ -33,7 +33,6 @@ _LOG = logging.getLogger(__name__)
 _JOB = "SLURM_JOB_ID"
 _TOOLS = ("srun", "sbatch", "scontrol")
 _COMMAND_SECONDS = 15.0
-_JOIN_SECONDS = 300.0
 _GIVEN_UP_SECONDS = 5.0
 """How long a step that ended by itself is not begun again where there are spares: by then the driver has
 given the node up, if it is that."""
@@ -134,9 +133,9 @@ class SlurmEngine:
         """All of the node for one task, beside whatever else this job runs there."""
         srun = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mem=0", "--no-kill"]
         srun += ["--cpu-bind=none", "--input=none", "--export=ALL", f"--job-name=node-{node}"]
-        join = ["join", str(self._run.path.resolve()), f"--node={node}", f"--wait={_JOIN_SECONDS:g}"]
+        executor = "myriad.resilience.engines.slurm_node"
         watched = [sys.executable, "-S", child.__file__, str(os.getpid())]
-        return [*watched, *srun, sys.executable, "-m", "myriad.cli.main", *join]
+        return [*watched, *srun, sys.executable, "-m", executor, str(self._run.path.resolve()), str(node)]
 
     def start(self) -> None:
         """All."""
