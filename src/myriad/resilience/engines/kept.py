@@ -138,12 +138,12 @@ class Kept:
                 self._process.wait(seconds)
 
     def end(self, number: signal.Signals) -> None:
-        """Whatever it does."""
+        """Whatever it does; one that hangs in a disk is not waited for."""
         if self._process is not None:
             self.send_signal(number)
             self.wait(_END_SECONDS)
             self._process.kill()
-            self._process.wait()
+            self.wait(_END_SECONDS)
             assert self._process.stdout is not None
             self._process.stdout.close()
 
