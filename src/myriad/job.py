@@ -92,6 +92,10 @@ class ResilienceConfig(Config):
     on_nan: Literal["replay", "stop", "skip"] = "replay"
     """When a loss or a gradient is not finite. replay: the step again, then on another node, and stop if it
     comes everywhere; skip: the same, but go on without that batch; stop: at once."""
+    on_slow: Literal["move", "swap", "tell"] = "move"
+    """When a rank or a node computes 1.3 times as long as others do: move gives its replica fewer
+    micro-batches (where that pays), swap puts a spare node in its place (move where there is none), tell
+    writes the event alone."""
 
 
 class Job(Config):

@@ -262,6 +262,11 @@ class Session:
         memory = bool(memory_due and config.memory_every and step % config.memory_every == 0)
         return Wants(durable, copies, is_last) if durable or copies or memory else None
 
+    def parting_wants(self) -> Wants:
+        """What the last snapshot of an attempt is for, with which another one is to begin."""
+        several = len(self._world.ranks_of_node) > 1
+        return Wants(copies=several and self._settings.config.copies_every > 0, last=True)
+
     def take(self, step: int, progress: Mapping[str, Any], wants: Wants) -> None:
         """Begins a snapshot; the state may not change before `settle`."""
         assert self._snapshots is not None, "begin comes first"
@@ -318,11 +323,12 @@ class Session:
             return outcome
         return None
 
-    def close(self) -> None:
-        """This rank has ended well: nobody will need its memory."""
+    def close(self, *, for_good: bool = True) -> None:
+        """This rank has ended well: nobody will need its memory, unless it is not ``for_good``."""
         if self._snapshots is not None:
             self._snapshots.close()
-        self._client.bye()
+        if for_good:
+            self._client.bye()
 
 
 def _machine() -> str:

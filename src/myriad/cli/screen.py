@@ -143,8 +143,11 @@ def _event_line(event: Record) -> Text | None:
         details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in _NOT_SHOWN)
         loud = bool(event.get("alarm"))
         return Text(f"{'ALARM' if loud else 'fault'}: {details}", style="bold red" if loud else "yellow")
+    if name == "diagnosis" and "problem" in event:
+        return Text(f"slow: {event['problem']}", style="yellow")
     if name == "restart":
-        return Text(f"attempt {event.get('epoch')} begins", style="yellow")
+        shares = f" with shares {event['shares']}" if event.get("shares") else ""
+        return Text(f"attempt {event.get('epoch')} begins{shares}", style="yellow")
     if name == "resume":
         return Text(
             f"step {step}: state from {event.get('source')} in {event.get('seconds', 0.0):.2f} s", style="dim"

@@ -205,7 +205,9 @@ class _Reader:
     # Faults
 
     def _diagnosis(self, at: float, moment: Moment) -> None:
-        self._diagnosed = at
+        """Of a hang; who is slow goes on, and a verdict comes after its fault."""
+        if moment.fields.keys().isdisjoint(("verdict", "culprit")):
+            self._diagnosed = at
 
     def _eviction(self, at: float, moment: Moment) -> None:
         if self._doing == "restarting":

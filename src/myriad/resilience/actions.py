@@ -15,6 +15,8 @@ __all__ = [
     "Outcome",
     "StartAttempt",
     "StopRanks",
+    "TellSlow",
+    "TurnRanks",
 ]
 
 Outcome = Literal["finished", "interrupted", "failed"]
@@ -48,11 +50,13 @@ class StartAttempt(Action):
     placement: dict[int, tuple[int, ...]]
     """Node to its ranks."""
     again: bool
-    """An earlier attempt of this start of the run has failed."""
+    """An earlier attempt of this start of the run has failed, or was ended."""
     newest_step: int | None = None
     """From which step they may go on at most; ``None``: from any."""
     skipped_steps: tuple[int, ...] = ()
     """In which nothing is to move."""
+    shares: tuple[int, ...] = ()
+    """Micro-batches of each replica; empty: the job's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,30 @@ class Diagnose(Action):
     step: int
     rank: int
     node: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TellSlow(Action):
+    """Somebody is slow, and goes on."""
+
+    culprit: Literal["rank", "node", "stage"]
+    """stage: all that do the same work are, so that nobody is to blame."""
+    ranks: tuple[int, ...]
+    node: int
+    """-1: no single one."""
+    step: int
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRanks(Action):
+    """End an attempt after the step under way; nothing of it is lost, and the next one differs."""
+
+    epoch: int
+    shares: tuple[int, ...] = ()
+    """Of the next one; empty: as they are."""
+    node: int = -1
+    """That is to give way to a spare; -1: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

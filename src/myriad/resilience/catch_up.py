@@ -20,6 +20,7 @@ def take_over(state: State, epoch: int) -> None:
     """Nothing is known of this attempt yet but its number."""
     state.phase, state.epoch = "running", epoch
     state.placement, state.exits, state.incident = {}, {}, None
+    state.shares, state.turning, state.leaving = (), False, -1
 
 
 def is_partial(state: State, world: int) -> bool:

@@ -5,6 +5,7 @@ import signal
 
 from myriad.resilience.engines.logs import is_secondary
 from myriad.resilience.facts import Cause
+from myriad.telemetry.progress_page import TURNED_CODE
 
 __all__ = ["cause_of", "first_not_finite"]
 
@@ -34,6 +35,8 @@ def cause_of(code: int, error: str, *, memory_killed: bool) -> Cause:
         return "crash"
     if code == _BAD_INPUT:
         return "input"
+    if code == TURNED_CODE:
+        return "turned"
     if _NOT_FINITE.search(error):
         return "nan"
     for cause, pattern in _BY_WORDS.items():

@@ -90,6 +90,8 @@ class Crew:
             "MYRIAD_SKIP_STEPS": " ".join(map(str, order.skipped_steps)),
             "MYRIAD_NEWEST_STEP": "" if order.newest_step is None else order.newest_step,
         }
+        if order.shares:
+            mine["MYRIAD_SHARES"] = ",".join(map(str, order.shares))
         if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(self.host)) is not None:
             mine["GLOO_SOCKET_IFNAME"] = interface  # else gloo looks up the host's name: it may not resolve
         return {key: str(value) for key, value in mine.items()}
@@ -97,6 +99,11 @@ class Crew:
     def send_signal(self, ranks: Iterable[int], number: signal.Signals) -> None:
         """To these and what they have started."""
         self._warm.signal([rank for rank in ranks if rank in self._ranks], number)
+
+    def turn(self) -> None:
+        """All are to end after the step under way, for another attempt."""
+        for rank in self._ranks.values():
+            self._page.turn(rank.row)
 
     def signal_all(self, number: signal.Signals) -> None:
         """To all."""
@@ -182,6 +189,7 @@ class Crew:
             left=seen.left,
             idle_seconds=max(0, now - changed) / 1e9,
             step_seconds=seen.step_ns / 1e9,
+            busy_seconds=seen.busy_ns / 1e9,
             digests=_digests(seen),
         )
 

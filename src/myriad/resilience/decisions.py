@@ -26,7 +26,9 @@ from myriad.resilience.actions import (
     Outcome,
     StartAttempt,
     StopRanks,
+    TurnRanks,
 )
+from myriad.resilience.balance import Balance
 from myriad.resilience.catch_up import NOWHERE, adopt, is_partial, place_missing, take_over
 from myriad.resilience.causes import first_not_finite
 from myriad.resilience.culprit import find_suspects
@@ -57,11 +59,15 @@ _ABSENT_SECONDS = 10.0
 _LEAST_SILENCE_SECONDS = 2.5
 _LOOK_SECONDS = 1.0
 """Time is looked at more often than this, by whoever is not held up."""
+_COMPARE_SECONDS = 1.0
+"""How often ranks are compared: each look is at all of them."""
 _DUMP_SECONDS = 1.0
 _LOST = -9
 """The code of ranks that nobody can tell of any more."""
 _REPEAT_SECONDS, _REPEATS = 3.0, 2
 """After which ranks that were to be killed, and live, are to be killed again; then their executor is."""
+_TURN_SECONDS, _TURN_STEPS = 30.0, 3
+"""After which ranks that were to end after a step are killed."""
 
 
 @dataclass
@@ -93,6 +99,11 @@ class Decider:
         self._sightings = Sightings()
         self._stopped_since: dict[int, float] = {}
         self._deadlines = Deadlines(plan.patience, plan.saving_seconds)
+        self._balance = None if plan.work is None else Balance(plan.work, plan.patience)
+        self._turn_by = now + _TURN_SECONDS * plan.patience
+        self._compare_at = now
+        if self._balance is not None and self.state.placement and not is_partial(self.state, plan.world):
+            self._balance.begin(self.state.placement, self.state.shares, now)
 
     @property
     def nodes(self) -> dict[int, NodeJoined]:
@@ -147,6 +158,8 @@ class Decider:
         take_over(self.state, epoch)
         self._since, self._kill_at, self._stopped_since = now, None, {}
         self._absent_since, self._sightings = now, Sightings()
+        if self._balance is not None:
+            self._balance.stand_still()
 
     def _beat(self, beat: Beat, now: float) -> list[Action]:
         node = self._nodes.get(beat.node)
@@ -216,7 +229,8 @@ class Decider:
         if state.phase == "running":
             yield from self._went_on(ended.step)
         asked_and_obeyed = state.stop_asked and ended.cause == "interrupted"
-        if state.phase == "ending" or ended.code == 0 or asked_and_obeyed:
+        turned = state.turning and ended.cause == "turned"
+        if state.phase == "ending" or ended.code == 0 or asked_and_obeyed or turned:
             return
         if ended.cause == "peer":
             if state.incident is None:
@@ -321,13 +335,19 @@ class Decider:
             return
         if is_partial(self.state, self._plan.world):
             return
+        if self.state.turning and now >= self._turn_by:
+            self.state.phase, self._since, self._repeats = "ending", now, 0
+            yield StopRanks(rule="ranks did not end after their step", epoch=self.state.epoch)
+            return
         sightings, where = self._sightings, (self.state.placement, self.state.exits)
         few = sightings.few(*where)
-        if (
-            few and sightings.has_news
-        ):  # looked at here, not at each beat: of 1,536 nodes 1,536 come in a second
+        if few and sightings.has_news:
+            # looked at here, not at each beat: of 1,536 nodes 1,536 come in a second
             sightings.has_news = False
             self._deadlines.saw(few)
+        if few and now >= self._compare_at:
+            self._compare_at = now + _COMPARE_SECONDS
+            yield from self._balanced(now)
         limit = self._plan.patience * _STOPPED_SECONDS
         overdue = {rank for rank, since in self._stopped_since.items() if now - since >= limit}
         stopped = [one for one in sightings.all(*where) if one.rank in overdue] if overdue else []
@@ -345,6 +365,21 @@ class Decider:
         what its peers have missed."""
         placement = self.state.placement
         return any(number in placement and one.left_at is not None for number, one in self._nodes.items())
+
+    def _balanced(self, now: float) -> Iterator[Action]:
+        """Somebody may be slow; the attempt ends after a step where it pays to go on otherwise."""
+        state = self.state
+        if self._balance is None or state.turning or state.stop_asked:
+            return
+        seen = self._sightings.all(state.placement, state.exits)
+        spares = len(self.nodes) > self._plan.nodes
+        for action in self._balance.saw(seen, now, state.epoch, spares=spares):
+            if isinstance(action, TurnRanks):
+                steps = _TURN_STEPS * max(one.step_seconds for one in seen)
+                self._turn_by = now + self._plan.patience * (_TURN_SECONDS + steps)
+                state.turning, state.leaving = True, action.node
+                state.shares = action.shares or state.shares
+            yield action
 
     def _limit(self, seconds: float) -> float:
         """Of silence: never so short that the next beat is not yet due."""
@@ -412,31 +447,40 @@ class Decider:
         others = [number for number in there if number not in before]
         filled = [number if number in there else others.pop(0) for number in before]
         chosen, each = self._numbers.order(filled, others)[: plan.nodes], plan.world // plan.nodes
-        state.placement = {
+        placement = {
             number: tuple(range(place * each, (place + 1) * each)) for place, number in enumerate(chosen)
         }
+        if list(placement) != list(state.placement):  # others may be slow there, or nobody
+            state.shares = ()
+        rule = "ranks ended as they were asked to" if state.turning else "all nodes are there"
+        state.placement, state.turning, state.leaving = placement, False, -1
         state.epoch, state.phase, state.exits, state.incident = state.epoch + 1, "running", {}, None
         self._numbers.begin()
         self._since, self._kill_at, self._stopped_since = now, None, {}
         self._sightings = Sightings()
-        rule, again = "all nodes are there", state.epoch > plan.first_epoch
+        if self._balance is not None:
+            self._balance.begin(placement, state.shares, now)
         return StartAttempt(
             rule=rule,
             epoch=state.epoch,
-            placement=dict(state.placement),
-            again=again,
+            placement=dict(placement),
+            again=state.epoch > plan.first_epoch,
             newest_step=state.newest_step,
             skipped_steps=state.skipped_steps,
+            shares=state.shares,
         )
 
     def _judge(self, now: float) -> Iterator[Action]:
         """All ranks are gone."""
         yield from self._compare_last()
         state = self.state
-        if state.incident is None and not state.stop_asked:
+        if state.incident is None and not state.stop_asked and not self._turned:
             yield from self._carry_out(self._numbers.passed())
         incident = state.incident
-        if incident is None or (state.stop_asked and not incident.after_stop):
+        if incident is None and self._turned:
+            state.phase, self._since = "gathering", now
+            yield from self._give_way()
+        elif incident is None or (state.stop_asked and not incident.after_stop):
             outcome: Outcome = "interrupted" if state.stop_asked else "finished"
             yield self._end_run("all ranks are gone", outcome, "")
         elif incident.after_stop:
@@ -449,6 +493,18 @@ class Decider:
         else:
             state.phase, self._since = "gathering", now
             yield from self._swap(incident)
+
+    @property
+    def _turned(self) -> bool:
+        """The ranks ended because they were asked to, and not as the run was done."""
+        state = self.state
+        return state.turning and not state.stop_asked and any(state.exits.values())
+
+    def _give_way(self) -> Iterator[Action]:
+        node = self.state.leaving
+        if node in self.nodes and len(self.nodes) > self._plan.nodes:
+            del self._nodes[node]
+            yield Evict(rule="a node is slow, and a spare is there", node=node)
 
     def _swap(self, incident: Incident) -> Iterator[Action]:
         """A spare stands ready, and another try on the same node could only cost more than it does."""

@@ -32,6 +32,8 @@ from myriad.resilience.actions import (
     Evict,
     StartAttempt,
     StopRanks,
+    TellSlow,
+    TurnRanks,
 )
 from myriad.resilience.decisions import Decider
 from myriad.resilience.engines.child import die_with_parent
@@ -53,6 +55,7 @@ from myriad.resilience.facts import (
     Start,
     Stop,
     StopAsked,
+    Turn,
 )
 from myriad.resilience.journal import Journal
 from myriad.resilience.listen import split_listen
@@ -197,11 +200,15 @@ class Driver:
     def _note(self, action: Action) -> None:
         """For people."""
         if isinstance(action, StartAttempt) and action.again:
-            self._event("restart", action, "epoch")
+            self._event("restart", action, "epoch", "shares")
         elif isinstance(action, Blame):
             self._event("fault", action, "cause", "rank", "node", "step", "problem")
         elif isinstance(action, Diagnose):
             self._event("diagnosis", action, "verdict", "cause", "step", "rank", "node")
+        elif isinstance(action, TellSlow):
+            self._event("diagnosis", action, "culprit", "ranks", "node", "step", "problem")
+        elif isinstance(action, TurnRanks):
+            self._event("move", action, "shares", "node")
         elif isinstance(action, DumpStacks):
             self._event("diagnosis", action, "ranks")
         elif isinstance(action, Evict):
@@ -214,6 +221,8 @@ class Driver:
             self._dump(action)
         elif isinstance(action, StopRanks):
             self._send_all(End(action.epoch))
+        elif isinstance(action, TurnRanks):
+            self._send_all(Turn(action.epoch))
         elif isinstance(action, Evict):
             if (link := self._links.get(action.node)) is not None:
                 link.abort()
@@ -235,6 +244,7 @@ class Driver:
                 first.port,
                 action.newest_step,
                 action.skipped_steps,
+                action.shares,
             )
             if node in self._links:
                 self._links[node].send(order)
@@ -261,7 +271,8 @@ class Driver:
 
     def _event(self, event: str, action: Action, *names: str) -> None:
         values = asdict(action)
-        fields = {name: values[name] for name in (*names, "rule", "evidence") if values[name] not in (-1, {})}
+        told = (*names, "rule", "evidence")
+        fields = {name: values[name] for name in told if values[name] not in (-1, {}, ())}
         write = partial(self._run.append_event, event, time=time.time(), **fields)
         self._scribe.enter(f"an event ({event})", write)
 

@@ -33,6 +33,7 @@ from myriad.resilience.facts import (
     Start,
     Stop,
     StopAsked,
+    Turn,
 )
 from myriad.resilience.reach import DriverLostError, Reach, executor_name
 from myriad.resilience.warm import DUMP_SIGNAL
@@ -211,6 +212,8 @@ class _Executor:
             return
         elif isinstance(order, End):
             self.crew.signal_all(signal.SIGKILL)
+        elif isinstance(order, Turn):
+            self.crew.turn()
         elif isinstance(order, Dump):
             self.crew.send_signal(order.ranks, DUMP_SIGNAL)
         elif isinstance(order, Agreed):

@@ -2,7 +2,7 @@
 decisions.
 
     executor ──NodeJoined, RankExited, Beat, StopAsked──► driver
-    driver ──Start, End, Dump, Agreed, Stop, Leave──► executor
+    driver ──Start, End, Turn, Dump, Agreed, Stop, Leave──► executor
     somebody who wants to be a node ──NodeWanted──► driver ──NodeNumber──► it becomes one
 
 ``epoch`` is the number of an attempt. Whoever is told of another epoch than its own drops what it was told.
@@ -35,6 +35,7 @@ __all__ = [
     "Start",
     "Stop",
     "StopAsked",
+    "Turn",
 ]
 
 STOP_ASKED = "MYRIAD_STOP_ASKED"
@@ -42,6 +43,7 @@ STOP_ASKED = "MYRIAD_STOP_ASKED"
 
 Cause = Literal[
     "done",
+    "turned",
     "interrupted",
     "user",
     "input",
@@ -54,9 +56,10 @@ Cause = Literal[
     "disk",
     "nan",
 ]
-"""Why a rank ended: by itself and well; by a SIGINT; by an error of the user's program, or of its input;
-because another one was gone; by a SIGKILL from outside; by a fatal signal; because memory or a disk was full;
-by a fault of its device; because some rank's loss or gradient was not finite."""
+"""Why a rank ended: by itself and well; as it was asked to, for another attempt; by a SIGINT; by an error of
+the user's program, or of its input; because another one was gone; by a SIGKILL from outside; by a fatal
+signal; because memory or a disk was full; by a fault of its device; because some rank's loss or gradient was
+not finite."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class RankSeen:
     """Since its row of the progress page changed, by the clock of its own machine."""
     step_seconds: float
     """Of its last step; 0: none yet."""
+    busy_seconds: float = 0.0
+    """Of that step, in which it computed and did not wait; 0: nobody knows."""
     digests: tuple[Digest, ...] = ()
     """The newest."""
 
@@ -188,11 +193,20 @@ class Start:
     """No state of a later step is to be trusted; ``None``: any is."""
     skipped_steps: tuple[int, ...] = ()
     """In which nothing is to move."""
+    shares: tuple[int, ...] = ()
+    """Micro-batches of each replica; empty: the job's."""
 
 
 @dataclass(frozen=True)
 class End:
     """Kill the ranks of an attempt."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """End the ranks of an attempt after the step under way, by themselves."""
 
     epoch: int
 
@@ -230,5 +244,5 @@ class Agreed:
     step: int
 
 
-Order = Start | End | Dump | Agreed | Stop | NodeTaken | Leave
-ORDERS = (Start, End, Dump, Agreed, Stop, NodeTaken, Leave)
+Order = Start | End | Turn | Dump | Agreed | Stop | NodeTaken | Leave
+ORDERS = (Start, End, Turn, Dump, Agreed, Stop, NodeTaken, Leave)

@@ -6,6 +6,7 @@ from typing import Literal
 from myriad.resilience.actions import Outcome
 from myriad.resilience.incidents import Incident
 from myriad.resilience.numbers import OnNan, Trial
+from myriad.resilience.work import Work
 
 __all__ = ["Plan", "State"]
 
@@ -34,6 +35,8 @@ class Plan:
     """That earlier starts of the run have found to give no finite numbers."""
     newest_step: int | None = None
     """An earlier start of the run ended before it had gone back to a step that can be trusted: to this."""
+    work: Work | None = None
+    """What ranks do in a step; ``None``: nobody is compared."""
 
 
 @dataclass
@@ -68,6 +71,12 @@ class State:
     """Of numbers that are not finite."""
     skipped_steps: tuple[int, ...] = ()
     """In which nothing moves: their batches give no finite numbers, wherever they are computed."""
+    shares: tuple[int, ...] = ()
+    """Micro-batches of each replica, of that attempt; empty: the job's."""
+    turning: bool = False
+    """It is to end after a step, for another one."""
+    leaving: int = -1
+    """The node that then gives way to a spare; -1: none."""
     stop_asked: bool = False
     outcome: Outcome | None = None
     reason: str = ""

@@ -4,15 +4,16 @@ A rank writes with plain stores: no lock, no system call (the clock is read in u
 it nothing, and a page that nobody reads is as good as one that somebody does. The executor of the node
 reads; a reader may see a row between two stores, so it decides nothing from one look.
 
-    bytes   0   8      16     24      32      40      48        56     64 .. 80    80 .. 96
-            pid epoch  step   entered left    changed step_time agreed activity    phase
+    bytes   0   8      16     24      32      40      48        56     64 .. 80    80 .. 96    96   104
+            pid epoch  step   entered left    changed step_time agreed activity    phase       turn busy
 
           128 .. 256: the newest eight digests of what replicas hold alike, each with its step
 
 ``step`` is the one under way. ``entered`` and ``left`` count the communication of this attempt: a rank
 inside has entered more than it has left. ``changed`` is the machine's monotonic clock in nanoseconds,
-written last. ``agreed`` alone is written by the reader: after which step replicas are known to have held the
-same. A rank finds its row by MYRIAD_PROGRESS = DESCRIPTOR:ROW; without that it writes into memory of
+written last. ``agreed`` and ``turn`` alone are the reader's to write: after which step replicas are known to
+have held the same; and that the rank is to end after its step, with a snapshot in memory, for another
+attempt. A rank finds its row by MYRIAD_PROGRESS = DESCRIPTOR:ROW; without that it writes into memory of
 its own, so that ranks of any launcher run the same code.
 """
 
@@ -24,15 +25,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["PROGRESS", "ProgressPage", "ProgressRow", "Seen", "own_row"]
+__all__ = ["PROGRESS", "TURNED_CODE", "ProgressPage", "ProgressRow", "Seen", "own_row"]
 
 PROGRESS = "MYRIAD_PROGRESS"
 ROW_BYTES = 256
 _NAME_BYTES = 16
 _ACTIVITY, _PHASE = slice(64, 64 + _NAME_BYTES), slice(80, 80 + _NAME_BYTES)
 _PID, _EPOCH, _STEP, _ENTERED, _LEFT, _CHANGED, _STEP_TIME, _AGREED = range(8)
+_TURN, _BUSY = 12, 13
 _FIRST_DIGEST, _NUM_DIGESTS = 16, 8
-_ROW = struct.Struct("8q16s16s32x16q")
+_ROW = struct.Struct("8q16s16s2q16x16q")
+_ONE = struct.Struct("q")
+TURNED_CODE = 75
+"""Exit code of a rank that has ended because its row asked for it (sysexits.h: try again later)."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class Seen:
     changed_ns: int
     step_ns: int
     """How long the last step took; 0: there was none."""
+    busy_ns: int
+    """Of it, in which the rank computed and did not wait; 0: it does not know."""
     activity: str
     phase: str
     digests: tuple[tuple[int, int], ...] = ()
@@ -93,8 +100,14 @@ class ProgressRow:
         self._words[_STEP], self._began_ns = step, time.monotonic_ns()
         self.phase("step")
 
-    def step_done(self) -> None:
-        """It has ended."""
+    @property
+    def turns(self) -> bool:
+        """The executor asks for the end of this attempt."""
+        return self._words[_TURN] != 0
+
+    def step_done(self, busy_seconds: float = 0.0) -> None:
+        """It has ended. ``busy_seconds``: in which this rank computed; 0: it does not know."""
+        self._words[_BUSY] = int(busy_seconds * 1e9)
         self._words[_STEP_TIME] = time.monotonic_ns() - self._began_ns
         self._words[_CHANGED] = time.monotonic_ns()
 
@@ -155,13 +168,20 @@ class ProgressPage:
     def read(self, row: int) -> Seen:
         """A look at a row."""
         values, again = (_ROW.unpack_from(self._memory, row * ROW_BYTES) for _ in range(2))
-        pid, epoch, step, entered, left, changed, took, _, activity, phase = values[:10]
-        digests = _digests(values[10:], again[10:])
-        return Seen(pid, epoch, step, entered, left, changed, took, _text(activity), _text(phase), digests)
+        pid, epoch, step, entered, left, changed, took, _, activity, phase, _, busy = values[:12]
+        names, digests = (_text(activity), _text(phase)), _digests(values[12:], again[12:])
+        return Seen(pid, epoch, step, entered, left, changed, took, busy, *names, digests)
 
     def agree(self, row: int, step: int) -> None:
         """Tells a rank after which step replicas were known to hold the same."""
-        struct.pack_into("q", self._memory, row * ROW_BYTES + 8 * _AGREED, step + 1)
+        self._write(row, _AGREED, step + 1)
+
+    def turn(self, row: int) -> None:
+        """Asks a rank to end after its step."""
+        self._write(row, _TURN, 1)
+
+    def _write(self, row: int, word: int, value: int) -> None:
+        _ONE.pack_into(self._memory, row * ROW_BYTES + 8 * word, value)
 
     def clear(self, row: int) -> None:
         """For a rank that is about to start."""

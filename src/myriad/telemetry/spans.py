@@ -29,6 +29,7 @@ COMMUNICATION = frozenset(
     }
 )
 """Span names in which a rank waits for others."""
+_COMPUTE = frozenset({"forward", "backward", "backward_input", "backward_weight"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +52,37 @@ class Recorder:
         self.num_dropped = 0
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._row = row or ProgressRow.unseen()
+        self._computes, self._busy = False, 0.0
 
     @contextmanager
     def span(self, name: str, stage: int = -1, micro_batch: int = -1) -> Iterator[None]:
         """Records the time of the block under ``name``, also when it raises."""
-        communicates = name in COMMUNICATION
+        communicates, computed = name in COMMUNICATION, self._computes
+        self._computes = computed or name in _COMPUTE
         before = self._row.enter(name, communicates)
         start = time.time()
         began = time.perf_counter()
         try:
             yield
         finally:
-            self._add(Span(name, stage, micro_batch, start, time.perf_counter() - began))
+            seconds = time.perf_counter() - began
+            self._add(Span(name, stage, micro_batch, start, seconds))
+            if self._computes != computed:
+                self._busy += seconds
+            elif computed and communicates:
+                self._busy -= seconds
+            self._computes = computed
             self._row.leave(before, communicates)
 
     def _add(self, span: Span) -> None:
         self.num_dropped += len(self.spans) == self.spans.maxlen
         self.spans.append(span)
         self._totals[span.name] += span.duration_seconds
+
+    def take_busy(self) -> float:
+        """Seconds of forwards and backwards since the last call, without the communication inside them."""
+        busy, self._busy = self._busy, 0.0
+        return busy
 
     def take_totals(self) -> dict[str, float]:
         """Seconds by name since the last call."""

@@ -30,7 +30,7 @@ from myriad.optim.schedule import learning_rate
 from myriad.parallel.engine import Engine, StepResult
 from myriad.parallel.runtime import Batch
 from myriad.run import Run
-from myriad.telemetry.progress_page import own_row
+from myriad.telemetry.progress_page import TURNED_CODE, own_row
 from myriad.telemetry.spans import Recorder
 from myriad.train.batches import Validation, rank_rows, to_batch
 from myriad.train.build import Place, find_place, pick_device, settle_links, stage_layers
@@ -42,6 +42,7 @@ from myriad.train.metrics import StepMeter
 from myriad.train.peak import Peak, find_peak
 from myriad.train.sample import continue_text
 from myriad.train.save_clock import SaveClock
+from myriad.train.shares import SHARES, with_shares
 from myriad.train.verify import Verifier
 
 __all__ = ["Trainer"]
@@ -65,7 +66,7 @@ class Trainer:
     """One rank of a run, from its folder to its last step."""
 
     def __init__(self, run: Run) -> None:
-        self.run_folder, self.job = run, run.job()
+        self.run_folder, self.job = run, with_shares(run.job(), os.environ.get(SHARES, ""))
         job = self.job
         self.place: Place = find_place(job.layout.world, job.comm)
         self.stop = _StopSignal()
@@ -92,6 +93,7 @@ class Trainer:
         self.step = self._resume()
         self._under_way = self.step + 1
         """What is being trained, or saved."""
+        self.exit_code = 0
         self._skipped_steps = {int(step) for step in os.environ.get("MYRIAD_SKIP_STEPS", "").split()}
         """Whose batches the driver has found to give no finite numbers, wherever they are computed."""
 
@@ -185,6 +187,10 @@ class Trainer:
             stopping = self._train_step()
             self._after_step(is_last=self.step == steps, stopping=stopping)
             self.garbage.after_step(self.step)
+            if self._turns and not stopping:
+                self.verifier.finish(self.step)
+                self.exit_code = TURNED_CODE
+                return
             if stopping and self.step < steps:
                 self.verifier.finish(self.step)
                 self._event("interrupted", step=self.step)
@@ -196,7 +202,7 @@ class Trainer:
         """Leaves the loader and the world."""
         self.progress.phase("ending")
         self.garbage.close()
-        self.session.close()
+        self.session.close(for_good=not self.exit_code)
         self.engine.close()
         self.feed.close()
         close_world()
@@ -234,12 +240,12 @@ class Trainer:
             self._load,
             rate,
             self.meter.tokens_per_step,
-            signal=self.clock.signal(self.stop.asked, self.progress.agreed_step()),
+            signal=self._signal(),
             step=self._under_way,
             skip=self._under_way in self._skipped_steps,
         )
         self.step += 1
-        self.progress.step_done()
+        self.progress.step_done(self._busy_seconds())
         self.verifier.tell()
         if result.skipped:
             self._event("skip", step=self.step, problem="the batch gives no finite numbers: nothing moved")
@@ -257,6 +263,19 @@ class Trainer:
     def _before_update(self) -> None:
         self.session.settle()
         self.verifier.take(self.step)
+
+    def _signal(self) -> float:
+        turn = self.is_first and self.progress.turns
+        return self.clock.signal(self.stop.asked, self.progress.agreed_step(), turn=turn)
+
+    def _busy_seconds(self) -> float:
+        """Of the last step; on a GPU spans say when work was asked for, not how long it took."""
+        return self.recorder.take_busy() if self.device.type == "cpu" else 0.0
+
+    @property
+    def _turns(self) -> bool:
+        """All ranks end here, and the next attempt goes on from their memory."""
+        return self.clock.turn_due and self._agrees and self.step < self.job.train.steps
 
     def _load(self) -> Batch:
         job, grid = self.job, self.groups.grid
@@ -288,7 +307,10 @@ class Trainer:
 
     def _save(self, *, is_last: bool) -> None:
         due, memory_due = self.clock.save_due, self.clock.memory_due
+        is_last |= self._turns and not self.job.checkpoint.memory_every
         wants = self.session.wants(self.step, is_last=is_last, due=due, memory_due=memory_due)
+        if self._turns and not is_last:
+            wants = self.session.parting_wants()
         if wants is None:
             return
         samples = self.step * self.job.train.global_batch

@@ -2,7 +2,8 @@
 from a number that they add up anyway.
 
     signal = ranks that ask for a stop + 2^20 if a checkpoint is due + 2^21 if a snapshot is due
-             + 2^22 x (steps after which replicas are known to have held the same, + 1)
+             + 2^22 if this attempt is to end, for another one
+             + 2^23 x (steps after which replicas are known to have held the same, + 1)
 """
 
 import time
@@ -12,7 +13,7 @@ from myriad.checkpoint.snapshot import Wants
 
 __all__ = ["SaveClock"]
 
-_SAVE, _MEMORY, _AGREED = 2**20, 2**21, 2**22
+_SAVE, _MEMORY, _TURN, _AGREED = 2**20, 2**21, 2**22, 2**23
 
 
 class SaveClock:
@@ -23,24 +24,28 @@ class SaveClock:
         self._config, self._decides = config, decides
         self.save_due = False
         self.memory_due = False
+        self.turn_due = False
+        """All ranks are to end after this step; not the run."""
         self.agreed_step = -1
         """As rank 0 knew it; -1: nothing is known."""
         self._saved_at, self._kept_at = time.monotonic(), 0.0
 
-    def signal(self, stop: bool, agreed_step: int = -1) -> float:
+    def signal(self, stop: bool, agreed_step: int = -1, *, turn: bool = False) -> float:
         """What this rank adds in the next iteration."""
         if not self._decides:
             return float(stop)
         now, minutes = time.monotonic(), self._config.minutes
         save = minutes is not None and now - self._saved_at >= 60 * minutes
         memory = now - self._kept_at >= self._config.memory_seconds
-        return float(stop + _SAVE * save + _MEMORY * memory + _AGREED * (agreed_step + 1))
+        due = _SAVE * save + _MEMORY * memory + _TURN * turn
+        return float(stop + due + _AGREED * (agreed_step + 1))
 
     def hear(self, signal: float) -> bool:
         """Takes what all ranks added up to; gives whether somebody asks for a stop."""
         total = int(signal)
         self.save_due |= bool(total & _SAVE)
         self.memory_due |= bool(total & _MEMORY)
+        self.turn_due |= bool(total & _TURN)
         self.agreed_step = max(self.agreed_step, total // _AGREED - 1)
         return total % _SAVE > 0
 

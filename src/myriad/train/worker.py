@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"myriad: error: {error}\n")
         return error.exit_code
     trainer.close()
-    return 0
+    return trainer.exit_code
 
 
 if __name__ == "__main__":

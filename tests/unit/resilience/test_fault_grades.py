@@ -111,6 +111,31 @@ def test_a_hang_is_found_when_its_culprit_is_named_with_the_stacks() -> None:
     assert slow.grades[0].aim_seconds == 20.0
 
 
+@pytest.mark.parametrize(
+    ("ranks", "at", "missed"),
+    [
+        ([1], 108.0, []),
+        ([0], 108.0, ["wrong culprit: somebody is slow"]),
+        ([0, 1], 108.0, ["wrong culprit: somebody is slow"]),
+        ([1], 170.0, ["detected after 70.00 s, not 60.00 s"]),
+        (None, 0.0, ["not detected"]),
+    ],
+)
+def test_a_slow_rank_is_to_be_named_alone(ranks: list[int] | None, at: float, missed: list[str]) -> None:
+    """What is done then is no fault, and no false alarm."""
+    fault = Fault(kind="slow", where="rank", rank=1, step=20)
+    told = {
+        "event": "diagnosis",
+        "time": at,
+        "culprit": "rank",
+        "ranks": ranks,
+        "problem": "somebody is slow",
+    }
+    events = [] if ranks is None else [told, *again(at + 1.0)]
+    report = graded(fault, lines=[caused()], events=events)
+    assert report.grades[0].missed == missed and report.false_alarms == 0
+
+
 def test_a_process_that_is_replaced_without_a_word_to_the_driver() -> None:
     fault = Fault(kind="kill", where="driver", step=20)
     report = graded(fault, lines=[caused(), {"number": 0, "successor": 100.2}], events=[])

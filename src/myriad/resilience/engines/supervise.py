@@ -24,6 +24,7 @@ from myriad.resilience.journal import Journal
 from myriad.resilience.listen import check_listen
 from myriad.resilience.state import Plan
 from myriad.resilience.wire import run_secret
+from myriad.resilience.work import Work
 from myriad.run import Run
 
 __all__ = ["see_through"]
@@ -69,6 +70,7 @@ def see_through(
         on_nan=how.on_nan,
         skipped_steps=skipped_steps,
         newest_step=newest_step,
+        work=Work.of(job, how.nodes) if world == job.layout.world else None,
     )
     (run.path / "driver.json").unlink(missing_ok=True)
     journal.begin(plan)

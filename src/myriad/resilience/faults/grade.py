@@ -185,6 +185,8 @@ class _Grader:
         grade = Grade(fault=_in_words(fault, line["step"]), aim_seconds=self._limit(aim))
         if aim.seen == "driver":
             self._by_driver(grade, line)
+        elif aim.seen == "diagnosis":
+            self._by_diagnosis(grade, fault, line)
         elif aim.seen == "successor":
             self._by_successor(grade, number, line)
         else:
@@ -248,6 +250,14 @@ class _Grader:
             resumed = incident.resumed["step"] if incident.resumed is not None else 0
             grade.steps_lost = max(0, line["step"] - 1 - resumed)
 
+    def _by_diagnosis(self, grade: Grade, fault: Fault, line: Line) -> None:
+        """The first that is told of anybody who is slow is to be of this one alone."""
+        told = (one for one in self._evidence.events if one["event"] == "diagnosis" and "culprit" in one)
+        first = next((one for one in told if one["time"] >= line["time"]), None)
+        if first is not None:
+            grade.detected_seconds, grade.told = first["time"] - line["time"], first["problem"]
+            grade.culprit_right = list(first["ranks"]) == [fault.rank]
+
     def _by_successor(self, grade: Grade, number: int, line: Line) -> None:
         told = (line for line in self._evidence.caused if "successor" in line)
         at = next((one["successor"] for one in told if one["number"] == number), None)
@@ -279,7 +289,7 @@ def _incidents(events: Sequence[Line]) -> list[_Incident]:
     found: list[_Incident] = []
     diagnosed: float | None = None
     for event in events:
-        if event["event"] == "diagnosis" and "verdict" not in event:
+        if event["event"] == "diagnosis" and event.keys().isdisjoint(("verdict", "culprit")):
             diagnosed = event["time"]
         elif event["event"] == "fault" and "cause" in event:
             named = diagnosed if event["cause"] == "hang" and diagnosed is not None else event["time"]

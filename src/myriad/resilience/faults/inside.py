@@ -1,5 +1,5 @@
 """Faults that a rank causes itself, because nobody outside could: an error of its program, a hang, memory
-that it takes, wrong numbers. For ``myriad faults run`` alone.
+that it takes, wrong numbers, slowness. For ``myriad faults run`` alone.
 
 It is armed by MYRIAD_FAULTS, the path of a file that lists them, read once at the start of a rank; without
 that this module is not even imported. Then the rank's row of the progress page, which hears of every step
@@ -38,7 +38,11 @@ def arm(planned: str) -> None:
     log = path.with_name(CAUSED)
     done = {line["number"] for line in JsonlTail(log).poll()}
     for fault in json.loads(path.read_text()):
-        if fault["rank"] == rank and (fault["kind"] in _IN_EVERY_ATTEMPT or fault["number"] not in done):
+        if fault["rank"] != rank:
+            continue
+        if fault["kind"] == "slow" and fault["number"] in done:
+            _slow_down(fault)  # as slow as in the attempts before
+        elif fault["kind"] in _IN_EVERY_ATTEMPT or fault["number"] not in done:
             _arm_one(fault, log)
 
 
@@ -120,6 +124,28 @@ def _poison(fault: dict[str, Any]) -> None:
     Chunk.start_reduce = reducing  # type: ignore[method-assign]
 
 
+def _slow_down(fault: dict[str, Any]) -> None:
+    """From now on each forward and backward takes ``factor`` times what it would: the processor's time that
+    its thread takes is slept in addition, so that what waits inside it is not made longer."""
+    from myriad.parallel import runtime
+
+    def slowed(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_slowly(*arguments: Any, **keys: Any) -> Any:
+            began = time.thread_time()
+            result = compute(*arguments, **keys)
+            time.sleep((fault["factor"] - 1) * (time.thread_time() - began))
+            return result
+
+        return compute_slowly
+
+    for owner, name in (
+        (runtime.Runtime, "_through_layers"),
+        (runtime, "differentiate"),
+        (runtime, "apply_deferred"),
+    ):
+        setattr(owner, name, slowed(getattr(owner, name)))
+
+
 def _fill_memory(fault: dict[str, Any]) -> NoReturn:
     """Until the kernel kills somebody: this process has taken the most."""
     group = MemoryLimit(Path(fault["group"]))
@@ -136,6 +162,7 @@ _CAUSES: dict[str, Callable[[dict[str, Any]], None]] = {
     "flip": _flip,
     "nan-once": _poison,
     "nan-always": _poison,
+    "slow": _slow_down,
 }
 
 

@@ -19,6 +19,7 @@ KindName = Literal[
     "stop",
     "exception",
     "hang",
+    "slow",
     "host-memory",
     "disk-full",
     "damage",
@@ -27,7 +28,7 @@ KindName = Literal[
     "nan-always",
 ]
 Target = Literal["rank", "driver", "executor", "node", "loader", "keeper", "storage", "checkpoint"]
-Seen = Literal["driver", "successor", "storage", "load"]
+Seen = Literal["driver", "successor", "storage", "load", "diagnosis"]
 
 PHASES = ("starting", "loading", "step", "validating", "saving", "ending")
 MOMENTS = (*PHASES, *map(str, ActionKind))
@@ -40,7 +41,8 @@ class Aim:
 
     seen: Seen = "driver"
     """By whom: the driver (a `fault` with a cause); who starts another process for one that is gone; who
-    stores a checkpoint; who loads one."""
+    stores a checkpoint; who loads one; the driver, which tells who is slow (a `diagnosis`) and lets it go
+    on."""
     causes: tuple[str, ...] = ()
     """One of which the driver is to name."""
     detected_seconds: float
@@ -56,6 +58,8 @@ class Aim:
     """All ranks begin anew."""
     stops: bool = False
     """The run is to end with the reason."""
+    same_bits: bool = True
+    """The result is that of the undisturbed run to the bit; else sums may be in another order."""
     also: str = ""
     """The rest of it in words, for people: it follows from the others, or holds for every fault."""
 
@@ -147,6 +151,21 @@ _KINDS: dict[KindName, FaultKind] = {
                 trains_seconds=1.0,
                 steps_lost=1,
                 also="the first that did not enter is named, its stacks are in its log",
+            )
+        },
+        inside=True,
+    ),
+    "slow": FaultKind(
+        "a rank computes several times as long as it should, and goes on doing so",
+        "the rank sleeps after each forward and backward, in proportion to the time that it took",
+        {
+            "rank": Aim(
+                seen="diagnosis",
+                detected_seconds=60.0,
+                median_steps=10.0,
+                restarts=False,
+                same_bits=False,
+                also="work moves away from it where that pays; nobody is evicted",
             )
         },
         inside=True,

@@ -1,0 +1,116 @@
+"""A rank that computes slowly, on real processes: it is named, work moves away from it, and the run learns
+what it would have learned."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_corpora import make_corpus
+
+from myriad.job import load_job
+from myriad.resilience.engines.local import run_local
+from myriad.resilience.faults.injector import plan_inside
+from myriad.resilience.faults.inside import ARMED
+from myriad.resilience.faults.scenario import Fault
+from myriad.run import Run
+
+SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "resilience.patience=4"]
+TWO = ["layout.dp=2", "layout.zero=2", "checkpoint.memory_seconds=0", "train.global_batch=16"]
+SLOW_SECONDS = 180.0
+_TOLD = ("diagnosis", "move", "restart", "fault")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"), count=300)
+
+
+class Until:
+    """Ends the run after a step, or some steps after work has moved, or when it takes too long."""
+
+    def __init__(self, run: Run, step: int | None = None) -> None:
+        self._run, self._deadline = run, time.monotonic() + SLOW_SECONDS
+        self._end_at, self._asked = step, False
+
+    def tick(self) -> None:
+        resumed = [event["step"] for event in self._run.read_events() if event["event"] == "resume"]
+        lines = self._run.read_metrics()
+        if resumed and self._end_at is None:
+            self._end_at = resumed[-1] + 20
+        done = self._end_at is not None and lines and lines[-1]["step"] >= self._end_at
+        if not self._asked and (done or time.monotonic() > self._deadline):
+            self._asked = True
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def stopping(self) -> None: ...
+
+
+def test_a_slow_rank_is_named_and_its_work_moves(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [f"data.corpus={corpus}", *SMALL, *TWO]
+    run = Run(tmp_path / "run")
+    run.create_or_resume(load_job("tiny", [*keys, "train.steps=100000"]))
+    fault = Fault(kind="slow", rank=1, step=20, factor=3.0)
+    monkeypatch.setenv(ARMED, str(plan_inside(run.path / "faults", [fault], None)))
+    assert run_local(run, 2, threads=1, observer=Until(run)) == "interrupted"
+    told = [event for event in run.read_events() if event["event"] in _TOLD]
+    assert [event["event"] for event in told] == ["diagnosis", "move", "restart"], told
+    diagnosis, _, restart = told
+    assert (diagnosis["culprit"], diagnosis["ranks"]) == ("rank", [1])
+    assert diagnosis["evidence"]["ratio"] >= 1.3
+    (restarted_after,) = (event["step"] for event in run.read_events() if event["event"] == "resume")
+    first, second = restart["shares"]
+    assert first + second == 16 and first > second
+    lines = run.read_metrics()
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "no step is lost"
+
+    monkeypatch.delenv(ARMED)
+    undisturbed = Run(tmp_path / "undisturbed")
+    undisturbed.create_or_resume(run.job())
+    steps = min(len(lines), restarted_after + 20)
+    assert run_local(undisturbed, 2, threads=1, observer=Until(undisturbed, steps)) == "interrupted"
+    expected = [line["loss"] for line in undisturbed.read_metrics()[:steps]]
+    assert [line["loss"] for line in lines[:restarted_after]] == expected[:restarted_after]
+    assert [line["loss"] for line in lines[:steps]] == pytest.approx(expected, rel=1e-5)
+
+
+PRETENDS = """
+import os, sys, time
+from myriad.run import Run
+from myriad.telemetry.progress_page import TURNED_CODE, own_row
+
+run, rank, row = Run(sys.argv[1]), int(os.environ["RANK"]), own_row()
+shares = [int(share) for share in os.environ.get("MYRIAD_SHARES", "4,4").split(",")]
+began, step = time.monotonic(), 0
+while True:
+    step += 1
+    row.step(step)
+    paces = [0.01, 0.01 if os.environ["MYRIAD_EPOCH"] == "1" and step < 100 else 0.02]
+    time.sleep(max(pace * share for pace, share in zip(paces, shares)))
+    row.step_done(paces[rank] * shares[rank])
+    if row.turns:
+        sys.exit(TURNED_CODE)
+    if os.environ["MYRIAD_EPOCH"] == "2" and time.monotonic() - began > 3:
+        sys.exit(0)
+"""
+"""A rank that computes nothing, and says that it does."""
+
+
+def test_ranks_are_asked_to_end_and_begin_with_other_shares(tmp_path: Path, corpus: Path) -> None:
+    """Driver, executor and progress page alone: what is found, what is ordered, what ranks are told."""
+    run = Run(tmp_path / "run")
+    keys = [f"data.corpus={corpus}", *SMALL, "layout.dp=2", "train.steps=1000000"]
+    run.create_or_resume(load_job("tiny", keys))
+    script = tmp_path / "pretends.py"
+    script.write_text(PRETENDS)
+    assert run_local(run, 2, threads=1, command=[sys.executable, str(script)]) == "finished"
+    told = [event for event in run.read_events() if event["event"] in _TOLD]
+    assert [event["event"] for event in told] == ["diagnosis", "move", "restart"], told
+    diagnosis, _, restart = told
+    assert (diagnosis["culprit"], diagnosis["ranks"]) == ("rank", [1])
+    assert diagnosis["evidence"]["ratio"] == pytest.approx(2.0, rel=0.01)
+    assert restart["shares"] in ([5, 3], [6, 2]) and restart["epoch"] == 2, "60 ms a step, both"

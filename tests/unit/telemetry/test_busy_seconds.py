@@ -1,0 +1,40 @@
+"""If these fail, a rank that waits for a slow one is taken for slow itself, or cannot be asked to end."""
+
+import time
+
+import pytest
+
+from myriad.telemetry.progress_page import ProgressPage, ProgressRow
+from myriad.telemetry.spans import Recorder
+
+
+def test_only_computing_counts() -> None:
+    """Of a forward the communication inside it does not, nor does what a rank waits in, or does between."""
+    recorder = Recorder()
+    with recorder.span("load"), recorder.span("exchange"):
+        time.sleep(0.02)
+    with recorder.span("forward"):
+        time.sleep(0.03)
+        with recorder.span("tensor_comm"):
+            time.sleep(0.05)
+    with recorder.span("await_reduce"):
+        time.sleep(0.02)
+    totals = recorder.take_totals()
+    assert recorder.take_busy() == pytest.approx(totals["forward"] - totals["tensor_comm"], abs=1e-9)
+    assert recorder.take_busy() == 0.0
+
+
+def test_a_page_tells_how_long_a_rank_computed_and_asks_it_to_end() -> None:
+    page = ProgressPage(2)
+    rows = [ProgressRow(memoryview(page._memory)[128 * n : 128 * (n + 1)]) for n in range(2)]
+    for row in rows:
+        row.begin(1)
+        row.step(1)
+        row.step_done(0.25)
+    assert page.read(1).busy_ns == 250_000_000 and not rows[1].turns
+    page.turn(1)
+    assert [row.turns for row in rows] == [False, True]
+    rows[1].step(2)
+    assert rows[1].turns and page.read(1).busy_ns == 250_000_000
+    page.clear(1)
+    assert not rows[1].turns
