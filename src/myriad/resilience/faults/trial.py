@@ -147,7 +147,9 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def _undisturbed(job: Job, folder: Path, tell: Tell) -> Run:
-    """Of the same job; made where there is none yet."""
+    """Of the same job, whose work stays where it is; made where there is none yet."""
+    still = job.resilience.model_copy(update={"on_slow": "tell"})
+    job = job.model_copy(update={"resilience": still})
     run = Run(folder / "undisturbed" / _key(job))
     if not (run.checkpoints_path / f"step-{job.train.steps}" / "manifest.json").exists():
         tell(f"the undisturbed run: {job.train.steps} steps of {job.name} in {run.path}")
