@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from myriad.telemetry.progress_page import ProgressPage, ProgressRow
+from myriad.telemetry.progress_page import ROW_BYTES, ProgressPage, ProgressRow
 from myriad.telemetry.spans import Recorder
 
 
@@ -26,7 +26,7 @@ def test_only_computing_counts() -> None:
 
 def test_a_page_tells_how_long_a_rank_computed_and_asks_it_to_end() -> None:
     page = ProgressPage(2)
-    rows = [ProgressRow(memoryview(page._memory)[128 * n : 128 * (n + 1)]) for n in range(2)]
+    rows = [ProgressRow(memoryview(page._memory)[ROW_BYTES * n : ROW_BYTES * (n + 1)]) for n in range(2)]
     for row in rows:
         row.begin(1)
         row.step(1)

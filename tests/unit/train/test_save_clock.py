@@ -58,3 +58,11 @@ def test_what_replicas_agreed_on_reaches_all_ranks_with_the_sum_and_stays() -> N
         total = sum(clock.signal(rank == 2, told if rank == 0 else -1) for rank, clock in enumerate(clocks))
         assert [clock.hear(total) for clock in clocks] == [True] * 3, "somebody asks to stop"
         assert all(clock.agreed_step == known for clock in clocks)
+
+
+def test_the_end_of_an_attempt_reaches_all_ranks_beside_everything_else() -> None:
+    clocks = [SaveClock(CheckpointConfig(), decides=rank == 0) for rank in range(3)]
+    for turn in (False, True):
+        total = sum(clock.signal(rank == 1, 2**28, turn=turn) for rank, clock in enumerate(clocks))
+        assert [clock.hear(total) for clock in clocks] == [True] * 3
+        assert all((clock.turn_due, clock.agreed_step) == (turn, 2**28) for clock in clocks)
