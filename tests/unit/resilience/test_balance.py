@@ -217,10 +217,9 @@ def test_a_new_driver_knows_the_shares() -> None:
 def test_nobody_is_compared_in_an_attempt_whose_shares_are_not_in_the_journal() -> None:
     world = World()
     world.train(20)
-    state = read(State, plain(world.state))
-    world.decider = Decider(world.plan, world.now, state)
+    world.decider = Decider(world.plan, world.now, read(State, plain(world.state)))
     for node in range(4):
-        world.join(node, running=[node], epoch=state.epoch + 1)
+        world.join(node, running=[node], epoch=2)
     assert world.state.epoch == 2 and world.train(600, node_1_is_slow) == []
 
 
