@@ -23,7 +23,7 @@ _MODULES: dict[Target, str] = {
 _STALE_SECONDS = 0.1
 _NODE_WORD = 4
 """Of an executor's command: ``python -m MODULE RUN NODE ...``."""
-_NOBODY = Seen(0, 0, -1, 0, 0, 0, 0, "", "")
+_NOBODY = Seen(0, 0, -1, 0, 0, 0, 0, 0, "", "")
 
 
 class Processes:
