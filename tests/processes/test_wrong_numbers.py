@@ -48,7 +48,7 @@ def plan(run: Run, monkeypatch: pytest.MonkeyPatch, *faults: dict) -> None:
 def test_a_flipped_bit_is_found_its_rank_named_and_the_end_is_as_if_it_had_not_been(
     tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(tmp_path / "run", corpus, *THREE, "checkpoint.every=5")
+    run = make_run(tmp_path / "run", corpus, *THREE, "checkpoint.every=5", "checkpoint.keep=8")
     plan(run, monkeypatch, {"kind": "flip", "rank": 1, "step": 18})
     assert run_local(run, 3) == "finished"
     fault, *_ = events(run, "fault")

@@ -74,17 +74,18 @@ class Layout(Config):
         """The schedule, with the default filled in."""
         return self.schedule or ("interleaved" if self.virtual_stages > 1 else "1f1b")
 
-    def shares_of(self, global_batch: int) -> tuple[int, ...]:
-        """Micro-batches of each replica. Raises `BadInputError` where the batch cannot be divided so."""
+    def shares_of(self, global_batch: int, key: str = "train.global_batch") -> tuple[int, ...]:
+        """Micro-batches of each replica. Raises `BadInputError`, of ``key``, where the batch cannot be
+        divided so."""
         if self.shares is not None:
             if sum(self.shares) * self.micro_batch != global_batch:
-                wanted = f"train.global_batch / layout.micro_batch = {global_batch} / {self.micro_batch}"
+                wanted = f"{key} / layout.micro_batch = {global_batch} / {self.micro_batch}"
                 raise BadInputError("layout.shares", list(self.shares), f"must add up to {wanted}")
             return self.shares
         unit = self.dp * self.micro_batch
         if global_batch % unit:
             allowed = f"must be a multiple of layout.dp x layout.micro_batch = {unit}"
-            raise BadInputError("train.global_batch", global_batch, allowed)
+            raise BadInputError(key, global_batch, allowed)
         return (global_batch // unit,) * self.dp
 
 

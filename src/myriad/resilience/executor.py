@@ -128,10 +128,10 @@ class _Executor:
     async def _look(self) -> None:
         """At the progress page and the ranks' states; more often than it tells."""
         looks = 0
-        states: list[tuple[bool, str]] = []
+        states: list[tuple[object, ...]] = []
         while True:
             seen = self.crew.look()
-            before, states = states, [(one.state == "T", one.phase) for one in seen]
+            before, states = states, [(one.state == "T", one.phase, one.digests[-1:]) for one in seen]
             if looks % _BEAT_EVERY == 0 or before != states:
                 self._tell(Beat(self._node, self.crew.epoch, _free_port(self._reach.host), self._news(seen)))
             looks += 1

@@ -53,7 +53,7 @@ def fit(
     """
     check_layout(layout)
     _check_recompute(definition, layout)
-    shares = layout.shares_of(global_batch)
+    shares = layout.shares_of(global_batch, key="global_batch")
     place = find_place(layout.world, comm)
     on = pick_device(device, 0, place)
     dtype = resolve_precision(precision, on)
