@@ -47,9 +47,8 @@ class Pods:
         for name, value in variables.items():
             words = [word.replace(f"$({name})", value) for word in words]
         cluster = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "9"}
-        cluster["PATH"] = (
-            f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an image with Myriad in it
-        )
+        # as in an image with Myriad in it
+        cluster["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         words[0] = shutil.which(words[0], path=cluster["PATH"]) or words[0]
         with (self._root / f"{role}-{node}.log").open("ab") as log:
             process = subprocess.Popen(

@@ -25,7 +25,7 @@ from myriad.resilience.work import Work
 
 __all__ = ["Finding", "Stragglers"]
 
-_RATIO, _HARDLY_ANY_BELOW, _SHARE_ABOVE = 1.3, 1.15, 0.8
+_RATIO, _HARDLY_ANY_BELOW, _SHARE_ABOVE = 1.3, 1.2, 0.9
 _STEPS = 10
 _SECONDS, _LEAST_STEPS = 60.0, 3
 _WARM_UP_STEPS = 2
