@@ -7,7 +7,7 @@ one stage of the pipeline, where all do the same:
     stage 0   rank 0  10 ms   rank 2  15 ms   rank 4  10 ms      ratio of rank 2 to the others: 1.5
     stage 1   rank 1  14 ms   rank 3  14 ms   rank 5  14 ms      all alike: the head is here
 
-A rank is slow when the median of its ratios over ten steps is at least 1.3, and hardly any is below 1.15. So
+A rank is slow when the median of its ratios over ten steps is at least 1.3, and hardly any is below 1.2. So
 no single step counts, whatever made it slow (its data, a collection, another program for a moment); saves
 and evaluations are outside of what is timed. Steps of more than six seconds: those of a minute, at least
 three. If all ranks of a node are slow, it is the node; if all of a stage are slower than they were, it is the
