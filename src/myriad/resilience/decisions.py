@@ -115,6 +115,10 @@ class Decider:
         """After which a node that says nothing is given up."""
         return self._limit(_SILENT_SECONDS)
 
+    @property
+    def _has_spare(self) -> bool:
+        return len(self.nodes) > self._plan.nodes
+
     def hear(self, observation: Observation, now: float) -> list[Action]:
         """Something was seen, by the driver's own clock at ``now``."""
         if self.state.phase == "over":
@@ -206,8 +210,8 @@ class Decider:
         """What follows from wrong numbers."""
         for action in actions:
             if isinstance(action, Evict):
-                self._nodes.pop(action.node, None)
-            if isinstance(action, EndRun):
+                yield self._evict(action.node, action.rule)
+            elif isinstance(action, EndRun):
                 yield self._end_run(action.rule, action.outcome, action.reason)
             else:
                 yield action
@@ -288,17 +292,19 @@ class Decider:
             return
         for number, ranks in self.state.placement.items():
             if number in self._nodes and set(ranks) - set(self.state.exits):
-                del self._nodes[number]
-                yield Evict(rule="a node cannot end its ranks", node=number)
+                yield self._evict(number, "a node cannot end its ranks")
                 yield from self._lose(number, ranks, 0.0, now)
+
+    def _evict(self, node: int, rule: str, **evidence: object) -> Evict:
+        self._nodes.pop(node, None)
+        return Evict(rule=rule, evidence=dict(evidence), node=node)
 
     def _silent_nodes(self, now: float) -> Iterator[Action]:
         for number, node in list(self._nodes.items()):
             silent, away = now - node.heard_at, now - (now if node.left_at is None else node.left_at)
             if silent < self._limit(_SILENT_SECONDS) and away < self._limit(_AWAY_SECONDS):
                 continue
-            del self._nodes[number]
-            yield Evict(rule="a node was silent", evidence={"silent_seconds": silent}, node=number)
+            yield self._evict(number, "a node was silent", silent_seconds=silent)
             ranks = self.state.placement.get(number, ())
             if self.state.phase in ("running", "ending"):
                 yield from self._lose(number, ranks, silent, now)
@@ -314,7 +320,7 @@ class Decider:
             if number in self._nodes or all(rank in state.exits for rank in ranks):
                 continue
             if number != NOWHERE:
-                yield Evict(rule="a node was silent", evidence={"silent_seconds": absent}, node=number)
+                yield self._evict(number, "a node was silent", silent_seconds=absent)
             yield from self._lose(number, ranks, absent, now)
 
     def _lose(self, node: int, ranks: tuple[int, ...], silent: float, now: float) -> Iterator[Action]:
@@ -372,8 +378,7 @@ class Decider:
         if self._balance is None or state.turning or state.stop_asked:
             return
         seen = self._sightings.all(state.placement, state.exits)
-        spares = len(self.nodes) > self._plan.nodes
-        for action in self._balance.saw(seen, now, state.epoch, spares=spares):
+        for action in self._balance.saw(seen, now, state.epoch, spares=self._has_spare):
             if isinstance(action, TurnRanks):
                 steps = _TURN_STEPS * max(one.step_seconds for one in seen)
                 self._turn_by = now + self._plan.patience * (_TURN_SECONDS + steps)
@@ -502,9 +507,8 @@ class Decider:
 
     def _give_way(self) -> Iterator[Action]:
         node = self.state.leaving
-        if node in self.nodes and len(self.nodes) > self._plan.nodes:
-            del self._nodes[node]
-            yield Evict(rule="a node is slow, and a spare is there", node=node)
+        if self._has_spare and node in self.nodes:
+            yield self._evict(node, "a node is slow, and a spare is there")
 
     def _swap(self, incident: Incident) -> Iterator[Action]:
         """A spare stands ready, and another try on the same node could only cost more than it does."""
@@ -512,10 +516,10 @@ class Decider:
         again = self.state.repeats[incident.signature] > 1 and cause not in OF_THE_USER
         again |= cause == CORRUPTION and self.state.wrong_on.get(node, 0) > 1
         likely = again or cause in OF_THE_NODE
-        if likely and node in self.nodes and len(self.nodes) > self._plan.nodes:
-            del self._nodes[node]
-            rule = "the node may be the cause, and a spare is there"
-            yield Evict(rule=rule, evidence={"cause": cause, "again": again}, node=node)
+        if likely and self._has_spare and node in self.nodes:
+            yield self._evict(
+                node, "the node may be the cause, and a spare is there", cause=cause, again=again
+            )
 
     def _is_hopeless(self, incident: Incident) -> str | None:
         """The rule by which it makes no sense to begin again."""

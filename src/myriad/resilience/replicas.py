@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from myriad.resilience.facts import Digest
+from myriad.resilience.incidents import told_ranks
 
 __all__ = ["Difference", "Replicas"]
 
@@ -33,10 +34,10 @@ class Difference:
     @property
     def text(self) -> str:
         """For the user."""
-        who, where = _ranks(self.suspects), f"after step {self.step}"
+        who, where = told_ranks(self.suspects), f"after step {self.step}"
         if self.others:
             holds = "holds" if len(self.suspects) == 1 else "hold"
-            return f"{who} {holds} other parameters than {_ranks(self.others)} {where}"
+            return f"{who} {holds} other parameters than {told_ranks(self.others)} {where}"
         return f"{who} hold different parameters {where}, and nothing says whose are wrong"
 
 
@@ -104,7 +105,3 @@ def _difference(step: int, groups: Sequence[Sequence[int]], told: dict[int, int]
         suspects += [rank for rank in group if told[rank] != value or not is_majority]
         others += [rank for rank in group if told[rank] == value and is_majority]
     return Difference(step, tuple(sorted(suspects)), tuple(sorted(others)))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -21,6 +21,7 @@ from statistics import median
 from typing import Literal
 
 from myriad.resilience.facts import RankSeen
+from myriad.resilience.incidents import told_ranks
 from myriad.resilience.work import Work
 
 __all__ = ["Finding", "Stragglers"]
@@ -52,7 +53,7 @@ class Finding:
     @property
     def text(self) -> str:
         """For people."""
-        who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        who = told_ranks(self.ranks)
         if self.culprit == "stage":
             return f"a whole stage takes {self.ratio:.2f} times as long as before: {who}"
         what = f"node {self.node} ({who})" if self.culprit == "node" else f"{who} on node {self.node}"

@@ -7,7 +7,6 @@ jobs that it cannot start, one has a run trained. What it starts on a machine is
 (`local`), whatever a person starts there with `myriad join` (`join`), a task of a cluster manager.
 """
 
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
@@ -56,13 +55,7 @@ class Train(Protocol):
     """Has ranks train until they are done. Raises `RunFailedError`."""
 
     def __call__(
-        self,
-        run: Run,
-        world: int,
-        *,
-        threads: int = 0,
-        observer: Observer | None = None,
-        command: Sequence[str] = (),
+        self, run: Run, world: int, *, threads: int = 0, observer: Observer | None = None
     ) -> Outcome: ...
 
 

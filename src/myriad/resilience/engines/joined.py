@@ -5,8 +5,6 @@
     machines     myriad join RUN                                       RUN is in a file system that all have
 """
 
-from collections.abc import Sequence
-
 from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.resilience.engines.engine import Observer, Outcome
@@ -50,14 +48,6 @@ def check_joined(job: Job, *, oversubscribe: bool = False) -> None:
     check_listen(job.resilience.listen)
 
 
-def run_joined(
-    run: Run,
-    world: int,
-    *,
-    threads: int = 0,
-    observer: Observer | None = None,
-    command: Sequence[str] = (),
-) -> Outcome:
+def run_joined(run: Run, world: int, *, threads: int = 0, observer: Observer | None = None) -> Outcome:
     """Has ``world`` ranks train on nodes that join. Raises `RunFailedError`."""
-    assert not command, "whoever joins starts ranks that train"
     return see_through(run, world, Joined(), observer, gather_seconds=_GATHER_SECONDS)

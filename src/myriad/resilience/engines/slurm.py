@@ -84,16 +84,8 @@ def _hosts() -> list[str]:
         raise BadInputError(_JOB, os.environ[_JOB], f"the nodes of this job are not known: {error}") from None
 
 
-def run_slurm(
-    run: Run,
-    world: int,
-    *,
-    threads: int = 0,
-    observer: Observer | None = None,
-    command: Sequence[str] = (),
-) -> Outcome:
+def run_slurm(run: Run, world: int, *, threads: int = 0, observer: Observer | None = None) -> Outcome:
     """Has ``world`` ranks train on the nodes of this allocation. Raises `RunFailedError`."""
-    assert not command, "whoever joins starts ranks that train"
     how, hosts = run.job().resilience, _hosts()
     listen = _own_address(hosts) if _is_default(how) else how.listen
     engine = SlurmEngine(run, how.nodes, hosts, how.patience)

@@ -1,7 +1,6 @@
 """A run on Kubernetes, as its driver's pod starts it."""
 
 import os
-from collections.abc import Sequence
 
 from myriad.errors import BadInputError
 from myriad.job import Job
@@ -27,16 +26,8 @@ def check_kubernetes(job: Job, *, oversubscribe: bool = False) -> None:
     check_listen(job.resilience.listen)
 
 
-def run_kubernetes(
-    run: Run,
-    world: int,
-    *,
-    threads: int = 0,
-    observer: Observer | None = None,
-    command: Sequence[str] = (),
-) -> Outcome:
+def run_kubernetes(run: Run, world: int, *, threads: int = 0, observer: Observer | None = None) -> Outcome:
     """Has ``world`` ranks train in pods that join. Raises `RunFailedError`."""
-    assert not command, "pods start ranks that train"
     api = in_cluster()
     assert api is not None, "it was checked"
     spares = run.job().resilience.spares

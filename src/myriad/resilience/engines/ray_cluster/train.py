@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Sequence
 from importlib import import_module
 from ipaddress import ip_address
 from typing import Any
@@ -42,16 +41,8 @@ def _is_loopback(listen: str) -> bool:
         return host == "localhost"
 
 
-def run_ray(
-    run: Run,
-    world: int,
-    *,
-    threads: int = 0,
-    observer: Observer | None = None,
-    command: Sequence[str] = (),
-) -> Outcome:
+def run_ray(run: Run, world: int, *, threads: int = 0, observer: Observer | None = None) -> Outcome:
     """Has ``world`` ranks train on machines of Ray's. Raises `RunFailedError`."""
-    assert not command, "executors of Ray's start ranks that train"
     ray = _connect()
     job = run.job()
     needs = needs_of(job, ray.cluster_resources().get("GPU", 0) > 0)
