@@ -10,17 +10,15 @@ The driver writes `Decider.state` and the actions into its journal before it act
 the last one written and hears from the executors what has become of the ranks. So an action may be done
 twice: each is for one epoch, and does nothing the second time. The same code runs under a virtual clock.
 
-Recovery is the cheapest sufficient step: all ranks anew on the nodes that are there, from the snapshots in
-their memory; on a spare where a node is gone or, when a spare is there, where the node may be the cause. What
-a healthy node does not cure is tried twice.
+Who is there is kept by `myriad.resilience.presence`, whether ranks go on by `myriad.resilience.watch`,
+and what an incident asks for by `myriad.resilience.ladder`.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from myriad.resilience.actions import (
     Action,
-    DumpStacks,
     EndRun,
     Evict,
     Outcome,
@@ -31,50 +29,33 @@ from myriad.resilience.actions import (
 from myriad.resilience.balance import Balance
 from myriad.resilience.catch_up import NOWHERE, adopt, is_partial, place_missing, take_over
 from myriad.resilience.causes import first_not_finite
-from myriad.resilience.culprit import find_suspects
-from myriad.resilience.deadlines import Deadlines
 from myriad.resilience.facts import (
     Beat,
     NodeJoined,
     NodeLeft,
     Observation,
     RankExited,
-    RankSeen,
     StopAsked,
 )
-from myriad.resilience.incidents import CORRUPTION, NOT_FINITE, OF_THE_NODE, OF_THE_USER, Incident, told_ranks
-from myriad.resilience.sightings import Sightings
+from myriad.resilience.incidents import CORRUPTION, NOT_FINITE, Incident, told_ranks
+from myriad.resilience.ladder import count, fill_places, is_of_the_node, why_hopeless
+from myriad.resilience.presence import Presence
 from myriad.resilience.state import Plan, State
+from myriad.resilience.watch import Stuck, Watch
 from myriad.resilience.wrong_numbers import WrongNumbers
 
 __all__ = ["Decider"]
 
 _BLAME_SECONDS = 1.5
 """After an error that only says that a peer is gone: the peer's own death may be told later."""
-_STOPPED_SECONDS = 1.5
-_SILENT_SECONDS, _AWAY_SECONDS = 3.5, 3.0
-"""Without a beat of a node that is connected; without a connection."""
-_ABSENT_SECONDS = 10.0
-"""After which a new driver waits no longer for a node of which it has read."""
-_LEAST_SILENCE_SECONDS = 2.5
-_LOOK_SECONDS = 1.0
-"""Time is looked at more often than this, by whoever is not held up."""
 _COMPARE_SECONDS = 1.0
 """How often ranks are compared: each look is at all of them."""
-_DUMP_SECONDS = 1.0
 _LOST = -9
 """The code of ranks that nobody can tell of any more."""
 _REPEAT_SECONDS, _REPEATS = 3.0, 2
 """After which ranks that were to be killed, and live, are to be killed again; then their executor is."""
 _TURN_SECONDS, _TURN_STEPS = 30.0, 3
 """After which ranks that were to end after a step are killed."""
-
-
-@dataclass
-class _Node:
-    joined: NodeJoined
-    heard_at: float
-    left_at: float | None = None
 
 
 class Decider:
@@ -89,16 +70,14 @@ class Decider:
             newest_step=plan.newest_step,
             skipped_steps=plan.skipped_steps,
         )
-        self._numbers = WrongNumbers(plan, self.state, self._node_of)
-        self._nodes: dict[int, _Node] = {}
-        self._since = self._absent_since = self._looked_at = now
-        self._kill_at: float | None = None
+        self._numbers = WrongNumbers(plan, self.state)
+        self._presence = Presence(plan.patience, now)
+        self._watch = Watch(plan, self.state, self._presence)
+        self._since = now
+        self._blame_at: float | None = None
         self._enough_at: float | None = None
         """Since when as many nodes are there as are needed."""
         self._repeats = 0
-        self._sightings = Sightings()
-        self._stopped_since: dict[int, float] = {}
-        self._deadlines = Deadlines(plan.patience, plan.saving_seconds)
         self._balance = None if plan.work is None else Balance(plan.work, plan.patience)
         self._turn_by = now + _TURN_SECONDS * plan.patience
         self._compare_at = now
@@ -108,12 +87,12 @@ class Decider:
     @property
     def nodes(self) -> dict[int, NodeJoined]:
         """Those that are there."""
-        return {number: node.joined for number, node in self._nodes.items() if node.left_at is None}
+        return self._presence.there
 
     @property
     def silent_seconds(self) -> float:
         """After which a node that says nothing is given up."""
-        return self._limit(_SILENT_SECONDS)
+        return self._presence.silent_seconds
 
     @property
     def _has_spare(self) -> bool:
@@ -126,8 +105,7 @@ class Decider:
         if isinstance(observation, NodeJoined):
             return [*self._node_joined(observation, now), *self._go_on(now)]
         if isinstance(observation, NodeLeft):
-            if observation.node in self._nodes:
-                self._nodes[observation.node].left_at = now
+            self._presence.leave(observation.node, now)
             return []
         if isinstance(observation, StopAsked):
             self.state.stop_asked = True
@@ -139,8 +117,8 @@ class Decider:
     # Nodes
 
     def _node_joined(self, joined: NodeJoined, now: float) -> Iterator[Action]:
-        self._nodes[joined.node] = _Node(joined, now)
-        self._sightings.drop(joined.node)
+        self._presence.join(joined, now)
+        self._watch.drop(joined.node)
         state = self.state
         state.stop_asked |= joined.stop_asked
         if joined.epoch > state.epoch:
@@ -160,31 +138,22 @@ class Decider:
     def _take_over(self, epoch: int, now: float) -> None:
         """The journal does not know of what the executors have been told."""
         take_over(self.state, epoch)
-        self._since, self._kill_at, self._stopped_since = now, None, {}
-        self._absent_since, self._sightings = now, Sightings()
+        self._presence.expect(now)
+        self._watch.begin()
+        self._since, self._blame_at = now, None
         if self._balance is not None:
             self._balance.stand_still()
 
     def _beat(self, beat: Beat, now: float) -> list[Action]:
-        node = self._nodes.get(beat.node)
-        if node is None:
+        if not self._presence.heard(beat, now) or beat.epoch != self.state.epoch:
             return []
-        node.heard_at = now
-        if beat.port != node.joined.port:
-            node.joined = replace(node.joined, port=beat.port)
-        if beat.epoch == self.state.epoch:
-            self._sightings.heard(beat.node, beat.ranks)
-            passed: list[Action] = []
-            if self.state.phase == "running":
-                passed += self._went_on(max([one.step for one in beat.ranks], default=-1))
-            for one in beat.ranks:
-                if one.state == "T":
-                    self._stopped_since.setdefault(one.rank, now)
-                elif self._stopped_since:
-                    self._stopped_since.pop(one.rank, None)
-                self._numbers.saw(one.rank, one.digests)
-            return [*passed, *self._compare_replicas(now)]
-        return []
+        self._watch.heard(beat, now)
+        passed: list[Action] = []
+        if self.state.phase == "running":
+            passed += self._went_on(max([one.step for one in beat.ranks], default=-1))
+        for one in beat.ranks:
+            self._numbers.saw(one.rank, one.digests)
+        return [*passed, *self._compare_replicas(now)]
 
     def _went_on(self, step: int) -> Iterator[Action]:
         """Some rank trains this step: so all have loaded what they go on from, and the numbers of the step
@@ -228,7 +197,7 @@ class Decider:
         ):
             return
         state.exits[ended.rank] = ended.code
-        self._sightings.changed(ended.node)
+        self._watch.changed(ended.node)
         self._numbers.saw(ended.rank, ended.digests)
         if state.phase == "running":
             yield from self._went_on(ended.step)
@@ -239,20 +208,20 @@ class Decider:
         if ended.cause == "peer":
             if state.incident is None:
                 state.incident = Incident.of_exit(ended, "a peer was lost", after_stop=state.stop_asked)
-                self._kill_at = now + _BLAME_SECONDS
+                self._blame_at = now + _BLAME_SECONDS
             return
         incident = Incident.of_exit(ended, "a rank ended", after_stop=state.stop_asked)
         if ended.cause == NOT_FINITE:  # whoever is told to have ended first, each says who made it
             rank, text = first_not_finite(ended.error)
             if rank < self._plan.world:
                 text += f" (log: {ended.log})"
-                incident = replace(incident, rank=rank, node=self._node_of(rank), text=text)
+                incident = replace(incident, rank=rank, node=self.state.node_of(rank), text=text)
         yield from self._end_attempt(incident, now)
 
     def _end_attempt(self, incident: Incident, now: float, **evidence: object) -> Iterator[Action]:
         """The others cannot go on: none of them is asked to, as their snapshots are in the node's memory."""
         self.state.incident, self.state.phase = incident, "ending"
-        self._since, self._kill_at, self._repeats = now, None, 0
+        self._since, self._blame_at, self._repeats = now, None, 0
         yield incident.blame(**evidence)
         yield StopRanks(rule=incident.rule, epoch=self.state.epoch)
 
@@ -261,7 +230,7 @@ class Decider:
         phase = self.state.phase
         if phase == "over":
             return []
-        self._forgive(now)
+        self._presence.forgive(now)
         actions = [*self._silent_nodes(now), *self._absent_nodes(now)]
         if phase == "running" and self.state.phase == "running":
             actions += self._overdue_ranks(now)
@@ -274,16 +243,6 @@ class Decider:
             actions.append(self._end_run("nodes did not come", "failed", reason))
         return [*actions, *self._go_on(now)]
 
-    def _forgive(self, now: float) -> None:
-        """Nobody listened while the driver itself was held up: that was no silence of the nodes."""
-        held_up, self._looked_at = now - self._looked_at - _LOOK_SECONDS, now
-        if held_up > 0:
-            self._absent_since += held_up
-            for node in self._nodes.values():
-                node.heard_at = min(now, node.heard_at + held_up)
-                if node.left_at is not None:
-                    node.left_at = min(now, node.left_at + held_up)
-
     def _end_again(self, now: float) -> Iterator[Action]:
         """Ranks that were to end live, or nobody says that they do not."""
         self._repeats += 1
@@ -291,19 +250,16 @@ class Decider:
             yield StopRanks(rule="ranks that were to end still live", epoch=self.state.epoch)
             return
         for number, ranks in self.state.placement.items():
-            if number in self._nodes and set(ranks) - set(self.state.exits):
+            if number in self._presence and set(ranks) - set(self.state.exits):
                 yield self._evict(number, "a node cannot end its ranks")
                 yield from self._lose(number, ranks, 0.0, now)
 
     def _evict(self, node: int, rule: str, **evidence: object) -> Evict:
-        self._nodes.pop(node, None)
+        self._presence.forget(node)
         return Evict(rule=rule, evidence=dict(evidence), node=node)
 
     def _silent_nodes(self, now: float) -> Iterator[Action]:
-        for number, node in list(self._nodes.items()):
-            silent, away = now - node.heard_at, now - (now if node.left_at is None else node.left_at)
-            if silent < self._limit(_SILENT_SECONDS) and away < self._limit(_AWAY_SECONDS):
-                continue
+        for number, silent in self._presence.silent(now):
             yield self._evict(number, "a node was silent", silent_seconds=silent)
             ranks = self.state.placement.get(number, ())
             if self.state.phase in ("running", "ending"):
@@ -311,13 +267,13 @@ class Decider:
 
     def _absent_nodes(self, now: float) -> Iterator[Action]:
         """They have ranks, and were lost with the last driver: this one has never heard of them."""
-        state, absent = self.state, now - self._absent_since
-        if state.phase not in ("running", "ending") or absent < self._limit(_ABSENT_SECONDS):
+        state, absent = self.state, self._presence.waited(now)
+        if state.phase not in ("running", "ending") or absent is None:
             return
         if is_partial(state, self._plan.world):
             place_missing(state, self._plan.world)
         for number, ranks in list(state.placement.items()):
-            if number in self._nodes or all(rank in state.exits for rank in ranks):
+            if number in self._presence or all(rank in state.exits for rank in ranks):
                 continue
             if number != NOWHERE:
                 yield self._evict(number, "a node was silent", silent_seconds=absent)
@@ -326,7 +282,7 @@ class Decider:
     def _lose(self, node: int, ranks: tuple[int, ...], silent: float, now: float) -> Iterator[Action]:
         name = "a node" if node == NOWHERE else f"node {node}"
         text = f"{name} with {told_ranks(ranks)} was lost"
-        self._sightings.drop(node)
+        self._watch.drop(node)
         for rank in ranks:
             self.state.exits.setdefault(rank, _LOST)
         if ranks and self.state.phase == "running":
@@ -334,50 +290,33 @@ class Decider:
             yield from self._end_attempt(incident, now, silent_seconds=silent)
 
     def _overdue_ranks(self, now: float) -> Iterator[Action]:
-        waited = self.state.incident
-        if waited is not None and self._kill_at is not None:
-            if now >= self._kill_at and not self._misses_node():
+        state, waited = self.state, self.state.incident
+        if waited is not None and self._blame_at is not None:
+            # a node that is away is about to be back, or to be given up: then that is what its peers miss
+            if now >= self._blame_at and not self._presence.any_away(state.placement):
                 yield from self._end_attempt(waited, now)
             return
-        if is_partial(self.state, self._plan.world):
+        if is_partial(state, self._plan.world):
             return
-        if self.state.turning and now >= self._turn_by:
-            self.state.phase, self._since, self._repeats = "ending", now, 0
-            yield StopRanks(rule="ranks did not end after their step", epoch=self.state.epoch)
+        if state.turning and now >= self._turn_by:
+            state.phase, self._since, self._repeats = "ending", now, 0
+            yield StopRanks(rule="ranks did not end after their step", epoch=state.epoch)
             return
-        sightings, where = self._sightings, (self.state.placement, self.state.exits)
-        few = sightings.few(*where)
-        if few and sightings.has_news:
-            # looked at here, not at each beat: of 1,536 nodes 1,536 come in a second
-            sightings.has_news = False
-            self._deadlines.saw(few)
-        if few and now >= self._compare_at:
+        if now >= self._compare_at and self._watch.few():
             self._compare_at = now + _COMPARE_SECONDS
             yield from self._balanced(now)
-        limit = self._plan.patience * _STOPPED_SECONDS
-        overdue = {rank for rank, since in self._stopped_since.items() if now - since >= limit}
-        stopped = [one for one in sightings.all(*where) if one.rank in overdue] if overdue else []
-        if stopped:
-            rank = stopped[0]
-            text = f"rank {rank.rank} was stopped (SIGSTOP), pid {rank.pid}"
-            incident = self._hang("a rank was stopped", "stopped", rank, text)
-            idle = rank.idle_seconds + now - self._nodes[incident.node].heard_at
-            yield from self._end_attempt(incident, now, idle_seconds=idle)
-        elif few:
-            yield from self._hung(few, now)
-
-    def _misses_node(self) -> bool:
-        """One of this attempt is not connected: it is about to be back, or to be given up, and then it is
-        what its peers have missed."""
-        placement = self.state.placement
-        return any(number in placement and one.left_at is not None for number, one in self._nodes.items())
+        found = self._watch.overdue(now)
+        if isinstance(found, Stuck):
+            yield from self._end_attempt(found.incident, now, **found.evidence)
+        elif found is not None:
+            yield found
 
     def _balanced(self, now: float) -> Iterator[Action]:
         """Somebody may be slow; the attempt ends after a step where it pays to go on otherwise."""
         state = self.state
         if self._balance is None or state.turning or state.stop_asked:
             return
-        seen = self._sightings.all(state.placement, state.exits)
+        seen = self._watch.all()
         for action in self._balance.saw(seen, now, state.epoch, spares=self._has_spare):
             if isinstance(action, TurnRanks):
                 steps = _TURN_STEPS * max(one.step_seconds for one in seen)
@@ -385,38 +324,6 @@ class Decider:
                 state.turning, state.leaving = True, action.node
                 state.shares = action.shares or state.shares
             yield action
-
-    def _limit(self, seconds: float) -> float:
-        """Of silence: never so short that the next beat is not yet due."""
-        return max(_LEAST_SILENCE_SECONDS, seconds * self._plan.patience)
-
-    def _hung(self, few: list[RankSeen], now: float) -> Iterator[Action]:
-        """The stacks come first, and a moment later the end, unless it was none of a hang."""
-        idle = min(one.idle_seconds for one in few)
-        phase = self._deadlines.phase_of(few)
-        limit = self._deadlines.limit(phase)
-        if idle <= limit:
-            self._kill_at = None
-            return
-        seen = self._sightings.all(self.state.placement, self.state.exits)
-        suspicion = find_suspects(seen)
-        if self._kill_at is None:
-            self._kill_at = now + _DUMP_SECONDS
-            evidence = {"idle_seconds": idle, "limit_seconds": limit, "phase": phase, "why": suspicion.why}
-            ranks = suspicion.ranks
-            yield DumpStacks(rule="no rank goes on", evidence=evidence, epoch=self.state.epoch, ranks=ranks)
-        elif now >= self._kill_at:
-            rank = next(one for one in seen if one.rank == suspicion.ranks[0])
-            text = f"{told_ranks(suspicion.ranks)} hung: {suspicion.why} (stacks in the log)"
-            incident = self._hang("no rank goes on", "hang", rank, text)
-            yield from self._end_attempt(incident, now, idle_seconds=idle, limit_seconds=limit, phase=phase)
-
-    def _hang(self, rule: str, cause: str, one: RankSeen, text: str) -> Incident:
-        node = self._node_of(one.rank)
-        return Incident(rule, cause, one.rank, node, one.step, text, text, self.state.stop_asked)
-
-    def _node_of(self, rank: int) -> int:
-        return next(node for node, ranks in self.state.placement.items() if rank in ranks)
 
     # What comes next
 
@@ -432,7 +339,7 @@ class Decider:
         if state.stop_asked:
             yield self._end_run("a stop was asked for", "interrupted", "")
             return
-        there = sorted(self.nodes) if len(self._nodes) >= self._plan.nodes else []
+        there = sorted(self.nodes) if len(self._presence) >= self._plan.nodes else []
         if len(there) < self._plan.nodes:
             self._enough_at = None
         elif not self._is_early(there, now):
@@ -445,13 +352,11 @@ class Decider:
         return not meant and now - self._enough_at < self._plan.late_seconds * self._plan.patience
 
     def _start(self, there: list[int], now: float) -> StartAttempt:
-        """On the nodes of the last attempt that are there; where one is not, a spare takes its place, so that
-        no rank of another moves."""
+        """On the nodes of the last attempt, as far as they are there."""
         state, plan = self.state, self._plan
         before = list(state.placement) or there[: plan.nodes]
-        others = [number for number in there if number not in before]
-        filled = [number if number in there else others.pop(0) for number in before]
-        chosen, each = self._numbers.order(filled, others)[: plan.nodes], plan.world // plan.nodes
+        chosen = self._numbers.order(*fill_places(before, there))[: plan.nodes]
+        each = plan.world // plan.nodes
         placement = {
             number: tuple(range(place * each, (place + 1) * each)) for place, number in enumerate(chosen)
         }
@@ -461,8 +366,8 @@ class Decider:
         state.placement, state.turning, state.leaving = placement, False, -1
         state.epoch, state.phase, state.exits, state.incident = state.epoch + 1, "running", {}, None
         self._numbers.begin()
-        self._since, self._kill_at, self._stopped_since = now, None, {}
-        self._sightings = Sightings()
+        self._since, self._blame_at = now, None
+        self._watch.begin()
         if self._balance is not None:
             self._balance.begin(placement, state.shares, now)
         return StartAttempt(
@@ -490,7 +395,7 @@ class Decider:
             yield self._end_run("all ranks are gone", outcome, "")
         elif incident.after_stop:
             yield self._end_run("a fault after a stop was asked for", "failed", incident.text)
-        elif (rule := self._is_hopeless(incident)) is not None:
+        elif (rule := self._why_hopeless(incident)) is not None:
             yield self._end_run(rule, "failed", incident.text)
         elif incident.cause == NOT_FINITE:
             state.phase, self._since = "gathering", now
@@ -512,30 +417,17 @@ class Decider:
 
     def _swap(self, incident: Incident) -> Iterator[Action]:
         """A spare stands ready, and another try on the same node could only cost more than it does."""
-        node, cause = incident.node, incident.cause
-        again = self.state.repeats[incident.signature] > 1 and cause not in OF_THE_USER
-        again |= cause == CORRUPTION and self.state.wrong_on.get(node, 0) > 1
-        likely = again or cause in OF_THE_NODE
-        if likely and self._has_spare and node in self.nodes:
-            yield self._evict(
-                node, "the node may be the cause, and a spare is there", cause=cause, again=again
-            )
+        likely, again = is_of_the_node(self.state, incident)
+        if likely and self._has_spare and incident.node in self.nodes:
+            rule = "the node may be the cause, and a spare is there"
+            yield self._evict(incident.node, rule, cause=incident.cause, again=again)
 
-    def _is_hopeless(self, incident: Incident) -> str | None:
-        """The rule by which it makes no sense to begin again."""
+    def _why_hopeless(self, incident: Incident) -> str | None:
         state = self.state
         wrong = incident.cause == CORRUPTION
-        if self._numbers.count(incident) if wrong else state.best_step > state.fault_step:
-            state.repeats = {}
-        state.fault_step = state.best_step
-        count = state.repeats[incident.signature] = state.repeats.get(incident.signature, 0) + 1
-        if incident.cause == "input":
-            return "bad input"
-        if count > self._plan.restarts:
-            return "the same fault came too often without progress"
-        if incident.cause in OF_THE_USER and count > 1:
-            return "the same error of the program came twice at the same step"
-        return None
+        progressed = self._numbers.count(incident) if wrong else state.best_step > state.fault_step
+        count(state, incident, progressed=progressed)
+        return why_hopeless(state, incident, self._plan.restarts)
 
     def _end_run(self, rule: str, outcome: Outcome, reason: str) -> EndRun:
         self.state.phase, self.state.outcome, self.state.reason = "over", outcome, reason

@@ -80,3 +80,7 @@ class State:
     stop_asked: bool = False
     outcome: Outcome | None = None
     reason: str = ""
+
+    def node_of(self, rank: int) -> int:
+        """Where it is in this attempt."""
+        return next(node for node, ranks in self.placement.items() if rank in ranks)

@@ -4,7 +4,7 @@ The decisions (`myriad.resilience.decisions`) tell it what was seen, and end and
 a driver is in the run's `State`. Pure, as they are.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from myriad.resilience.actions import Action, Diagnose, EndRun, Evict
@@ -20,9 +20,8 @@ __all__ = ["WrongNumbers"]
 class WrongNumbers:
     """Of one run."""
 
-    def __init__(self, plan: Plan, state: State, node_of: Callable[[int], int]) -> None:
-        """``node_of``: where a rank of this attempt is."""
-        self._plan, self._state, self._node_of = plan, state, node_of
+    def __init__(self, plan: Plan, state: State) -> None:
+        self._plan, self._state = plan, state
         self._replicas = Replicas(plan.replicas)
 
     def begin(self) -> None:
@@ -43,7 +42,7 @@ class WrongNumbers:
         if found is None:
             return None
         state.newest_step = state.agreed_step if state.agreed_step >= 0 else None
-        nodes = {self._node_of(rank) for rank in found.suspects}
+        nodes = {state.node_of(rank) for rank in found.suspects}
         rank = found.suspects[0] if len(found.suspects) == 1 else -1
         node = nodes.pop() if len(nodes) == 1 else -1
         text = found.text + (f" (agreed: {state.agreed_step})" if state.agreed_step >= 0 else "")
