@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from myriad.checkpoint.config import CheckpointConfig
+from myriad.comm.attempt_layout import AttemptLayout
 from myriad.comm.config import CommConfig
 from myriad.comm.hierarchy import check_hierarchy
 from myriad.comm.layout import Layout, check_layout
@@ -136,6 +137,19 @@ class Job(Config):
     def num_micro_batches(self) -> int:
         """Micro-batches of one rank in one iteration; where shares differ, of one that has most."""
         return max(self.shares)
+
+    def in_attempt(self, changed: AttemptLayout) -> "Job":
+        """As the ranks of an attempt compute it: the same batches in another layout, on as many nodes as hold
+        its ranks. Raises `BadInputError` for what it cannot be."""
+        layout, how = changed.of(self.layout), self.resilience
+        update: dict[str, Any] = {"layout": layout}
+        if layout.world != self.layout.world:
+            each = self.layout.world // how.nodes
+            whole = how.nodes == 1 or layout.world % each == 0
+            _need(whole, "layout.dp", layout.dp, f"must fill nodes of {each} ranks")
+            update["resilience"] = how.model_copy(update={"nodes": max(1, layout.world // each)})
+            update["comm"] = self.comm.model_copy(update={"node_order": None})
+        return self.model_copy(update=update).check()
 
     def check(self) -> "Job":
         """Every rule that spans fields. Raises `BadInputError`."""

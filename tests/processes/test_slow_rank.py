@@ -80,11 +80,12 @@ def test_a_slow_rank_is_named_and_its_work_moves(
 
 PRETENDS = """
 import os, sys, time
+from myriad.comm.attempt_layout import ATTEMPT_LAYOUT, AttemptLayout
 from myriad.run import Run
 from myriad.telemetry.progress_page import TURNED_CODE, own_row
 
 run, rank, row = Run(sys.argv[1]), int(os.environ["RANK"]), own_row()
-shares = [int(share) for share in os.environ.get("MYRIAD_SHARES", "4,4").split(",")]
+shares = AttemptLayout.parse(os.environ.get(ATTEMPT_LAYOUT, "")).shares or (4, 4)
 began, step = time.monotonic(), 0
 while True:
     step += 1

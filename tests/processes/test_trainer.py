@@ -18,6 +18,7 @@ from tiny_corpora import make_corpus
 
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.store import load_model
+from myriad.comm.attempt_layout import ATTEMPT_LAYOUT, AttemptLayout
 from myriad.data.indexed import IndexedWriter
 from myriad.job import load_job
 from myriad.run import Run
@@ -145,17 +146,21 @@ def test_a_run_goes_on_in_another_layout(start: Callable[..., Run]) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_run_goes_on_with_other_shares_from_its_checkpoint(start: Callable[..., Run]) -> None:
+def test_attempts_go_on_with_other_shares_and_fewer_replicas(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where it is in the data does not depend on who worked on what: nothing is skipped or seen twice."""
     keys = ["train.steps=20", "checkpoint.every=10", "layout.dp=2", "layout.zero=1", "model.dropout=0.1"]
     run, undisturbed = start("moved", *keys, "layout.shares=[6, 2]"), start("undisturbed", *keys)
     assert run_ranks(2, interrupted, run, 10) == [0, 0]
-    job = run.job()
-    layout = job.layout.model_copy(update={"shares": (3, 5)})
-    run.create_or_resume(job.model_copy(update={"layout": layout}))
-    assert train(run, 2) == train(undisturbed, 2) == [0, 0]
-    (resumed,) = events(run, "resume")
-    assert 10 <= resumed["step"] < 20
+    monkeypatch.setenv(ATTEMPT_LAYOUT, AttemptLayout(shares=(3, 5)).text)
+    assert run_ranks(2, interrupted, run, 14) == [0, 0]
+    monkeypatch.setenv(ATTEMPT_LAYOUT, AttemptLayout(dp=1, shares=(8,)).text)
+    assert train(run, 1) == [0]
+    monkeypatch.delenv(ATTEMPT_LAYOUT)
+    assert train(undisturbed, 2) == [0, 0]
+    first, second = (event["step"] for event in events(run, "resume"))
+    assert 10 <= first < second < 20
     found, expected = ([line["loss"] for line in each.read_metrics()] for each in (run, undisturbed))
     assert found == pytest.approx(expected, rel=1e-5)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
 from myriad.resilience.numbers import Verdict
 
 __all__ = [
@@ -55,8 +56,7 @@ class StartAttempt(Action):
     """From which step they may go on at most; ``None``: from any."""
     skipped_steps: tuple[int, ...] = ()
     """In which nothing is to move."""
-    shares: tuple[int, ...] = ()
-    """Micro-batches of each replica; empty: the job's."""
+    layout: AttemptLayout = AS_THE_JOB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,8 @@ class TurnRanks(Action):
     """End an attempt after the step under way; nothing of it is lost, and the next one differs."""
 
     epoch: int
-    shares: tuple[int, ...] = ()
-    """Of the next one; empty: as they are."""
+    layout: AttemptLayout | None = None
+    """Of the next one; ``None``: as it is."""
     node: int = -1
     """That is to give way to a spare; -1: none."""
 

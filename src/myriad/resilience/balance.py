@@ -10,7 +10,9 @@ again for five minutes. When the slow one is as fast as the others again, work m
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from myriad.comm.attempt_layout import AttemptLayout
 from myriad.resilience.actions import TellSlow, TurnRanks
 from myriad.resilience.facts import RankSeen
 from myriad.resilience.stragglers import Finding, Stragglers
@@ -49,16 +51,18 @@ class Balance:
     """Of one run."""
 
     def __init__(self, work: Work, patience: float) -> None:
-        self._work, self._patience = work, patience
+        self._job, self._work, self._patience = work, work, patience
+        self._layout = AttemptLayout()
         self._stragglers: Stragglers | None = None
         self._shares = work.shares
         self._told: set[tuple[str, tuple[int, ...]]] = set()
         self._move_at, self._began = 0.0, 0.0
         self._start_seconds: float | None = None
 
-    def begin(self, placement: Mapping[int, Sequence[int]], shares: Sequence[int], now: float) -> None:
-        """A new attempt, or a new driver of one; without ``shares`` the job's."""
-        shares = tuple(shares) or self._work.shares
+    def begin(self, placement: Mapping[int, Sequence[int]], layout: AttemptLayout, now: float) -> None:
+        """A new attempt, or a new driver of one."""
+        self._layout, self._work = layout, self._job.in_attempt(layout)
+        shares = layout.shares or self._work.shares
         if shares != self._shares:
             self._move_at = now + _BETWEEN_SECONDS * self._patience
         self._shares, self._began, self._start_seconds = shares, now, None
@@ -129,7 +133,8 @@ class Balance:
             "step_seconds": [round(old, 6), round(new, 6)],
         }
         rule = "work moves away from slow ranks" if blamed else "ranks are as fast as others again"
-        yield TurnRanks(rule=rule, evidence=evidence, epoch=epoch, shares=shares)
+        layout = replace(self._layout, shares=shares)
+        yield TurnRanks(rule=rule, evidence=evidence, epoch=epoch, layout=layout)
 
     def _better(self, paces: Sequence[float]) -> tuple[int, ...]:
         work = self._work

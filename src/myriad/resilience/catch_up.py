@@ -8,6 +8,7 @@ decided, and then that driver was lost. The executors know what is:
 Ranks of which no node tells in time are taken for lost, on `NOWHERE`.
 """
 
+from myriad.comm.attempt_layout import AttemptLayout
 from myriad.resilience.facts import NodeJoined
 from myriad.resilience.state import State
 
@@ -16,11 +17,11 @@ __all__ = ["NOWHERE", "adopt", "is_partial", "place_missing", "take_over"]
 NOWHERE = -1
 
 
-def take_over(state: State, epoch: int) -> None:
-    """Nothing is known of this attempt yet but its number."""
+def take_over(state: State, epoch: int, layout: AttemptLayout) -> None:
+    """Nothing is known of this attempt yet but its number, and in which layout it trains."""
     state.phase, state.epoch = "running", epoch
     state.placement, state.exits, state.incident = {}, {}, None
-    state.shares, state.turning, state.leaving = (), False, -1
+    state.layout, state.next_layout, state.turning, state.leaving = layout, None, False, -1
 
 
 def is_partial(state: State, world: int) -> bool:

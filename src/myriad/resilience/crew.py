@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from myriad.comm.attempt_layout import ATTEMPT_LAYOUT, AttemptLayout
 from myriad.processes import process_state
 from myriad.resilience.causes import cause_of
 from myriad.resilience.engines.logs import error_excerpt
@@ -50,6 +51,8 @@ class Crew:
         self._memory_kills = count_memory_kills()
         self.epoch = 0
         """Of the newest ranks; 0: there were none."""
+        self.layout = AttemptLayout()
+        """Of that epoch."""
         self.host = "127.0.0.1"
         """By which ranks of other nodes reach those of this one."""
         self.exits: dict[int, RankExited] = {}
@@ -68,6 +71,7 @@ class Crew:
             self.signal_all(signal.SIGKILL)
             return
         self._waiting, self.epoch, self.exits = None, order.epoch, {}
+        self.layout = order.layout
         for row, number in enumerate(order.ranks):
             self._page.clear(row)
             log = self._run.log_path(number, order.epoch)
@@ -90,8 +94,8 @@ class Crew:
             "MYRIAD_SKIP_STEPS": " ".join(map(str, order.skipped_steps)),
             "MYRIAD_NEWEST_STEP": "" if order.newest_step is None else order.newest_step,
         }
-        if order.shares:
-            mine["MYRIAD_SHARES"] = ",".join(map(str, order.shares))
+        if order.layout:
+            mine[ATTEMPT_LAYOUT] = order.layout.text
         if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(self.host)) is not None:
             mine["GLOO_SOCKET_IFNAME"] = interface  # else gloo looks up the host's name: it may not resolve
         return {key: str(value) for key, value in mine.items()}

@@ -17,6 +17,7 @@ and what an incident asks for by `myriad.resilience.ladder`.
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from myriad.comm.attempt_layout import AS_THE_JOB
 from myriad.resilience.actions import (
     Action,
     EndRun,
@@ -81,8 +82,8 @@ class Decider:
         self._balance = None if plan.work is None else Balance(plan.work, plan.patience)
         self._turn_by = now + _TURN_SECONDS * plan.patience
         self._compare_at = now
-        if self._balance is not None and self.state.placement and not is_partial(self.state, plan.world):
-            self._balance.begin(self.state.placement, self.state.shares, now)
+        if self._balance is not None and self.state.placement and not is_partial(self.state, self._world):
+            self._balance.begin(self.state.placement, self.state.layout, now)
 
     @property
     def nodes(self) -> dict[int, NodeJoined]:
@@ -93,6 +94,11 @@ class Decider:
     def silent_seconds(self) -> float:
         """After which a node that says nothing is given up."""
         return self._presence.silent_seconds
+
+    @property
+    def _world(self) -> int:
+        """Ranks of this attempt."""
+        return self._plan.world_of(self.state.layout)
 
     @property
     def _has_spare(self) -> bool:
@@ -122,9 +128,9 @@ class Decider:
         state = self.state
         state.stop_asked |= joined.stop_asked
         if joined.epoch > state.epoch:
-            self._take_over(joined.epoch, now)
-        if joined.epoch == state.epoch and is_partial(state, self._plan.world):
-            adopt(state, joined, self._plan.world)
+            self._take_over(joined, now)
+        if joined.epoch == state.epoch and is_partial(state, self._world):
+            adopt(state, joined, self._world)
         if joined.running and joined.epoch != state.epoch:
             yield StopRanks(rule="ranks of another epoch", epoch=joined.epoch)
         mine = state.placement.get(joined.node, ()) if state.phase in ("running", "ending") else ()
@@ -135,9 +141,9 @@ class Decider:
         if lost := tuple(sorted(set(mine) - known)):
             yield from self._lose(joined.node, lost, 0.0, now)
 
-    def _take_over(self, epoch: int, now: float) -> None:
+    def _take_over(self, joined: NodeJoined, now: float) -> None:
         """The journal does not know of what the executors have been told."""
-        take_over(self.state, epoch)
+        take_over(self.state, joined.epoch, joined.layout)
         self._presence.expect(now)
         self._watch.begin()
         self._since, self._blame_at = now, None
@@ -213,7 +219,7 @@ class Decider:
         incident = Incident.of_exit(ended, "a rank ended", after_stop=state.stop_asked)
         if ended.cause == NOT_FINITE:  # whoever is told to have ended first, each says who made it
             rank, text = first_not_finite(ended.error)
-            if rank < self._plan.world:
+            if rank < self._world:
                 text += f" (log: {ended.log})"
                 incident = replace(incident, rank=rank, node=self.state.node_of(rank), text=text)
         yield from self._end_attempt(incident, now)
@@ -270,8 +276,8 @@ class Decider:
         state, absent = self.state, self._presence.waited(now)
         if state.phase not in ("running", "ending") or absent is None:
             return
-        if is_partial(state, self._plan.world):
-            place_missing(state, self._plan.world)
+        if is_partial(state, self._world):
+            place_missing(state, self._world)
         for number, ranks in list(state.placement.items()):
             if number in self._presence or all(rank in state.exits for rank in ranks):
                 continue
@@ -296,7 +302,7 @@ class Decider:
             if now >= self._blame_at and not self._presence.any_away(state.placement):
                 yield from self._end_attempt(waited, now)
             return
-        if is_partial(state, self._plan.world):
+        if is_partial(state, self._world):
             return
         if state.turning and now >= self._turn_by:
             state.phase, self._since, self._repeats = "ending", now, 0
@@ -322,14 +328,14 @@ class Decider:
                 steps = _TURN_STEPS * max(one.step_seconds for one in seen)
                 self._turn_by = now + self._plan.patience * (_TURN_SECONDS + steps)
                 state.turning, state.leaving = True, action.node
-                state.shares = action.shares or state.shares
+                state.next_layout = action.layout
             yield action
 
     # What comes next
 
     def _go_on(self, now: float) -> Iterator[Action]:
         state = self.state
-        all_gone = len(state.exits) == self._plan.world
+        all_gone = len(state.exits) == self._world
         if state.phase == "running" and all_gone and state.incident is not None:
             yield from self._end_attempt(state.incident, now)
         if state.phase in ("running", "ending") and all_gone:
@@ -361,7 +367,9 @@ class Decider:
             number: tuple(range(place * each, (place + 1) * each)) for place, number in enumerate(chosen)
         }
         if list(placement) != list(state.placement):  # others may be slow there, or nobody
-            state.shares = ()
+            state.next_layout = AS_THE_JOB
+        if state.next_layout is not None:
+            state.layout, state.next_layout = state.next_layout, None
         rule = "ranks ended as they were asked to" if state.turning else "all nodes are there"
         state.placement, state.turning, state.leaving = placement, False, -1
         state.epoch, state.phase, state.exits, state.incident = state.epoch + 1, "running", {}, None
@@ -369,7 +377,7 @@ class Decider:
         self._since, self._blame_at = now, None
         self._watch.begin()
         if self._balance is not None:
-            self._balance.begin(placement, state.shares, now)
+            self._balance.begin(placement, state.layout, now)
         return StartAttempt(
             rule=rule,
             epoch=state.epoch,
@@ -377,7 +385,7 @@ class Decider:
             again=state.epoch > plan.first_epoch,
             newest_step=state.newest_step,
             skipped_steps=state.skipped_steps,
-            shares=state.shares,
+            layout=state.layout,
         )
 
     def _judge(self, now: float) -> Iterator[Action]:

@@ -200,7 +200,7 @@ class Driver:
     def _note(self, action: Action) -> None:
         """For people."""
         if isinstance(action, StartAttempt) and action.again:
-            self._event("restart", action, "epoch", "shares")
+            self._event("restart", action, "epoch", "layout")
         elif isinstance(action, Blame):
             self._event("fault", action, "cause", "rank", "node", "step", "problem")
         elif isinstance(action, Diagnose):
@@ -208,7 +208,7 @@ class Driver:
         elif isinstance(action, TellSlow):
             self._event("diagnosis", action, "culprit", "ranks", "node", "step", "problem")
         elif isinstance(action, TurnRanks):
-            self._event("move", action, "shares", "node")
+            self._event("move", action, "layout", "node")
         elif isinstance(action, DumpStacks):
             self._event("diagnosis", action, "ranks")
         elif isinstance(action, Evict):
@@ -238,13 +238,13 @@ class Driver:
         for node, ranks in action.placement.items():
             order = Start(
                 action.epoch,
-                self._plan.world,
+                self._plan.world_of(action.layout),
                 ranks,
                 first.host,
                 first.port,
                 action.newest_step,
                 action.skipped_steps,
-                action.shares,
+                action.layout,
             )
             if node in self._links:
                 self._links[node].send(order)
@@ -272,7 +272,8 @@ class Driver:
     def _event(self, event: str, action: Action, *names: str) -> None:
         values = asdict(action)
         told = (*names, "rule", "evidence")
-        fields = {name: values[name] for name in told if values[name] not in (-1, {}, ())}
+        fields = {name: values[name] for name in told if values[name] not in (-1, {}, (), None)}
+        fields |= {key: value for key, value in fields.pop("layout", {}).items() if value not in (None, ())}
         write = partial(self._run.append_event, event, time=time.time(), **fields)
         self._scribe.enter(f"an event ({event})", write)
 

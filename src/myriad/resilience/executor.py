@@ -197,6 +197,7 @@ class _Executor:
             exits=tuple(crew.exits.values()),
             stop_asked=self._stop_asked,
             by=executor_name(),
+            layout=crew.layout,
         )
 
     def _obey(self, order: Order) -> None:

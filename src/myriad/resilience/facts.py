@@ -11,6 +11,8 @@ decisions.
 from dataclasses import dataclass
 from typing import Literal
 
+from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
+
 __all__ = [
     "OBSERVED",
     "ORDERS",
@@ -133,6 +135,8 @@ class NodeJoined:
     stop_asked: bool
     by: str = ""
     """Host and process of the executor: another one may not take its number while it is heard."""
+    layout: AttemptLayout = AS_THE_JOB
+    """Of this epoch."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +197,7 @@ class Start:
     """No state of a later step is to be trusted; ``None``: any is."""
     skipped_steps: tuple[int, ...] = ()
     """In which nothing is to move."""
-    shares: tuple[int, ...] = ()
-    """Micro-batches of each replica; empty: the job's."""
+    layout: AttemptLayout = AS_THE_JOB
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
 from myriad.resilience.actions import Outcome
 from myriad.resilience.incidents import Incident
 from myriad.resilience.numbers import OnNan, Trial
@@ -37,6 +38,12 @@ class Plan:
     """An earlier start of the run ended before it had gone back to a step that can be trusted: to this."""
     work: Work | None = None
     """What ranks do in a step; ``None``: nobody is compared."""
+    dp: int = 1
+    """Data-parallel replicas of the job."""
+
+    def world_of(self, layout: AttemptLayout) -> int:
+        """Ranks of an attempt."""
+        return self.world if layout.dp is None else self.world // self.dp * layout.dp
 
 
 @dataclass
@@ -71,8 +78,10 @@ class State:
     """Of numbers that are not finite."""
     skipped_steps: tuple[int, ...] = ()
     """In which nothing moves: their batches give no finite numbers, wherever they are computed."""
-    shares: tuple[int, ...] = ()
-    """Micro-batches of each replica, of that attempt; empty: the job's."""
+    layout: AttemptLayout = AS_THE_JOB
+    """Of that attempt."""
+    next_layout: AttemptLayout | None = None
+    """Of the next one, where that was decided; ``None``: as this one has it."""
     turning: bool = False
     """It is to end after a step, for another one."""
     leaving: int = -1

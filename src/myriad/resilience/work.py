@@ -5,8 +5,10 @@ however they share its matrices; those of another stage do not (the first has th
 head).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
+
+from myriad.comm.attempt_layout import AttemptLayout, equal_shares
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -51,6 +53,14 @@ class Work:
             steps=job.train.steps,
             on_slow=job.resilience.on_slow,
         )
+
+    def in_attempt(self, layout: AttemptLayout) -> "Work":
+        """With the replicas of an attempt, before any work moves among them."""
+        if layout.dp is None:
+            return self
+        shares = equal_shares(sum(self.shares), layout.dp)
+        most = max(self.most_share, _MOST_TIMES * shares[0])
+        return replace(self, dp=layout.dp, shares=shares, most_share=most, node_order=())
 
     def place(self, rank: int, world: int) -> tuple[int, int]:
         """Replica and stage of the pipeline of one of ``world`` ranks, as the launcher numbers them."""

@@ -32,6 +32,7 @@ from myriad.parallel.runtime import Batch
 from myriad.run import Run
 from myriad.telemetry.progress_page import TURNED_CODE, own_row
 from myriad.telemetry.spans import Recorder
+from myriad.train.attempt_job import attempt_job
 from myriad.train.batches import Validation, rank_rows, to_batch
 from myriad.train.build import Place, find_place, pick_device, settle_links, stage_layers
 from myriad.train.feed import open_feed
@@ -42,7 +43,6 @@ from myriad.train.metrics import StepMeter
 from myriad.train.peak import Peak, find_peak
 from myriad.train.sample import continue_text
 from myriad.train.save_clock import SaveClock
-from myriad.train.shares import SHARES, with_shares
 from myriad.train.verify import Verifier
 
 __all__ = ["Trainer"]
@@ -66,7 +66,7 @@ class Trainer:
     """One rank of a run, from its folder to its last step."""
 
     def __init__(self, run: Run) -> None:
-        self.run_folder, self.job = run, with_shares(run.job(), os.environ.get(SHARES, ""))
+        self.run_folder, self.job = run, attempt_job(run.job())
         job = self.job
         self.place: Place = find_place(job.layout.world, job.comm)
         self.stop = _StopSignal()

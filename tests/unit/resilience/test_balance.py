@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from myriad.comm.attempt_layout import AttemptLayout
 from myriad.job import load_job
 from myriad.resilience.actions import Action, Evict, StartAttempt, StopRanks, TellSlow, TurnRanks
 from myriad.resilience.balance import best_shares, step_seconds
@@ -45,8 +46,14 @@ class World:
     def state(self) -> State:
         return self.decider.state
 
-    def join(self, node: int, running: Sequence[int] = (), epoch: int = 0) -> None:
-        joined = NodeJoined(node, epoch, "here", 7, 2, 10**9, tuple(running), (), False)
+    def join(
+        self,
+        node: int,
+        running: Sequence[int] = (),
+        epoch: int = 0,
+        layout: AttemptLayout = AttemptLayout(),
+    ) -> None:
+        joined = NodeJoined(node, epoch, "here", 7, 2, 10**9, tuple(running), (), False, layout=layout)
         self._did(self.decider.hear(joined, self.now))
 
     def train(self, seconds: float, factor: Factor = equally_fast) -> list[Action]:
@@ -70,7 +77,7 @@ class World:
                 self._did(self.decider.hear(ended, self.now))
 
     def row(self, rank: int, factor: float) -> RankSeen:
-        shares = self.state.shares or self.work.shares
+        shares = self.state.layout.shares or self.work.shares
         busy = SECONDS * shares[self.work.place(rank, 4)[0]] * factor
         return RankSeen(rank, 9, "S", "step", "forward", self.step, 1, 1, 0.0, 0.5, busy)
 
@@ -92,13 +99,17 @@ def test_work_moves_from_a_slow_node_and_back_when_it_is_fast_again() -> None:
     world.train(100)
     diagnosis, turn, again = world.train(60, node_1_is_slow)
     assert isinstance(diagnosis, TellSlow) and (diagnosis.culprit, diagnosis.node) == ("rank", 1)
-    assert isinstance(turn, TurnRanks) and turn.shares == (9, 5, 9, 9)
-    assert isinstance(again, StartAttempt) and again.shares == turn.shares and again.epoch == 2
+    assert isinstance(turn, TurnRanks) and turn.layout == AttemptLayout(shares=(9, 5, 9, 9))
+    assert isinstance(again, StartAttempt) and again.layout == turn.layout and again.epoch == 2
     assert list(again.placement) == [0, 1, 2, 3], "nobody is evicted"
     assert world.train(3600, node_1_is_slow) == [], "it is slow as before, and that is known"
     turn, again = world.train(60)
-    assert isinstance(turn, TurnRanks) and turn.shares == (8, 8, 8, 8) and "fast" in turn.rule
-    assert isinstance(again, StartAttempt) and again.shares == (8, 8, 8, 8)
+    assert (
+        isinstance(turn, TurnRanks)
+        and turn.layout == AttemptLayout(shares=(8, 8, 8, 8))
+        and "fast" in turn.rule
+    )
+    assert isinstance(again, StartAttempt) and again.layout.shares == (8, 8, 8, 8)
     assert world.train(3600) == []
 
 
@@ -124,7 +135,9 @@ def test_a_spare_takes_the_place_of_a_slow_node() -> None:
     assert kinds(actions) == ["TellSlow", "TurnRanks", "Evict", "StartAttempt"]
     evict, again = actions[2:]
     assert isinstance(evict, Evict) and evict.node == 1
-    assert isinstance(again, StartAttempt) and set(again.placement) == {0, 2, 3, 4} and again.shares == ()
+    assert (
+        isinstance(again, StartAttempt) and set(again.placement) == {0, 2, 3, 4} and again.layout.shares == ()
+    )
     assert world.train(600, node_1_is_slow) == []
 
 
@@ -138,10 +151,10 @@ def test_other_nodes_begin_with_equal_shares() -> None:
     world = World(spares=1)
     world.train(100)
     world.train(60, node_1_is_slow)
-    assert world.state.shares != ()
+    assert world.state.layout.shares != ()
     world.decider.hear(RankExited(1, world.state.epoch, 1, 1, "device", 5, "", "a.log"), world.now)
     world.exit_all("killed", -9)
-    assert 1 not in world.state.placement and world.state.shares == ()
+    assert 1 not in world.state.placement and world.state.layout.shares == ()
 
 
 @pytest.mark.parametrize(
@@ -167,7 +180,7 @@ def test_ranks_that_do_not_end_by_themselves_are_killed_and_nobody_is_blamed() -
     assert kinds(actions)[:3] == ["TellSlow", "TurnRanks", "StopRanks"] and isinstance(actions[2], StopRanks)
     World.exit_all(world, "killed", -9)
     again = world.actions[-1]
-    assert isinstance(again, StartAttempt) and again.shares != ()
+    assert isinstance(again, StartAttempt) and again.layout.shares != ()
 
 
 def test_a_run_that_is_done_meanwhile_is_done() -> None:
@@ -205,22 +218,23 @@ def test_a_new_driver_knows_the_shares() -> None:
     world = World()
     world.train(100)
     world.train(60, node_1_is_slow)
-    shares, state = world.state.shares, read(State, plain(world.state))
+    shares, state = world.state.layout.shares, read(State, plain(world.state))
     assert state == world.state
     world.decider = Decider(world.plan, world.now, state)
     for node in range(4):
         world.join(node, running=[node], epoch=state.epoch)
     assert set(kinds(world.train(250, node_1_is_slow))) <= {"TellSlow"}
-    assert world.state.shares == shares
+    assert world.state.layout.shares == shares
 
 
 def test_nobody_is_compared_in_an_attempt_whose_shares_are_not_in_the_journal() -> None:
-    world = World()
+    world, other = World(), AttemptLayout(shares=(9, 5, 9, 9))
     world.train(20)
     world.decider = Decider(world.plan, world.now, read(State, plain(world.state)))
     for node in range(4):
-        world.join(node, running=[node], epoch=2)
-    assert world.state.epoch == 2 and world.train(600, node_1_is_slow) == []
+        world.join(node, running=[node], epoch=2, layout=other)
+    assert world.state.epoch == 2 and world.state.layout == other, "as the nodes tell"
+    assert world.train(600, node_1_is_slow) == []
 
 
 paces = st.lists(st.floats(0.5, 4.0), min_size=2, max_size=4)

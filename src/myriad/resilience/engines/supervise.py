@@ -71,6 +71,7 @@ def see_through(
         skipped_steps=skipped_steps,
         newest_step=newest_step,
         work=Work.of(job, how.nodes) if world == job.layout.world else None,
+        dp=job.layout.dp,
     )
     (run.path / "driver.json").unlink(missing_ok=True)
     journal.begin(plan)

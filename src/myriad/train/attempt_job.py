@@ -1,0 +1,14 @@
+"""The job as the ranks of this attempt compute it: the driver may have changed its layout."""
+
+import os
+
+from myriad.comm.attempt_layout import ATTEMPT_LAYOUT, AttemptLayout
+from myriad.job import Job
+
+__all__ = ["attempt_job"]
+
+
+def attempt_job(job: Job) -> Job:
+    """With what the environment says of the layout. Raises `BadInputError` for what cannot be computed."""
+    told = AttemptLayout.parse(os.environ.get(ATTEMPT_LAYOUT, ""))
+    return job.in_attempt(told) if told else job

@@ -1,0 +1,52 @@
+"""If these fail, ranks of an attempt compute in another layout than was decided, or one that cannot be."""
+
+import pytest
+
+from myriad.comm.attempt_layout import AttemptLayout, equal_shares
+from myriad.errors import BadInputError
+from myriad.job import load_job
+from myriad.resilience.codec import plain, read
+
+FEWER = AttemptLayout(dp=2, shares=(4, 3))
+KEYS = ["layout.dp=3", "layout.shares=[3, 2, 2]", "train.global_batch=7", "layout.pp=2"]
+
+
+@pytest.mark.parametrize(
+    "changed", [AttemptLayout(), FEWER, AttemptLayout(shares=(5, 1, 1)), AttemptLayout(partition="manual:2")]
+)
+def test_it_arrives_as_it_was_sent(changed: AttemptLayout) -> None:
+    assert AttemptLayout.parse(changed.text) == changed == read(AttemptLayout, plain(changed))
+    assert bool(changed) == (changed != AttemptLayout())
+
+
+def test_what_is_not_changed_is_the_jobs() -> None:
+    job = load_job("tiny", KEYS)
+    assert job.in_attempt(AttemptLayout()) == job
+    fewer = job.in_attempt(FEWER)
+    assert (fewer.layout.dp, fewer.layout.world, fewer.shares, fewer.layout.pp) == (2, 4, (4, 3), 2)
+    cut = job.in_attempt(AttemptLayout(partition="manual:3"))
+    assert (cut.layout.partition, cut.shares) == ("manual:3", (3, 2, 2))
+
+
+def test_fewer_replicas_have_fewer_nodes_in_no_order_of_the_plan() -> None:
+    job = load_job("tiny", [*KEYS, "resilience.nodes=3", "comm.node_order=[2, 0, 1]"])
+    fewer = job.in_attempt(FEWER)
+    assert fewer.resilience.nodes == 2 and fewer.comm.node_order is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "changed", "key"),
+    [
+        ([], AttemptLayout(dp=2), "train.global_batch"),
+        ([], AttemptLayout(dp=2, shares=(4, 4)), "layout.shares"),
+        ([], AttemptLayout(partition="manual:9"), "layout.partition"),
+        (["resilience.nodes=2"], FEWER, "layout.dp"),
+    ],
+)
+def test_what_cannot_be_is_refused(keys: list[str], changed: AttemptLayout, key: str) -> None:
+    with pytest.raises(BadInputError, match=key):
+        load_job("tiny", [*KEYS, *keys]).in_attempt(changed)
+
+
+def test_shares_are_as_equal_as_can_be() -> None:
+    assert equal_shares(8, 3) == (3, 3, 2) and equal_shares(8, 2) == (4, 4)
