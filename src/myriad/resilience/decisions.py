@@ -17,7 +17,7 @@ and what an incident asks for by `myriad.resilience.ladder`.
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from myriad.comm.attempt_layout import AS_THE_JOB
+from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
 from myriad.resilience.actions import (
     Action,
     EndRun,
@@ -38,8 +38,9 @@ from myriad.resilience.facts import (
     RankExited,
     StopAsked,
 )
-from myriad.resilience.incidents import CORRUPTION, NOT_FINITE, Incident, told_ranks
-from myriad.resilience.ladder import count, fill_places, is_of_the_node, why_hopeless
+from myriad.resilience.fewer import MORE, Growth, place_nodes
+from myriad.resilience.incidents import CORRUPTION, MEMORY_FULL, NOT_FINITE, Incident, told_ranks
+from myriad.resilience.ladder import count, is_of_the_node, why_hopeless
 from myriad.resilience.presence import Presence
 from myriad.resilience.state import Plan, State
 from myriad.resilience.watch import Stuck, Watch
@@ -80,6 +81,7 @@ class Decider:
         """Since when as many nodes are there as are needed."""
         self._repeats = 0
         self._balance = None if plan.work is None else Balance(plan.work, plan.patience)
+        self._growth = None if plan.fewer is None else Growth(plan.fewer, plan.patience, now)
         self._turn_by = now + _TURN_SECONDS * plan.patience
         self._compare_at = now
         if self._balance is not None and self.state.placement and not is_partial(self.state, self._world):
@@ -102,7 +104,7 @@ class Decider:
 
     @property
     def _has_spare(self) -> bool:
-        return len(self.nodes) > self._plan.nodes
+        return len(self.nodes) > (len(self.state.placement) or self._plan.nodes)
 
     def hear(self, observation: Observation, now: float) -> list[Action]:
         """Something was seen, by the driver's own clock at ``now``."""
@@ -310,7 +312,8 @@ class Decider:
             return
         if now >= self._compare_at and self._watch.few():
             self._compare_at = now + _COMPARE_SECONDS
-            yield from self._balanced(now)
+            if not (state.turning or state.stop_asked):
+                yield from self._grown(now) or self._balanced(now)
         found = self._watch.overdue(now)
         if isinstance(found, Stuck):
             yield from self._end_attempt(found.incident, now, **found.evidence)
@@ -319,17 +322,32 @@ class Decider:
 
     def _balanced(self, now: float) -> Iterator[Action]:
         """Somebody may be slow; the attempt ends after a step where it pays to go on otherwise."""
-        state = self.state
-        if self._balance is None or state.turning or state.stop_asked:
+        if self._balance is None:
             return
-        seen = self._watch.all()
-        for action in self._balance.saw(seen, now, state.epoch, spares=self._has_spare):
+        for action in self._balance.saw(self._watch.all(), now, self.state.epoch, spares=self._has_spare):
             if isinstance(action, TurnRanks):
-                steps = _TURN_STEPS * max(one.step_seconds for one in seen)
-                self._turn_by = now + self._plan.patience * (_TURN_SECONDS + steps)
-                state.turning, state.leaving = True, action.node
-                state.next_layout = action.layout
+                self._turn(action, now)
             yield action
+
+    def _grown(self, now: float) -> list[TurnRanks]:
+        """There are nodes for more replicas again."""
+        state, fewer, growth = self.state, self._plan.fewer, self._growth
+        if fewer is None or growth is None or state.layout.dp is None:
+            return []
+        found = fewer.largest(len(self.nodes), state.too_few) or state.layout
+        before, after = state.layout.dp, fewer.replicas(found)
+        if not growth.saw(self._watch.few(), now, before, after):
+            return []
+        evidence = {"replicas": [before, after]}
+        turn = TurnRanks(rule=MORE, evidence=evidence, epoch=state.epoch, layout=found)
+        self._turn(turn, now)
+        return [turn]
+
+    def _turn(self, action: TurnRanks, now: float) -> None:
+        steps = _TURN_STEPS * max(one.step_seconds for one in self._watch.few())
+        self._turn_by = now + self._plan.patience * (_TURN_SECONDS + steps)
+        self.state.turning, self.state.leaving = True, action.node
+        self.state.next_layout = action.layout
 
     # What comes next
 
@@ -345,11 +363,21 @@ class Decider:
         if state.stop_asked:
             yield self._end_run("a stop was asked for", "interrupted", "")
             return
-        there = sorted(self.nodes) if len(self._presence) >= self._plan.nodes else []
-        if len(there) < self._plan.nodes:
+        layout = self._fitting(now)
+        if layout is None:
             self._enough_at = None
-        elif not self._is_early(there, now):
-            yield self._start(there, now)
+        elif not self._is_early(there := sorted(self.nodes), now):
+            yield self._start(there, layout, now)
+
+    def _fitting(self, now: float) -> AttemptLayout | None:
+        """In which the next attempt begins on the nodes that are there; ``None``: they are too few."""
+        plan, fewer = self._plan, self._plan.fewer
+        if len(self._presence) >= plan.nodes and len(self.nodes) >= plan.nodes:
+            return AS_THE_JOB
+        if fewer is None or not self.state.placement or len(self._presence) < fewer.least_nodes:
+            return None
+        state = self.state
+        return fewer.instead(state.layout, len(self.nodes), now - self._since, state.too_few)
 
     def _is_early(self, there: list[int], now: float) -> bool:
         """At the very start a spare that came first takes nobody's place."""
@@ -357,20 +385,29 @@ class Decider:
         meant = self.state.placement or set(range(self._plan.nodes)) <= set(there)
         return not meant and now - self._enough_at < self._plan.late_seconds * self._plan.patience
 
-    def _start(self, there: list[int], now: float) -> StartAttempt:
+    def _start(self, there: list[int], layout: AttemptLayout, now: float) -> StartAttempt:
         """On the nodes of the last attempt, as far as they are there."""
         state, plan = self.state, self._plan
-        before = list(state.placement) or there[: plan.nodes]
-        chosen = self._numbers.order(*fill_places(before, there))[: plan.nodes]
-        each = plan.world // plan.nodes
+        each, fewer = plan.world // plan.nodes, plan.fewer
+        needed = plan.world_of(layout) // each
+        before = list(state.placement) or there[:needed]
+        if len(before) != needed:
+            before = list(state.full_places)
+        places = place_nodes(before, there, needed, 1 if fewer is None else fewer.nodes_per_replica)
+        chosen = self._numbers.order(*places)[:needed]
         placement = {
             number: tuple(range(place * each, (place + 1) * each)) for place, number in enumerate(chosen)
         }
-        if list(placement) != list(state.placement):  # others may be slow there, or nobody
-            state.next_layout = AS_THE_JOB
-        if state.next_layout is not None:
-            state.layout, state.next_layout = state.next_layout, None
         rule = "ranks ended as they were asked to" if state.turning else "all nodes are there"
+        evidence: dict[str, object] = {}
+        if fewer is not None and layout.dp != state.layout.dp:
+            rule, evidence = fewer.why(state.layout, layout, list(placement))
+        elif list(placement) == list(state.placement):  # else others may be slow there, or nobody
+            turned = state.next_layout
+            layout = state.layout if turned is None or turned.dp != layout.dp else turned
+        state.layout, state.next_layout = layout, None
+        if layout.dp is None:
+            state.full_places = tuple(placement)
         state.placement, state.turning, state.leaving = placement, False, -1
         state.epoch, state.phase, state.exits, state.incident = state.epoch + 1, "running", {}, None
         self._numbers.begin()
@@ -378,8 +415,11 @@ class Decider:
         self._watch.begin()
         if self._balance is not None:
             self._balance.begin(placement, state.layout, now)
+        if self._growth is not None:
+            self._growth.begin(now)
         return StartAttempt(
             rule=rule,
+            evidence=evidence,
             epoch=state.epoch,
             placement=dict(placement),
             again=state.epoch > plan.first_epoch,
@@ -433,6 +473,8 @@ class Decider:
     def _why_hopeless(self, incident: Incident) -> str | None:
         state = self.state
         wrong = incident.cause == CORRUPTION
+        if state.layout.dp is not None and incident.cause in MEMORY_FULL:
+            state.too_few = max(state.too_few, state.layout.dp)
         progressed = self._numbers.count(incident) if wrong else state.best_step > state.fault_step
         count(state, incident, progressed=progressed)
         return why_hopeless(state, incident, self._plan.restarts)

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from myriad.resilience.actions import Blame
 from myriad.resilience.facts import RankExited
 
-__all__ = ["CORRUPTION", "NOT_FINITE", "OF_THE_NODE", "OF_THE_USER", "Incident", "blame_text", "told_ranks"]
+__all__ = [
+    "CORRUPTION",
+    "MEMORY_FULL",
+    "NOT_FINITE",
+    "OF_THE_NODE",
+    "OF_THE_USER",
+    "Incident",
+    "blame_text",
+    "told_ranks",
+]
 
 OF_THE_USER = ("user", "input", "device memory", "disk")
 """Causes that a healthy node does not cure: nobody is evicted for them."""
@@ -15,6 +24,7 @@ CORRUPTION = "corruption"
 """Replicas that are to be equal are not."""
 NOT_FINITE = "nan"
 """A loss or a gradient: whose fault it is remains to be found out (`myriad.resilience.numbers`)."""
+MEMORY_FULL = ("device memory", "host memory")
 OF_THE_NODE = ("device", "hang")
 """Causes for which the node is suspect at once; for any other when the same comes again without progress."""
 

@@ -8,14 +8,17 @@ the end of the run, with the reason
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from myriad.resilience.incidents import CORRUPTION, OF_THE_NODE, OF_THE_USER, Incident
-from myriad.resilience.state import State
+
+if TYPE_CHECKING:
+    from myriad.resilience.state import State
 
 __all__ = ["count", "fill_places", "is_of_the_node", "why_hopeless"]
 
 
-def count(state: State, incident: Incident, *, progressed: bool) -> None:
+def count(state: "State", incident: Incident, *, progressed: bool) -> None:
     """One more of its kind; ``progressed``: since the last one, so that earlier ones count no more."""
     if progressed:
         state.repeats = {}
@@ -23,7 +26,7 @@ def count(state: State, incident: Incident, *, progressed: bool) -> None:
     state.repeats[incident.signature] = state.repeats.get(incident.signature, 0) + 1
 
 
-def why_hopeless(state: State, incident: Incident, restarts: int) -> str | None:
+def why_hopeless(state: "State", incident: Incident, restarts: int) -> str | None:
     """The rule by which it makes no sense to begin again; ``None``: it does."""
     repeats = state.repeats[incident.signature]
     if incident.cause == "input":
@@ -35,7 +38,7 @@ def why_hopeless(state: State, incident: Incident, restarts: int) -> str | None:
     return None
 
 
-def is_of_the_node(state: State, incident: Incident) -> tuple[bool, bool]:
+def is_of_the_node(state: "State", incident: Incident) -> tuple[bool, bool]:
     """Whether another node may cure it, and whether that is because it has come again."""
     again = state.repeats[incident.signature] > 1 and incident.cause not in OF_THE_USER
     again |= incident.cause == CORRUPTION and state.wrong_on.get(incident.node, 0) > 1

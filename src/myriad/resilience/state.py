@@ -1,10 +1,12 @@
 """What is to be driven, and how far it has come: what outlives a driver, in the journal."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
 from myriad.resilience.actions import Outcome
+from myriad.resilience.fewer import Fewer
 from myriad.resilience.incidents import Incident
 from myriad.resilience.numbers import OnNan, Trial
 from myriad.resilience.work import Work
@@ -40,10 +42,19 @@ class Plan:
     """What ranks do in a step; ``None``: nobody is compared."""
     dp: int = 1
     """Data-parallel replicas of the job."""
+    fewer: Fewer | None = None
+    """With which it may go on while nodes are missing; ``None``: it waits for them."""
 
     def world_of(self, layout: AttemptLayout) -> int:
         """Ranks of an attempt."""
         return self.world if layout.dp is None else self.world // self.dp * layout.dp
+
+    def replicas_of(self, layout: AttemptLayout) -> Sequence[Sequence[int]]:
+        """Ranks of an attempt that are to hold the same."""
+        if layout.dp is None or not self.replicas:
+            return self.replicas
+        each = self.world // self.dp
+        return [range(rank, layout.dp * each, each) for rank in range(each)] if layout.dp > 1 else ()
 
 
 @dataclass
@@ -82,6 +93,10 @@ class State:
     """Of that attempt."""
     next_layout: AttemptLayout | None = None
     """Of the next one, where that was decided; ``None``: as this one has it."""
+    full_places: tuple[int, ...] = ()
+    """Nodes in the order of their ranks, of the newest attempt with all replicas: where they go back to."""
+    too_few: int = 0
+    """With so many replicas memory was full: an attempt with fewer than the job's has more than these."""
     turning: bool = False
     """It is to end after a step, for another one."""
     leaving: int = -1

@@ -22,11 +22,11 @@ class WrongNumbers:
 
     def __init__(self, plan: Plan, state: State) -> None:
         self._plan, self._state = plan, state
-        self._replicas = Replicas(plan.replicas)
+        self.begin()
 
     def begin(self) -> None:
         """An attempt: digests of earlier ones count no more."""
-        self._replicas = Replicas(self._plan.replicas)
+        self._replicas = Replicas(self._plan.replicas_of(self._state.layout))
 
     # Replicas that differ
 
@@ -98,7 +98,7 @@ class WrongNumbers:
         assert tried is not None, "a verdict is of something that was tried"
         stays = found == "hardware"
         yield _diagnosis(tried, found, "it stays with the node" if stays else "it comes again")
-        if stays and num_nodes > self._plan.nodes:
+        if stays and num_nodes > len(state.placement):
             yield Evict(rule="numbers are not finite on this node, whatever its ranks", node=tried.node)
         elif not stays and self._plan.on_nan == "skip":
             state.skipped_steps = tuple(sorted({*state.skipped_steps, incident.step}))

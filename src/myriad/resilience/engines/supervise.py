@@ -20,6 +20,7 @@ from myriad.resilience.engines.engine import Engine, Observer, Outcome
 from myriad.resilience.engines.kept import Kept, of_module
 from myriad.resilience.engines.replica_groups import replica_groups
 from myriad.resilience.facts import STOP_ASKED
+from myriad.resilience.fewer import Fewer
 from myriad.resilience.journal import Journal
 from myriad.resilience.listen import check_listen
 from myriad.resilience.state import Plan
@@ -56,6 +57,7 @@ def see_through(
     check_listen(listen)
     journal = Journal(run.path / "journal.jsonl")
     newest_step, skipped_steps = journal.left_over()
+    fewer = Fewer.of(job) if world == job.layout.world else None
     plan = Plan(
         world=world,
         nodes=how.nodes,
@@ -63,7 +65,7 @@ def see_through(
         patience=how.patience,
         restarts=how.restarts,
         saving_seconds=job.checkpoint.timeout_seconds + 60,
-        gather_seconds=gather_seconds,
+        gather_seconds=gather_seconds + (0.0 if fewer is None else how.wait_seconds),
         late_seconds=_LATE_SECONDS,
         listen=listen,
         replicas=replica_groups(job),
@@ -72,6 +74,7 @@ def see_through(
         newest_step=newest_step,
         work=Work.of(job, how.nodes) if world == job.layout.world else None,
         dp=job.layout.dp,
+        fewer=fewer,
     )
     (run.path / "driver.json").unlink(missing_ok=True)
     journal.begin(plan)
