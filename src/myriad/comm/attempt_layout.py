@@ -31,9 +31,6 @@ class AttemptLayout:
     partition: str | None = None
     """Layers to stages."""
 
-    def __bool__(self) -> bool:
-        return bool(self.changes)
-
     @property
     def changes(self) -> dict[str, Any]:
         """Key of the layout to its value, of what is not the job's."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from myriad.comm.attempt_layout import ATTEMPT_LAYOUT, AttemptLayout
+from myriad.comm.attempt_layout import AS_THE_JOB, ATTEMPT_LAYOUT, AttemptLayout
 from myriad.processes import process_state
 from myriad.resilience.causes import cause_of
 from myriad.resilience.engines.logs import error_excerpt
@@ -94,7 +94,7 @@ class Crew:
             "MYRIAD_SKIP_STEPS": " ".join(map(str, order.skipped_steps)),
             "MYRIAD_NEWEST_STEP": "" if order.newest_step is None else order.newest_step,
         }
-        if order.layout:
+        if order.layout != AS_THE_JOB:
             mine[ATTEMPT_LAYOUT] = order.layout.text
         if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(self.host)) is not None:
             mine["GLOO_SOCKET_IFNAME"] = interface  # else gloo looks up the host's name: it may not resolve

@@ -1,4 +1,4 @@
-"""With fewer data-parallel replicas when a node is lost and no spare is there; with all when it is back. Pure.
+"""With fewer data-parallel replicas when a node is lost and no spare is there; with all when one is. Pure.
 
     dp 3 on nodes 0 1 2    node 1 is lost ──nobody comes for 30 s──► dp 2 on nodes 0 2, the same global batch
     dp 2 on nodes 0 2      node 1 is back ──ranks end a step──────► dp 3 on nodes 0 2 1

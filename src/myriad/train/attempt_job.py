@@ -2,7 +2,7 @@
 
 import os
 
-from myriad.comm.attempt_layout import ATTEMPT_LAYOUT, AttemptLayout
+from myriad.comm.attempt_layout import AS_THE_JOB, ATTEMPT_LAYOUT, AttemptLayout
 from myriad.job import Job
 
 __all__ = ["attempt_job"]
@@ -11,4 +11,4 @@ __all__ = ["attempt_job"]
 def attempt_job(job: Job) -> Job:
     """With what the environment says of the layout. Raises `BadInputError` for what cannot be computed."""
     told = AttemptLayout.parse(os.environ.get(ATTEMPT_LAYOUT, ""))
-    return job.in_attempt(told) if told else job
+    return job if told == AS_THE_JOB else job.in_attempt(told)
