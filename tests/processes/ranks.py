@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch._dynamo
 
+from myriad.comm.groups import local_rank
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -25,16 +27,7 @@ def enter(
     function: Callable[..., Any], rank: int, world: int, port: int, arguments: tuple, results: Any
 ) -> None:
     """A process becomes a rank."""
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
+    os.environ |= {**local_rank(rank, world, port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     try:
         results.put((rank, function(*arguments), None))

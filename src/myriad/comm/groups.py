@@ -34,12 +34,26 @@ from myriad.comm.meeting import MESH_RANKS, MeetingStore, connecting
 from myriad.comm.node_order import grid_rank
 from myriad.comm.store import open_store
 
-__all__ = ["Groups", "close_world", "open_world"]
+__all__ = ["Groups", "close_world", "local_rank", "open_world"]
 
 Group = dist.ProcessGroup
 _COMM = CommConfig()
 _SPLIT_AXES = ("dp", "tp")
 """Axes whose groups come from the world's communicator where the backend can: in this order on every rank."""
+
+
+def local_rank(rank: int, world: int, port: int) -> dict[str, str]:
+    """The environment of a rank of a world on this machine alone, in which rank 0 serves the store at
+    ``port``."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
 
 
 def open_world(layout: Layout, device: torch.device, *, comm: CommConfig = _COMM) -> "Groups":

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from myriad.comm.groups import close_world, open_world
+from myriad.comm.groups import close_world, local_rank, open_world
 from myriad.comm.layout import Layout
 from myriad.errors import RunFailedError
 from myriad.kernels.host_memory import keep_freed_memory
@@ -189,16 +189,7 @@ def _collect(processes: Sequence[SpawnProcess], messages: Any, tell: Tell) -> li
 
 
 def _be_rank(rank: int, world: int, port: int, messages: Any) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ |= {**local_rank(rank, world, port), "OMP_NUM_THREADS": "1"}
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from myriad.comm.collectives import start_all_to_all
-from myriad.comm.groups import close_world, open_world
+from myriad.comm.groups import close_world, local_rank, open_world
 from myriad.comm.layout import Layout
 from myriad.errors import RunFailedError
 from myriad.resilience.doctor.hardware import cpu_key
@@ -147,15 +147,7 @@ def _be_rank(rank: int, core: int, world: int, port: int, writer: int) -> None:
     """Never returns."""
     try:
         os.sched_setaffinity(0, {core})
-        os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
+        os.environ |= local_rank(rank, world, port)
         answer = _measure(world)
     except BaseException:
         answer = {"failed": traceback.format_exc(limit=-1).strip().splitlines()[-1]}
