@@ -26,7 +26,8 @@ _ALONE_SECONDS = 30.0
 """How long a keeper waits for its first rank."""
 _LOST_SECONDS = 1.0
 """After the last rank is gone: others may be on their way out, or in."""
-_POLL_SECONDS = 0.05
+_POLL_SECONDS, _BUSY_SECONDS = 0.05, 1.0
+"""How often it looks whether it is needed: while ranks are there one that leaves wakes it."""
 
 
 class _Server:
@@ -36,6 +37,8 @@ class _Server:
         self._ranks, self._patience = 0, _ALONE_SECONDS
         self._said_good_bye = self._joined = self._flushed = self._is_ending = False
         self._last_change = time.monotonic()
+        self._left = threading.Event()
+        """A rank has gone since this was last looked at."""
         self._tokens: set[str] = set()
         self._tcp: socket.socket | None = None
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -90,6 +93,7 @@ class _Server:
             with self._lock:
                 self._ranks -= 1
                 self._last_change = time.monotonic()
+                self._left.set()
 
     def _answer_rank(
         self, wire: Wire, message: Message, payload: memoryview, member: Member | None
@@ -190,7 +194,8 @@ class _Server:
         """Returns when nobody needs the keeper any more."""
         begun = time.monotonic()
         while not self._is_ending:
-            time.sleep(_POLL_SECONDS)
+            self._left.wait(_BUSY_SECONDS if self._ranks else _POLL_SECONDS)
+            self._left.clear()
             unused = not self._joined and time.monotonic() - begun > self._patience
             if unused or (self._joined and self._is_over()):
                 with self._lock:

@@ -22,7 +22,9 @@ from myriad.telemetry.progress_page import PROGRESS, ProgressPage, Seen
 
 __all__ = ["Crew"]
 
-_STOPPED_LOOKS = 6
+_STOPPED_LOOKS = 3
+_MOVING_NS = 400_000_000
+"""A rank whose row changed so lately runs: the kernel is not asked."""
 _ERROR_CHARACTERS = 4096
 """Of a rank's last words, the newest: messages have a limit."""
 
@@ -181,17 +183,17 @@ class Crew:
 
     def _look_at(self, rank: _Rank, now: int) -> RankSeen:
         seen: Any = self._page.read(rank.row)
-        changed = max(seen.changed_ns, rank.began_ns)
+        idle = max(0, now - max(seen.changed_ns, rank.began_ns))
         return RankSeen(
             rank=rank.number,
             pid=rank.pid,
-            state=process_state(rank.pid),
+            state="R" if idle < _MOVING_NS else process_state(rank.pid),
             phase=seen.phase,
             activity=seen.activity,
             step=seen.step if seen.pid else -1,
             entered=seen.entered,
             left=seen.left,
-            idle_seconds=max(0, now - changed) / 1e9,
+            idle_seconds=idle / 1e9,
             step_seconds=seen.step_ns / 1e9,
             busy_seconds=seen.busy_ns / 1e9,
             digests=_digests(seen),

@@ -68,7 +68,7 @@ from myriad.whole_file import write_whole
 __all__ = ["Driver", "main"]
 
 _LOG = logging.getLogger(__name__)
-_DUE_SECONDS = 0.1
+_DUE_SECONDS = 0.25
 _ALIVE_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
 _MOST_WAITING = 4096

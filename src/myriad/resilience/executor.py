@@ -45,7 +45,7 @@ from myriad.telemetry.progress_page import ProgressPage
 __all__ = ["execute"]
 
 _LOG = logging.getLogger(__name__)
-_LOOK_SECONDS, _BEAT_EVERY = 0.25, 4
+_LOOK_SECONDS, _BEAT_EVERY = 0.5, 2
 _RETRY_SECONDS = 0.1
 
 

@@ -31,7 +31,7 @@ from myriad.run import Run
 __all__ = ["see_through"]
 
 _LOG = logging.getLogger(__name__)
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.25
 _END_SECONDS = 5.0
 _LATE_SECONDS = 3.0
 _SILENT_SECONDS = 3.5
