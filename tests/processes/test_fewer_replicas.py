@@ -21,7 +21,13 @@ from myriad.run import Run
 
 SMALL = ["model.layers=2", "model.hidden=64", "model.sequence=64", "train.threads=1", "train.steps=100000"]
 BATCH = ["train.global_batch=8", "layout.micro_batch=1"]
-THREE = ["layout.dp=3", "layout.shares=[3, 3, 2]", "resilience.engine=join", "resilience.nodes=3"]
+THREE = [
+    "layout.dp=3",
+    "layout.zero=1",
+    "layout.shares=[3, 3, 2]",
+    "resilience.engine=join",
+    "resilience.nodes=3",
+]
 OFTEN = ["checkpoint.copies_every=3", "checkpoint.linger_seconds=60", "resilience.wait_seconds=0.5"]
 
 

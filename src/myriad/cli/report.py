@@ -141,4 +141,4 @@ def _show_attempts(facts: "Facts", console: "Console") -> None:
     from myriad.cli.report_facts import ATTEMPT_HEADINGS, attempt_cells
 
     if facts.account.attempts:
-        _table(console, ATTEMPT_HEADINGS, attempt_cells(facts.account.attempts), (0, 2, 3))
+        _table(console, ATTEMPT_HEADINGS, attempt_cells(facts.account.attempts), (0, 1, 3, 4))

@@ -41,7 +41,7 @@ MEANING: dict[Kind, str] = {
     "person": "ended, and nobody came yet",
 }
 FAULT_HEADINGS = ["at", "cause", "culprit", "detected after", "back after", "steps lost", "what"]
-ATTEMPT_HEADINGS = ["attempt", "trains from", "first step", "last step", "ended"]
+ATTEMPT_HEADINGS = ["attempt", "ranks", "trains from", "first step", "last step", "ended"]
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,7 @@ def attempt_cells(attempts: Sequence[Attempt]) -> list[list[str]]:
     return [
         [
             str(one.number),
+            str(one.world or "-"),
             at_clock(one.began),
             str(one.resumed_from + 1),
             "-" if one.last_step is None else str(one.last_step),

@@ -169,7 +169,7 @@ def _attempts(facts: Facts) -> Iterator[str]:
             whole = sum(seconds.values())
             share = f"{seconds['training'] / whole:.1%}" if whole else "-"
             rows.append([*map(escape, cells), share])
-        yield f'<div class="card scroll">{_table(headings, rows, (0, 2, 3, 5))}</div>'
+        yield f'<div class="card scroll">{_table(headings, rows, (0, 1, 3, 4, 6))}</div>'
 
 
 def _layout(facts: Facts) -> Iterator[str]:

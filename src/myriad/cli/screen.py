@@ -146,8 +146,10 @@ def _event_line(event: Record) -> Text | None:
     if name == "diagnosis" and "problem" in event:
         return Text(f"slow: {event['problem']}", style="yellow")
     if name == "restart":
-        shares = f" with shares {event['shares']}" if event.get("shares") else ""
-        return Text(f"attempt {event.get('epoch')} begins{shares}", style="yellow")
+        other = [f"{event['dp']} replicas"] if event.get("dp") else []
+        other += [f"shares {event['shares']}"] if event.get("shares") else []
+        told = f" with {', '.join(other)}" if other else ""
+        return Text(f"attempt {event.get('epoch')} begins{told}", style="yellow")
     if name == "resume":
         return Text(
             f"step {step}: state from {event.get('source')} in {event.get('seconds', 0.0):.2f} s", style="dim"

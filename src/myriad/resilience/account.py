@@ -42,6 +42,8 @@ class Attempt:
 
     number: int
     began: float
+    world: int = 0
+    """Ranks; 0: nobody told."""
     resumed_from: int = 0
     last_step: int | None = None
     """That it finished; ``None``: none."""

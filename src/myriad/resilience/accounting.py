@@ -147,7 +147,8 @@ class _Reader:
         self._ledger.attempt = number
         self._end_attempt("replaced")
         step = moment.count("resumed_from", 0)
-        attempts.append(Attempt(number=number, began=moment.time, resumed_from=step))
+        world = moment.count("world", 0)
+        attempts.append(Attempt(number=number, began=moment.time, world=world, resumed_from=step))
         lost = self._go_back(step)
         for index, fault in enumerate(self._open):
             fault.steps_lost = 0 if index else lost

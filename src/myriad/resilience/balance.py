@@ -63,7 +63,7 @@ class Balance:
         """A new attempt, or a new driver of one."""
         self._layout, self._work = layout, self._job.in_attempt(layout)
         shares = layout.shares or self._work.shares
-        if shares != self._shares:
+        if shares != self._shares and len(shares) == len(self._shares):
             self._move_at = now + _BETWEEN_SECONDS * self._patience
         self._shares, self._began, self._start_seconds = shares, now, None
         self._stragglers = Stragglers(self._work, placement, shares)

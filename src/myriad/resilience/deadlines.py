@@ -54,6 +54,11 @@ class Deadlines:
             self._samples[which].append(slowest.step_seconds)
         self._phase, self._step = phase, slowest.step
 
+    def forget_steps(self) -> None:
+        """They will take longer, or shorter: there are other replicas for the same batch."""
+        for phase in ("first step", "step", "validating"):
+            self._samples.pop(phase, None)
+
     def limit(self, phase: str) -> float:
         """Seconds without progress after which a phase is a hang."""
         samples = sorted(self._samples[phase])

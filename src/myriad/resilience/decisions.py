@@ -400,7 +400,8 @@ class Decider:
         }
         rule = "ranks ended as they were asked to" if state.turning else "all nodes are there"
         evidence: dict[str, object] = {}
-        if fewer is not None and layout.dp != state.layout.dp:
+        other_replicas = layout.dp != state.layout.dp
+        if fewer is not None and other_replicas:
             rule, evidence = fewer.why(state.layout, layout, list(placement))
         elif list(placement) == list(state.placement):  # else others may be slow there, or nobody
             turned = state.next_layout
@@ -412,7 +413,7 @@ class Decider:
         state.epoch, state.phase, state.exits, state.incident = state.epoch + 1, "running", {}, None
         self._numbers.begin()
         self._since, self._blame_at = now, None
-        self._watch.begin()
+        self._watch.begin(other_replicas=other_replicas)
         if self._balance is not None:
             self._balance.begin(placement, state.layout, now)
         if self._growth is not None:

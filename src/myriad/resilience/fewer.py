@@ -56,14 +56,13 @@ class Fewer:
         fixed = layout.schedule_name == "gpipe" or job.comm.sync_every > 1
         if how.on_lost != "fewer" or how.engine == "slurm" or how.nodes == 1 or fixed:
             return None
-        whole = layout.world // layout.dp
-        total = sum(job.shares)
+        whole, each, total = layout.world // layout.dp, layout.world // how.nodes, sum(job.shares)
         allowed = []
-        for dp in range(1, layout.dp):
+        for dp in (dp for dp in range(1, layout.dp) if dp * whole % each == 0):
             with suppress(BadInputError):
                 job.in_attempt(AttemptLayout(dp=dp, shares=equal_shares(total, dp)))
                 allowed.append(dp)
-        each, wait = layout.world // how.nodes, how.wait_seconds * how.patience
+        wait = how.wait_seconds * how.patience
         return (
             Fewer(layout.dp, total, whole, each, tuple(allowed), wait, job.train.steps) if allowed else None
         )

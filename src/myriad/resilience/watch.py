@@ -40,8 +40,10 @@ class Watch:
         self._stopped_seconds = _STOPPED_SECONDS * plan.patience
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self, *, other_replicas: bool = False) -> None:
         """An attempt: what was seen of earlier ones counts no more, but for how long phases take."""
+        if other_replicas:
+            self._deadlines.forget_steps()
         self._sightings = Sightings()
         self._stopped_since: dict[int, float] = {}
         self._dumped_at: float | None = None

@@ -38,3 +38,13 @@ def test_the_longest_silence_of_a_phase_is_learned_when_it_ends() -> None:
     assert deadlines.limit("validating") == 600.0
     saw(deadlines, step=2, step_seconds=0.5)
     assert deadlines.limit("validating") == 200.0
+
+
+def test_steps_of_other_replicas_are_learned_anew() -> None:
+    """A tenth of them takes ten times as long, and nothing hangs."""
+    deadlines = Deadlines(1.0, 60.0)
+    for step in range(10):
+        saw(deadlines, step=step, step_seconds=20.0)
+    assert deadlines.limit("step") == 100.0
+    deadlines.forget_steps()
+    assert deadlines.limit("step") == 600.0
