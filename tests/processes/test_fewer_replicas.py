@@ -14,6 +14,7 @@ from tiny_corpora import make_corpus
 from watching import descendants
 
 from myriad.checkpoint.keeper_start import keeper_name
+from myriad.cli.report_facts import facts_of
 from myriad.job import load_job
 from myriad.resilience.engines.joined import run_joined
 from myriad.resilience.engines.local import run_local
@@ -137,6 +138,11 @@ def test_a_run_goes_on_with_two_of_three_replicas_and_then_with_three_again(
     assert turned == max(step for step in done if step <= turned) and done == sorted(set(done)), (
         "none is lost"
     )
+
+    account = facts_of(run).account
+    seconds = account.ledger.seconds()
+    assert [attempt.world for attempt in account.attempts] == [3, 2, 3] and seconds["waiting"] > 0
+    assert sum(seconds.values()) == pytest.approx(account.ledger.wall_seconds), "the report accounts for all"
 
     undisturbed = Run(tmp_path / "undisturbed")
     alone = {"layout": load_job("tiny", BATCH).layout, "resilience": load_job("tiny").resilience}

@@ -1,7 +1,7 @@
 """With fewer data-parallel replicas when a node is lost and no spare is there; with all when one is. Pure.
 
     dp 3 on nodes 0 1 2    node 1 is lost ──nobody comes for 30 s──► dp 2 on nodes 0 2, the same global batch
-    dp 2 on nodes 0 2      node 1 is back ──ranks end a step──────► dp 3 on nodes 0 2 1
+    dp 2 on nodes 0 2      node 1 is back ──ranks end a step──────► dp 3 on nodes 0 1 2
 
 Of the layouts that a job allows the largest is taken that the nodes hold. What the lost replicas had in
 memory is with other nodes, or stored, and is loaded in the new layout like any other. Each change costs a
@@ -50,8 +50,8 @@ class Fewer:
     @staticmethod
     def of(job: "Job") -> "Fewer | None":
         """``None``: it waits for its nodes. Under Slurm too: no node comes back to an allocation, and the job
-        is requeued. Memory does not grow with a replica's micro-batches, but with GPipe; what ZeRO shards is
-        shared by fewer, and taken to fit. Replicas that train alone have a state each."""
+        is requeued. Memory does not grow with a replica's micro-batches, except with GPipe; what ZeRO shards
+        is shared by fewer, and taken to fit. Replicas that train alone have a state each."""
         layout, how = job.layout, job.resilience
         fixed = layout.schedule_name == "gpipe" or job.comm.sync_every > 1
         if how.on_lost != "fewer" or how.engine == "slurm" or how.nodes == 1 or fixed:
@@ -62,10 +62,10 @@ class Fewer:
             with suppress(BadInputError):
                 job.in_attempt(AttemptLayout(dp=dp, shares=equal_shares(total, dp)))
                 allowed.append(dp)
+        if not allowed:
+            return None
         wait = how.wait_seconds * how.patience
-        return (
-            Fewer(layout.dp, total, whole, each, tuple(allowed), wait, job.train.steps) if allowed else None
-        )
+        return Fewer(layout.dp, total, whole, each, tuple(allowed), wait, job.train.steps)
 
     def nodes_of(self, dp: int) -> int:
         """That its ranks fill."""
