@@ -38,9 +38,10 @@ from myriad.resilience.facts import (
     RankExited,
     StopAsked,
 )
-from myriad.resilience.fewer import MORE, Growth, place_nodes
+from myriad.resilience.fewer import MORE, Growth
 from myriad.resilience.incidents import CORRUPTION, MEMORY_FULL, NOT_FINITE, Incident, told_ranks
 from myriad.resilience.ladder import count, is_of_the_node, why_hopeless
+from myriad.resilience.places import place_nodes
 from myriad.resilience.presence import Presence
 from myriad.resilience.state import Plan, State
 from myriad.resilience.watch import Stuck, Watch

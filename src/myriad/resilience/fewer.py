@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout, equal_shares
 from myriad.errors import BadInputError
 from myriad.resilience.facts import RankSeen
-from myriad.resilience.ladder import fill_places
 
 if TYPE_CHECKING:
     from myriad.job import Job
 
-__all__ = ["MORE", "Fewer", "Growth", "place_nodes"]
+__all__ = ["MORE", "Fewer", "Growth"]
 
 MORE = "nodes are there for more replicas"
 _STEADY_SECONDS = 3.0
@@ -114,21 +113,6 @@ class Fewer:
         """1 where a node holds whole replicas, or parts of two."""
         nodes, rest = divmod(self.replica_ranks, self.node_ranks)
         return 1 if rest else nodes
-
-
-def place_nodes(
-    before: Sequence[int], there: Sequence[int], needed: int, per_replica: int
-) -> tuple[list[int], list[int]]:
-    """Nodes in the order of their ranks, as many as are needed or more, and those that are left over.
-    ``before``: of the last attempt. Of a node that stays no rank moves; where there are fewer than before, it
-    keeps its place within a replica: most of what its ranks load is then in its memory."""
-    if needed >= len(before):
-        kept, others = fill_places(before, there)
-        return [*kept, *others[: needed - len(before)]], others[needed - len(before) :]
-    columns = [[one for one in before[place::per_replica] if one in there] for place in range(per_replica)]
-    chosen = [(columns[place % per_replica] or [-1]).pop(0) for place in range(needed)]
-    others = [one for one in dict.fromkeys((*before, *there)) if one in there and one not in chosen]
-    return [others.pop(0) if one < 0 else one for one in chosen], others
 
 
 class Growth:

@@ -3,22 +3,19 @@
 all ranks anew, where they were
   │ the node may be the cause, and a spare is there
 the spare in its place; what others lost is with their peers, or stored
+  │ nobody stands by, and nobody comes
+fewer replicas (`myriad.resilience.fewer`)
   │ the same again and again, or the program's own fault
 the end of the run, with the reason
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from myriad.resilience.incidents import CORRUPTION, OF_THE_NODE, OF_THE_USER, Incident
+from myriad.resilience.state import State
 
-if TYPE_CHECKING:
-    from myriad.resilience.state import State
-
-__all__ = ["count", "fill_places", "is_of_the_node", "why_hopeless"]
+__all__ = ["count", "is_of_the_node", "why_hopeless"]
 
 
-def count(state: "State", incident: Incident, *, progressed: bool) -> None:
+def count(state: State, incident: Incident, *, progressed: bool) -> None:
     """One more of its kind; ``progressed``: since the last one, so that earlier ones count no more."""
     if progressed:
         state.repeats = {}
@@ -26,7 +23,7 @@ def count(state: "State", incident: Incident, *, progressed: bool) -> None:
     state.repeats[incident.signature] = state.repeats.get(incident.signature, 0) + 1
 
 
-def why_hopeless(state: "State", incident: Incident, restarts: int) -> str | None:
+def why_hopeless(state: State, incident: Incident, restarts: int) -> str | None:
     """The rule by which it makes no sense to begin again; ``None``: it does."""
     repeats = state.repeats[incident.signature]
     if incident.cause == "input":
@@ -38,15 +35,8 @@ def why_hopeless(state: "State", incident: Incident, restarts: int) -> str | Non
     return None
 
 
-def is_of_the_node(state: "State", incident: Incident) -> tuple[bool, bool]:
+def is_of_the_node(state: State, incident: Incident) -> tuple[bool, bool]:
     """Whether another node may cure it, and whether that is because it has come again."""
     again = state.repeats[incident.signature] > 1 and incident.cause not in OF_THE_USER
     again |= incident.cause == CORRUPTION and state.wrong_on.get(incident.node, 0) > 1
     return again or incident.cause in OF_THE_NODE, again
-
-
-def fill_places(before: Sequence[int], there: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Nodes in the order of their ranks, and those that are left over. Where one of ``before`` is not there a
-    spare takes its place, so that no rank of another node moves."""
-    others = [number for number in there if number not in before]
-    return [number if number in there else others.pop(0) for number in before], others

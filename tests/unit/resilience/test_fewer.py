@@ -14,7 +14,8 @@ from myriad.resilience.actions import Action, Blame, EndRun, StartAttempt, TurnR
 from myriad.resilience.codec import plain, read
 from myriad.resilience.decisions import Decider
 from myriad.resilience.facts import Beat, Digest, NodeJoined, NodeLeft, RankExited, RankSeen, StopAsked
-from myriad.resilience.fewer import Fewer, place_nodes
+from myriad.resilience.fewer import Fewer
+from myriad.resilience.places import place_nodes
 from myriad.resilience.state import Plan, State
 from myriad.resilience.work import Work
 
