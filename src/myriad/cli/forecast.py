@@ -60,8 +60,8 @@ def forecast(wanted: Wanted) -> None:
         _print(job, cluster, found, written)
 
 
-def predict_step(name: str, overrides: Sequence[str], cluster: "Cluster") -> tuple[int, float]:
-    """Accelerators that a job takes, and the seconds of an iteration on them. Raises `BadInputError`."""
+def predict_step(name: str, overrides: Sequence[str], cluster: "Cluster") -> tuple["Job", float]:
+    """A job, and the seconds of an iteration of it on a cluster. Raises `BadInputError`."""
     from myriad.job import load_job
     from myriad.planner.costs import Costs
     from myriad.planner.simulator import simulate
@@ -69,7 +69,7 @@ def predict_step(name: str, overrides: Sequence[str], cluster: "Cluster") -> tup
     job = load_job(name, overrides)
     _check_place(job, cluster)
     prediction = simulate(Costs(_work_of(job, cluster), cluster), slower={}, jitter=0.0, seed=1)
-    return job.layout.world, prediction.seconds
+    return job, prediction.seconds
 
 
 def _check_place(job: "Job", cluster: "Cluster") -> None:

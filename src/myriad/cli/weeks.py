@@ -74,7 +74,7 @@ def _setting(wanted: WantedWeeks) -> "tuple[Cluster, Setting]":
     from myriad.recipes.cluster import load_cluster
     from myriad.resilience.weeks.faults import DAY, load_mix
     from myriad.resilience.weeks.study import Setting
-    from myriad.resilience.weeks.times import load_times
+    from myriad.resilience.weeks.times import load_times, times_of
 
     for option, value, least, most in (
         ("--weeks", wanted.weeks, 0.01, _MOST_WEEKS),
@@ -84,16 +84,17 @@ def _setting(wanted: WantedWeeks) -> "tuple[Cluster, Setting]":
         if not least <= value <= most:
             raise BadInputError(option, value, f"{least:g} to {most:,g}")
     mix, cluster = load_mix(wanted.mix), load_cluster(cluster_path(wanted.cluster))
-    times, world = load_times(), cluster.world
+    times, world, patience = load_times(), cluster.world, 1.0
     if wanted.job is not None:
         from myriad.cli.forecast import predict_step
 
-        world, step_seconds = predict_step(wanted.job, wanted.overrides, cluster)
-        times = load_times(step_seconds=step_seconds)
+        job, step_seconds = predict_step(wanted.job, wanted.overrides, cluster)
+        world, times, patience = job.layout.world, times_of(job, step_seconds), job.resilience.patience
     elif wanted.overrides:
         raise BadInputError("JOB", None, f"{wanted.overrides[0]} needs a job that it changes")
     seeds = range(wanted.seed, wanted.seed + wanted.runs)
-    return cluster, Setting(mix, world, wanted.weeks * 7 * DAY, wanted.spares, times, seeds)
+    seconds = wanted.weeks * 7 * DAY
+    return cluster, Setting(mix, world, seconds, wanted.spares, times, seeds, patience=patience)
 
 
 def _headline(wanted: WantedWeeks, cluster: "Cluster", setting: "Setting") -> str:

@@ -20,7 +20,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_the_tables_say_what_each_policy_reaches(capsys):
     lines = shown(capsys, "--weeks", "0.5", *CLUSTER, "--runs", "2").splitlines()
     assert "0.5 weeks on 12,288 accelerators" in lines[0] and "5.8 faults a day, 2 runs" in lines[0]
-    assert any(line.startswith("Myriad, all aims") for line in lines)
+    assert any(line.startswith("Myriad, corruption shows") for line in lines)
     (total,) = [line for line in lines if line.startswith("in all")]
     assert total.split()[2:] == ["100.00%"] * 4
 
@@ -33,7 +33,7 @@ def test_as_json_and_as_picture(capsys, tmp_path):
     for policy in found["policies"]:
         assert sum(policy["shares"].values()) == pytest.approx(1.0)
         assert policy["p5"] <= policy["mean"] <= policy["p95"]
-    assert {one["name"] for one in found["sensitivity"]} >= {"restart_seconds", "corrupt_found_seconds"}
+    assert {one["name"] for one in found["sensitivity"]} >= {"restart_seconds", "corrupt_shown_ratio"}
     text = "".join(ElementTree.parse(out).getroot().itertext())
     assert "MegaScale-like" in text and "restart seconds" in text
 
@@ -42,6 +42,17 @@ def test_a_job_says_how_long_a_step_takes(capsys):
     job = ("tiny", "--layout.dp", "2", "--weeks", "0.05", "--cluster", "laptop", "--runs", "1", "--json")
     found = json.loads(shown(capsys, *job))
     assert found["accelerators"] == 2 and found["times"]["step_seconds"] < 6
+
+
+def test_a_job_says_what_is_kept_and_compared(capsys):
+    how = ("--weeks", "0.05", "--cluster", "laptop", "--runs", "1", "--json", "--layout.dp", "2")
+    kept = ("--checkpoint.copies_every", "3", "--checkpoint.minutes", "5", "--checkpoint.every", "0")
+    times = json.loads(shown(capsys, "tiny", *how, *kept, "--resilience.verify_every", "4"))["times"]
+    assert (times["copies_every"], times["durable_seconds"], times["verify_every"]) == (3, 300, 4)
+    alone = ("--layout.dp", "1", "--checkpoint.memory_every", "0")
+    times = json.loads(shown(capsys, "tiny", *how, *kept, *alone))["times"]
+    assert times["verify_every"] == 0, "there is nothing to compare with"
+    assert times["memory_every"] * times["step_seconds"] == pytest.approx(300, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,15 @@
 
     faults ──► VirtualCluster ──NodeJoined, Beat, RankExited, StopAsked──► Decider (the real one)
                     ▲  └──► Work: what is done, and the ledger               │
-                    └──────────StartAttempt, StopRanks, Evict, EndRun────────┘
+                    └──────StartAttempt, TurnRanks, StopRanks, Evict, EndRun─┘
 
 The decisions are the run's own code with its own deadlines. What they ask for takes the seconds of `Times`.
 So that weeks take a moment:
 
 - time jumps from event to event. While all is well nobody beats and nothing is due: that the decisions do
   nothing in hours of a healthy run is what their tests promise. Whatever happens begins with a beat of all;
-  while something is amiss all beat at 1 Hz, each beat followed by what is due;
+  while something is amiss all beat at 1 Hz, each beat followed by what is due; beats tell what ranks hold and
+  how long they compute (`Symptoms`), so replicas that differ and slow nodes are found by the decisions too;
 - a few nodes, with one rank each, stand for all: the faults are those of the whole cluster, each hits one of
   the few. All nodes are alike to the decisions, and spares count one by one (tested: more of them give the
   same ledger).
@@ -21,7 +22,7 @@ from functools import partial
 from math import inf
 from typing import Literal
 
-from myriad.resilience.actions import Action, EndRun, Evict, StartAttempt, StopRanks
+from myriad.resilience.actions import Action, EndRun, Evict, StartAttempt, StopRanks, TurnRanks
 from myriad.resilience.decisions import Decider
 from myriad.resilience.facts import Beat, Cause, NodeJoined, RankExited, RankSeen, StopAsked
 from myriad.resilience.ledger import Kind as Doing
@@ -30,8 +31,10 @@ from myriad.resilience.state import Plan
 from myriad.resilience.weeks.clock import Clock
 from myriad.resilience.weeks.faults import Fault, Kind
 from myriad.resilience.weeks.rows import hung_row, starting_row, training_row
+from myriad.resilience.weeks.symptoms import Symptoms
 from myriad.resilience.weeks.times import Times
 from myriad.resilience.weeks.work import Work
+from myriad.telemetry.progress_page import TURNED_CODE
 
 __all__ = ["VirtualCluster"]
 
@@ -39,6 +42,8 @@ _BEAT_SECONDS = 1.0
 _LATER_SECONDS = 10.0
 """What needs a run that trains, and finds none, comes so much later than the next one."""
 _GATHER_SECONDS = 301.0
+_COMPARED_SECONDS = 150.0
+"""How long ranks are looked at because one may be slow: after that nothing new is seen."""
 _CODES = {"killed": -9, "host memory": -9, "crash": -11}
 
 
@@ -63,12 +68,19 @@ class VirtualCluster:
         self._broken: dict[int, Kind] = {}
         self._silent: dict[int, float] = {}
         self._placement: dict[int, int] = {}
+        self._symptoms = Symptoms(times, nodes)
+        self._shown: set[int] = set()
+        """Nodes whose wrong numbers make replicas differ."""
+        self._slow_until = 0.0
+        """Until then somebody may be found to be slow."""
+        self._nan_step = -1
+        """In which a broken node makes a NaN, whenever it computes it."""
+        self._parted = False
+        """The ranks have ended after a step, as they were asked to: nothing of it is lost."""
         self._hang: _Hang | None = None
         self._epoch, self._next_node = 0, nodes + spares
         self._cold, self._wanted, self._looks = True, False, False
         self._started_at, self._ready_at = 0.0, 0.0
-        self._good_until = inf
-        """What was done after that is wrong."""
         self._after_end: Callable[[], None] | None = None
         self._later: list[Callable[[], None]] = []
         self._alive.update(range(nodes + spares))
@@ -104,7 +116,7 @@ class VirtualCluster:
 
     def _hear_exit(self, node: int, code: int, cause: Cause, error: str) -> None:
         if node in self._alive and node not in self._silent and node in self._placement:
-            rank, step = self._placement[node], self._work.step
+            rank, step = self._placement[node], self._work.step if self._is_up else -1
             ended = RankExited(node, self._epoch, rank, code, cause, step, error, "")
             self._act(self._decider.hear(ended, self._now))
 
@@ -121,12 +133,15 @@ class VirtualCluster:
         if hang is not None:
             return hung_row(rank, step, hang.phase, step_seconds, self._now - hang.since, hang.named == node)
         if not training:
-            return starting_row(rank, step, self._now - self._started_at)
+            return starting_row(rank, self._now - self._started_at)
         idle = self._now - min(self._silent.values(), default=self._now)
-        return training_row(rank, step, step_seconds, idle)
+        symptoms = self._symptoms
+        told = symptoms.busy_seconds(node, rank), symptoms.digests(node, step)
+        return training_row(rank, step, step_seconds, idle, *told)
 
     def _beat(self) -> None:
         """All that live, and then the driver asks what is due."""
+        self._pass()
         for node in sorted(self._alive - set(self._silent)):
             ranks = (self._row(node),) if node in self._placement else ()
             self._act(self._decider.hear(Beat(node, self._epoch, 1, ranks), self._now))
@@ -136,8 +151,17 @@ class VirtualCluster:
         """The driver's next seconds are of interest."""
         self._looks = False
         self._beat()
-        if self._silent or (self._hang is not None and self._decider.state.phase == "running"):
-            self._look_again(_BEAT_SECONDS)
+        if self._silent or (self._decider.state.phase == "running" and self._is_amiss):
+            at_once = self._silent or self._hang is not None  # what else is seen is seen in steps
+            self._look_again(_BEAT_SECONDS if at_once else max(_BEAT_SECONDS, self._times.step_seconds / 2))
+
+    @property
+    def _is_amiss(self) -> bool:
+        """Of an attempt that is not ending: something is about to be found, or to be found gone."""
+        if not self._is_up:
+            return self._hang is not None
+        compared = self._now < self._slow_until or self._decider.state.trial is not None
+        return self._hang is not None or compared or self._symptoms.is_seen(self._placement)
 
     def _look_again(self, seconds: float) -> None:
         if not self._looks:
@@ -154,6 +178,8 @@ class VirtualCluster:
                 self._do("restarting" if self._work.doing != "planned" else "planned")
                 self._hang = None
                 self._clock.after(self._times.end_seconds, partial(self._end_ranks, action.epoch, -9))
+            elif isinstance(action, TurnRanks):
+                self._clock.after(self._work.until_step_end(), partial(self._turn, action.epoch))
             elif isinstance(action, Evict):
                 self._repair(action.node)
             elif isinstance(action, EndRun):
@@ -163,12 +189,15 @@ class VirtualCluster:
         replaced = set(self._placement) - set(action.placement)
         self._do("planned" if self._work.doing == "planned" else "restarting")
         times, work = self._times, self._work
-        if self._good_until < work.done:
-            work.go_back(work.durable(self._good_until))
-            self._good_until = inf
-        elif not self._cold:
+        if action.newest_step is not None:
+            trusted = action.newest_step * times.step_seconds
+            work.go_back(work.durable(trusted) if replaced else trusted)  # copies on other nodes are newer
+            self._symptoms.heal()
+        elif not self._cold and not self._parted:
             every, trained = times.copies_every if replaced else times.memory_every, self._is_up
             work.go_back(work.in_memory(every, trained=trained))
+        self._parted = False
+        self._symptoms.begin(work.step, action.shares)
         self._epoch = work.ledger.attempt = action.epoch
         self._placement = {node: ranks[0] for node, ranks in action.placement.items()}
         self._hang, self._started_at, self._ready_at = None, self._now, 0.0
@@ -185,14 +214,39 @@ class VirtualCluster:
             if kind.shows in ("exit", "hang"):
                 self._fail(node, kind, node)
                 return
-        slow = any(kind.shows == "slow" for _, kind in broken)
         self._do("training")
         self._cold = False
-        self._ready_at, self._work.slower_ratio = self._now, self._times.slower_ratio if slow else 0.0
+        self._ready_at, self._work.slower_ratio = self._now, self._symptoms.slower_ratio(self._placement)
+        for node, kind in broken:
+            self._break_again(node, kind)
         self._beat()
+        self._look_again(_BEAT_SECONDS)
         for what in self._later:
             self._clock.after(_LATER_SECONDS, what)
         self._later = []
+
+    def _break_again(self, node: int, kind: Kind) -> None:
+        """It is used again, and what is broken in it shows only in steps."""
+        if kind.shows == "nan" and self._nan_step >= self._work.step:
+            seconds = (self._nan_step - self._work.step + 0.5) * self._times.step_seconds
+            self._clock.after(seconds, partial(self._nan_again, self._epoch, node, kind))
+        elif kind.shows == "corrupt" and node in self._shown:
+            self._symptoms.differ(node, self._work.step)
+        elif kind.shows == "slow":
+            self._slow_until = self._now + _COMPARED_SECONDS
+
+    def _nan_again(self, epoch: int, node: int, kind: Kind) -> None:
+        if epoch == self._epoch and self._work.doing == "training":
+            self._fail(node, kind, node)
+
+    def _turn(self, epoch: int) -> None:
+        """The step is done."""
+        state = self._decider.state
+        if epoch == self._epoch == state.epoch and state.phase == "running" and state.turning:
+            self._do("restarting")
+            self._parted = True
+            for node in list(self._placement):
+                self._hear_exit(node, TURNED_CODE, "turned", "")
 
     def _end_ranks(self, epoch: int, code: int) -> None:
         for node in list(self._placement):
@@ -208,6 +262,8 @@ class VirtualCluster:
         self._alive.discard(node)
         self._silent.pop(node, None)
         self._broken.pop(node, None)
+        self._symptoms.drop(node)
+        self._shown.discard(node)
         self._clock.after(self._times.repair_seconds, self._come_back)
 
     def _come_back(self) -> None:
@@ -250,7 +306,14 @@ class VirtualCluster:
             self._do("waiting")
             return
         self._cold, self._hang = True, None
-        plan = Plan(self._num_nodes, self._num_nodes, self._epoch + 1, patience=self._patience)
+        plan = Plan(
+            self._num_nodes,
+            self._num_nodes,
+            self._epoch + 1,
+            patience=self._patience,
+            replicas=self._symptoms.replicas,
+            work=self._symptoms.work,
+        )
         self._decider = Decider(plan, self._now)
         for node in sorted(self._alive):
             self._join(node)
@@ -280,21 +343,23 @@ class VirtualCluster:
         self._beat()
         if kind.stays:
             self._broken[node] = kind
-        if kind.shows in ("exit", "hang", "silent"):
+        if kind.shows in ("exit", "hang", "silent", "nan"):
+            self._nan_step = self._work.step if kind.shows == "nan" else self._nan_step
             wrong = fault.luck < self._times.culprit_wrong_ratio
             self._fail(node, kind, neighbour if wrong else node)
         elif kind.shows == "planned":
             self._stop("planned", 0.0, self._begin_run)
         else:
-            self._go_unseen(node, kind)
+            self._go_on_with(node, kind, fault.luck)
 
     def _fail(self, node: int, kind: Kind, named: int) -> None:
         """Nobody can go on."""
         self._do("detecting" if self._work.doing in ("training", "detecting") else self._work.doing)
-        if kind.shows == "exit":
-            code = _CODES.get(kind.cause, 1)
-            exits = partial(self._exit, self._epoch, node, code, kind.cause)
-            self._clock.after(self._times.crash_seen_seconds, exits)
+        if kind.shows in ("exit", "nan"):
+            cause: Cause = "nan" if kind.shows == "nan" else kind.cause
+            seconds = self._times.device_seen_seconds if cause == "device" else self._times.crash_seen_seconds
+            exits = partial(self._exit, self._epoch, node, _CODES.get(cause, 1), cause)
+            self._clock.after(seconds, exits)
         elif kind.shows == "hang":
             training = self._is_up
             since = self._now if training else self._started_at
@@ -306,40 +371,35 @@ class VirtualCluster:
             self._look_again(_BEAT_SECONDS)
 
     def _exit(self, epoch: int, node: int, code: int, cause: Cause) -> None:
-        if epoch == self._epoch:
-            self._hear_exit(node, code, cause, cause)
+        if epoch == self._epoch and node in self._placement:
+            step, rank = self._work.step, self._placement[node]
+            is_nan = cause == "nan"
+            error = f"step {step}: loss is nan; first bad tensor is the loss, on rank {rank}"
+            self._hear_exit(node, code, cause, error if is_nan else cause)
 
-    def _go_unseen(self, node: int, kind: Kind) -> None:
-        """Training goes on, and the decisions hear of it from a detector, if there is one: else a person sees
-        it much later, and stops the run."""
-        times, good_until = self._times, self._work.done if kind.shows == "corrupt" else inf
-        found_seconds = times.corrupt_found_seconds
+    def _go_on_with(self, node: int, kind: Kind, luck: float) -> None:
+        """Training goes on. The decisions find it out by what ranks tell, if it is of that sort; else a
+        person sees it much later, and stops the run."""
+        times, good_until, seconds = self._times, inf, self._times.unseen_seconds
         if kind.shows == "slow":
             self._pass()
-            self._work.slower_ratio, found_seconds = times.slower_ratio, times.slow_found_seconds
-        if found_seconds:
-            self._clock.after(found_seconds, partial(self._found, node, kind, good_until))
+            self._symptoms.slow.add(node)
+            self._work.slower_ratio = self._symptoms.slower_ratio(self._placement)
+            self._slow_until = self._now + _COMPARED_SECONDS
+            self._look_again(_BEAT_SECONDS)
+            seconds += times.person_seconds  # who is slow can be found out while the run goes on
+        elif self._symptoms.replicas and luck < times.corrupt_shown_ratio:
+            self._shown.add(node)
+            self._symptoms.differ(node, self._work.step)
+            self._look_again(_BEAT_SECONDS)
+            return
         else:
-            self._clock.after(times.unseen_seconds, partial(self._seen_by_person, node, kind, good_until))
-
-    def _found(self, node: int, kind: Kind, good_until: float) -> None:
-        """A detector ends the rank."""
-        if self._is_past(node, kind):
-            return
-        if self._work.doing != "training":
-            self._later.append(partial(self._found, node, kind, good_until))
-            return
-        self._beat()
-        self._good_until = good_until
-        there = node if node in self._placement else next(iter(self._placement))
-        self._do("detecting")
-        self._hear_exit(there, 1, "device", kind.shows)
+            good_until = self._work.done
+        self._clock.after(seconds, partial(self._seen_by_person, node, kind, good_until))
 
     def _seen_by_person(self, node: int, kind: Kind, good_until: float) -> None:
-        if not self._is_past(node, kind):
-            then = partial(self._begin_again, good_until)
+        then = partial(self._begin_again, good_until)
+        if kind.shows == "corrupt":
             self._stop("diagnosing", self._times.person_seconds, then)
-
-    def _is_past(self, node: int, kind: Kind) -> bool:
-        """The slow node has gone for another reason."""
-        return kind.shows == "slow" and node not in self._placement
+        elif node in self._placement:  # it may have gone for another reason
+            self._stop("diagnosing", 0.0, then)

@@ -18,9 +18,9 @@ from myriad.resilience.facts import Cause
 __all__ = ["DAY", "Fault", "Kind", "Mix", "Shows", "draw_faults", "load_mix"]
 
 DAY = 86400.0
-Shows = Literal["exit", "hang", "silent", "corrupt", "slow", "planned"]
-"""A rank ends; nobody goes on; a node is gone; the numbers are wrong and nobody knows; a node is slow; a
-person wants a new start."""
+Shows = Literal["exit", "hang", "silent", "nan", "corrupt", "slow", "planned"]
+"""A rank ends; nobody goes on; a node is gone; a loss is no number; the numbers are wrong and look like any;
+a node is slow; a person wants a new start."""
 
 
 class Kind(Config):

@@ -15,6 +15,8 @@ from myriad.resilience.weeks.work import Work
 __all__ = ["rival_ledger"]
 
 _SOME = 1e-9
+_QUIET = ("nan", "corrupt", "slow")
+"""Training goes on: ranks compute, and nothing is at hand that says what."""
 
 
 @dataclass(order=True)
@@ -39,7 +41,7 @@ def rival_ledger(
         _spend(work, "training", max(0.0, event.at - work.ledger.now), seconds, spares)
         if work.ledger.now >= seconds:
             return work.ledger
-        if event.good_until is None and event.fault.kind.shows in ("corrupt", "slow"):
+        if event.good_until is None and event.fault.kind.shows in _QUIET:
             heapq.heappush(events, _unseen(event, rival, times, work))
             continue
         for doing, length in _phases(event, rival, times):
@@ -61,11 +63,13 @@ def _spend(work: Work, doing: Doing, length: float, most: float, spares: int) ->
 
 def _unseen(event: _Event, rival: RivalTimes, times: Times, work: Work) -> _Event:
     fault = event.fault
-    good_until = work.done if fault.kind.shows == "corrupt" else inf
+    good_until = inf if fault.kind.shows == "slow" else work.done
     if fault.kind.shows == "slow":
         work.slower_ratio = times.slower_ratio
     found = fault.luck < rival.found_ratio
     seconds = rival.seen_seconds["hang"] if found else times.unseen_seconds
+    if fault.kind.shows == "slow" and not found:
+        seconds += times.person_seconds  # who is slow can be found out while the run goes on
     return _Event(event.at + seconds, event.order, fault, good_until)
 
 
@@ -74,12 +78,13 @@ def _phases(event: _Event, rival: RivalTimes, times: Times) -> Iterator[tuple[Do
     if shows == "planned":
         yield "planned", times.save_seconds + rival.restart_seconds
         return
-    if shows == "corrupt" or shows == "slow":
+    if shows in _QUIET:
         alone = luck < rival.found_ratio
     else:
-        yield "detecting", rival.seen_seconds[shows]
+        yield "detecting", rival.seen_seconds[shows]  # type: ignore[index]
         alone = luck < rival.alone_ratio
-    yield "diagnosing", rival.diagnosing_seconds
-    if not alone:
+    if alone or shows != "slow":
+        yield "diagnosing", rival.diagnosing_seconds
+    if not alone and shows != "slow":
         yield "person", times.person_seconds
     yield "restarting", rival.restart_seconds

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from myriad.resilience.facts import RankSeen
+from myriad.resilience.facts import Digest, RankSeen
 
 __all__ = ["hung_row", "starting_row", "training_row"]
 
@@ -10,14 +10,22 @@ _ENTERED = 7
 """Communication: any number."""
 
 
-def training_row(rank: int, step: int, step_seconds: float, idle_seconds: float) -> RankSeen:
+def training_row(
+    rank: int,
+    step: int,
+    step_seconds: float,
+    idle_seconds: float,
+    busy_seconds: float = 0.0,
+    digests: tuple[Digest, ...] = (),
+) -> RankSeen:
     """``step_seconds``: 0 in an attempt's first step; ``idle_seconds``: since a node was lost, if one was."""
-    return _row(rank, "step", step, step_seconds=step_seconds, idle_seconds=idle_seconds)
+    row = _row(rank, "step", step, step_seconds=step_seconds, idle_seconds=idle_seconds)
+    return replace(row, busy_seconds=busy_seconds if step_seconds else 0.0, digests=digests)
 
 
-def starting_row(rank: int, step: int, idle_seconds: float) -> RankSeen:
+def starting_row(rank: int, idle_seconds: float) -> RankSeen:
     """Since the attempt began: the worst case, as nothing is written on the page until the rank is up."""
-    return _row(rank, "starting", step, idle_seconds=idle_seconds)
+    return _row(rank, "starting", -1, idle_seconds=idle_seconds)
 
 
 def hung_row(

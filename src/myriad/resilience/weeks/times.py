@@ -2,13 +2,17 @@
 
 import tomllib
 from importlib import resources
-from typing import Any, Literal
+from math import ceil
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from myriad.config import Config
 
-__all__ = ["RivalTimes", "Times", "load_aims", "load_rival", "load_times"]
+if TYPE_CHECKING:
+    from myriad.job import Job
+
+__all__ = ["RivalTimes", "Times", "load_rival", "load_times", "times_of"]
 
 
 class Times(Config):
@@ -16,6 +20,7 @@ class Times(Config):
 
     step_seconds: float = Field(gt=0)
     crash_seen_seconds: float = Field(ge=0)
+    device_seen_seconds: float = Field(ge=0)
     end_seconds: float = Field(ge=0)
     restart_seconds: float = Field(ge=0)
     cold_start_seconds: float = Field(ge=0)
@@ -26,9 +31,8 @@ class Times(Config):
     save_seconds: float = Field(ge=0)
     culprit_wrong_ratio: float = Field(ge=0, le=1)
     repair_seconds: float = Field(ge=0)
-    corrupt_found_seconds: float = Field(0, ge=0)
-    slow_found_seconds: float = Field(0, ge=0)
-    """By a detector; 0: there is none."""
+    verify_every: int = Field(ge=0)
+    corrupt_shown_ratio: float = Field(ge=0, le=1)
     unseen_seconds: float = Field(ge=0)
     person_seconds: float = Field(ge=0)
     slower_ratio: float = Field(ge=0)
@@ -52,9 +56,20 @@ def load_times(**changes: float) -> Times:
     return Times.model_validate(_read("myriad") | changes)
 
 
-def load_aims() -> dict[str, float]:
-    """What is aimed at and not there yet, as changes of Myriad's times."""
-    return _read("aims")
+def times_of(job: "Job", step_seconds: float) -> Times:
+    """Myriad's, with what a job keeps, how often, and what it compares."""
+    kept = job.checkpoint
+    durable = [kept.minutes * 60] if kept.minutes else []
+    durable += [kept.every * step_seconds] if kept.every else []
+    times = load_times(step_seconds=step_seconds, **({"durable_seconds": min(durable)} if durable else {}))
+    stored = max(1, round(times.durable_seconds / step_seconds))
+    in_memory = max(kept.memory_every, ceil(kept.memory_seconds / step_seconds))
+    changes = {
+        "memory_every": in_memory if kept.memory_every else stored,
+        "copies_every": kept.copies_every or stored,
+        "verify_every": job.resilience.verify_every if job.compares_replicas else 0,
+    }
+    return times.model_copy(update=changes)
 
 
 def load_rival(name: Literal["megascale", "byterobust"]) -> RivalTimes:

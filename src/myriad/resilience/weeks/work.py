@@ -46,6 +46,11 @@ class Work:
         """Under way."""
         return floor(self.done / self._times.step_seconds + _SOME)
 
+    def until_step_end(self) -> float:
+        """Seconds, as long as nothing else happens."""
+        left = (self.step + 1) * self._times.step_seconds - self.done
+        return left / self._shares()["training"]
+
     def in_memory(self, every: float, *, trained: bool) -> float:
         """Where the newest snapshot in memory was taken: that of a step is whole when the next one ends.
         ``trained``: something was done since the attempt began."""
