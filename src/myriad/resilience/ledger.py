@@ -68,7 +68,15 @@ class Ledger:
         assert now >= self.now, "a ledger goes forward"
         assert abs(sum(shares.values()) - 1) < _CLOSE and min(shares.values()) >= 0, "shares of one whole"
         if now > self.now:
-            self.stretches.append(Stretch(self.attempt, self.now, now, shares))
+            last = self.stretches[-1] if self.stretches else None
+            if last is not None and (last.attempt, last.stop, last.shares) == (
+                self.attempt,
+                self.now,
+                shares,
+            ):
+                self.stretches[-1] = Stretch(last.attempt, last.start, now, shares)
+            else:
+                self.stretches.append(Stretch(self.attempt, self.now, now, shares))
             self.spare_node_seconds += spares * (now - self.now)
         self.now = now
 

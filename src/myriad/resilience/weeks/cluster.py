@@ -197,7 +197,7 @@ class VirtualCluster:
             every, trained = times.copies_every if replaced else times.memory_every, self._is_up
             work.go_back(work.in_memory(every, trained=trained))
         self._parted = False
-        self._symptoms.begin(work.step, action.shares)
+        self._symptoms.begin(work.step, action.layout.shares)
         self._epoch = work.ledger.attempt = action.epoch
         self._placement = {node: ranks[0] for node, ranks in action.placement.items()}
         self._hang, self._started_at, self._ready_at = None, self._now, 0.0
@@ -232,7 +232,7 @@ class VirtualCluster:
             self._clock.after(seconds, partial(self._nan_again, self._epoch, node, kind))
         elif kind.shows == "corrupt" and node in self._shown:
             self._symptoms.differ(node, self._work.step)
-        elif kind.shows == "slow":
+        elif kind.shows == "slow" and self._slow_until >= self._started_at:  # not yet looked at to the end
             self._slow_until = self._now + _COMPARED_SECONDS
 
     def _nan_again(self, epoch: int, node: int, kind: Kind) -> None:

@@ -19,8 +19,9 @@ def training_row(
     digests: tuple[Digest, ...] = (),
 ) -> RankSeen:
     """``step_seconds``: 0 in an attempt's first step; ``idle_seconds``: since a node was lost, if one was."""
-    row = _row(rank, "step", step, step_seconds=step_seconds, idle_seconds=idle_seconds)
-    return replace(row, busy_seconds=busy_seconds if step_seconds else 0.0, digests=digests)
+    busy = busy_seconds if step_seconds else 0.0
+    counts = (step, _ENTERED, _ENTERED - 1)
+    return RankSeen(rank, 1, "S", "step", "reduce", *counts, idle_seconds, step_seconds, busy, digests)
 
 
 def starting_row(rank: int, idle_seconds: float) -> RankSeen:
