@@ -70,6 +70,11 @@ class TrainConfig(Config):
     """Text to continue at the end; off: no sample."""
 
 
+SPIKE_STEPS_BEFORE, SPIKE_STEPS_AFTER = 100, 100
+"""How far `resilience.on_spike = "rollback"` goes back, and to how far after the spike it skips batches: PaLM
+(arXiv 2204.02311, section 5.1) went back 100 steps and skipped 200 to 500 batches."""
+
+
 class ResilienceConfig(Config):
     """Where the run is started, and how faults are met."""
 
@@ -93,6 +98,11 @@ class ResilienceConfig(Config):
     on_nan: Literal["replay", "stop", "skip"] = "replay"
     """When a loss or a gradient is not finite. replay: the step again, then on another node, and stop if it
     comes everywhere; skip: the same, but go on without that batch; stop: at once."""
+    on_spike: Literal["tell", "skip", "rollback"] = "tell"
+    """When the loss or the gradient norm is far above that of the steps before. tell: write the event alone;
+    skip: compute the step again in place, and if it is a spike again, nothing moves in it; rollback: the
+    same, but go back to a checkpoint from 100 steps before, and skip the batches from there to 100 steps
+    after."""
     on_slow: Literal["move", "swap", "tell"] = "move"
     """When a rank or a node computes 1.3 times as long as others do: move gives its replica fewer
     micro-batches (where that pays), swap puts a spare node in its place (move where there is none), tell
@@ -263,6 +273,15 @@ def _check_skip(job: Job) -> None:
     )
 
 
+def _check_spikes(job: Job) -> None:
+    how, kept = job.resilience.on_spike, job.checkpoint
+    allowed = "needs comm.sync_every = 1: replicas that train alone have a gradient norm each"
+    _need(how == "tell" or job.comm.sync_every == 1, "resilience.on_spike", how, allowed)
+    reaches = (kept.keep - 1) * kept.every >= SPIKE_STEPS_BEFORE
+    allowed = f"needs checkpoint.every x (checkpoint.keep - 1) of at least {SPIKE_STEPS_BEFORE} steps"
+    _need(how != "rollback" or reaches, "resilience.on_spike", how, allowed)
+
+
 def _check_agreement(job: Job) -> None:
     """Replicas that train alone save, validate and end only where they agree."""
     every = job.comm.sync_every
@@ -322,6 +341,7 @@ _RULES: tuple[Callable[[Job], None], ...] = (
     _check_lossy,
     _check_agreement,
     _check_skip,
+    _check_spikes,
     _check_nodes,
     _check_started_nodes,
     _check_store,

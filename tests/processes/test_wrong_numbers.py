@@ -119,3 +119,33 @@ def test_a_run_that_is_to_stop_at_once_does(
     with pytest.raises(RunFailedError, match="is not finite in step 12, on rank 0"):
         run_local(run, 3)
     assert len(events(run, "start")) == 1
+
+
+def test_a_spike_is_computed_again_and_the_end_is_as_if_it_had_not_been_and_one_that_stays_is_skipped(
+    tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Enough steps are known by then to compare with."""
+    run = make_run(tmp_path / "run", corpus, *THREE, "resilience.on_spike=skip")
+    plan(run, monkeypatch, {"kind": "spike", "rank": 1, "step": 36})
+    assert run_local(run, 3) == "finished"
+    (told,) = events(run, "spike")
+    assert (told["step"], told["verdict"]) == (36, "transient") and "gradient norm" in told["problem"]
+    assert len(events(run, "start")) == 1 and not events(run, "fault") and not events(run, "skip")
+    assert_same_run(run, undisturbed)
+
+
+def test_a_run_goes_back_before_a_spike_and_skips_the_batches_that_led_to_it(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = ("resilience.on_spike=rollback", "checkpoint.every=10", "checkpoint.keep=11")
+    run = make_run(tmp_path / "run", corpus, *THREE, *how)
+    monkeypatch.setattr("myriad.resilience.engines.supervise.SPIKE_STEPS_BEFORE", 10)
+    monkeypatch.setattr("myriad.resilience.engines.supervise.SPIKE_STEPS_AFTER", 1)
+    plan(run, monkeypatch, {"kind": "spike-always", "rank": 1, "step": 36})
+    assert run_local(run, 3) == "finished"
+    (fault,) = (one for one in events(run, "fault") if "cause" in one)
+    assert (fault["cause"], fault["rank"], fault["step"]) == ("spike", -1, 36)
+    (resume,) = events(run, "resume")
+    assert resume["step"] == 20, "the newest that is stored of at most 25"
+    assert {one["step"] for one in events(run, "skip")} == set(range(26, 38))
+    assert run.read_metrics()[-1]["step"] == 40 and not events(run, "eviction")

@@ -137,6 +137,7 @@ class Engine:
         self._counts = torch.tensor([self._counts_row(*row) for row in self._entries], dtype=torch.float64)
         self._counts = self._counts.to(device)
         self._step, self._skips = 0, False
+        self._refuses: Callable[[float, float], bool] | None = None
         self.before_update: Callable[[], None] = _do_nothing
         """Called in each iteration when parameters and optimizer state are about to change."""
 
@@ -149,15 +150,18 @@ class Engine:
         *,
         step: int | None = None,
         skip: bool = False,
+        refuses: Callable[[float, float], bool] | None = None,
     ) -> StepResult:
         """One iteration. ``num_targets``: targets in the global batch; ``signal``: a number that all ranks
         learn the sum of, with a reduction that takes place anyway; ``step``: its number, for messages;
-        ``skip``: nothing moves, whatever the gradients are, and the optimizer counts no step. Raises
+        ``skip``: nothing moves, whatever the gradients are, and the optimizer counts no step; ``refuses``:
+        told the loss and the norm, says on all ranks alike that it is to be so. Raises
         `RunFailedError` on every rank when the loss or a gradient is not finite."""
+        self._refuses = refuses
         self._skips, self._step = skip, self.optimizer.steps_done + 1 if step is None else step
         finisher = _Finisher(self, num_targets, learning_rate, signal)
         self._runtime.run(self._plans[True], load, finisher, self._num_replicas / num_targets)
-        if not skip:
+        if not self._skips:
             self.optimizer.end()
         if self._agreement is not None and self._agreement.is_due(self.optimizer.steps_done):
             self._agreement.agree()
@@ -207,9 +211,13 @@ class Engine:
             return StepResult(total_loss, math.sqrt(sum(norms)), total_signal, skipped=True)
         if not (math.isfinite(sum(norms)) and math.isfinite(total_loss)):
             self._fail_non_finite(squares, total_loss)
+        whole_norm = math.sqrt(sum(norms) / self._num_replicas)
+        if self._refuses is not None and self._refuses(total_loss, whole_norm):
+            self._skips = True
+            return StepResult(total_loss, whole_norm, total_signal, skipped=True)
         norm = math.sqrt(norms[self._replica])
         self.optimizer.begin(learning_rate, clip_scale(norm, self._clip_norm))
-        return StepResult(total_loss, math.sqrt(sum(norms) / self._num_replicas), total_signal)
+        return StepResult(total_loss, whole_norm, total_signal)
 
     @property
     def _num_replicas(self) -> int:

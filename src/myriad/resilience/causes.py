@@ -7,7 +7,7 @@ from myriad.resilience.engines.logs import is_secondary
 from myriad.resilience.facts import Cause
 from myriad.telemetry.progress_page import TURNED_CODE
 
-__all__ = ["cause_of", "first_not_finite"]
+__all__ = ["cause_of", "first_not_finite", "spike_text"]
 
 _DEVICE_MEMORY = re.compile(r"CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
 _DEVICE = re.compile(
@@ -19,6 +19,8 @@ _NOT_FINITE = re.compile(
     r"step (\d+): loss is .*; first bad tensor is the (.*), on rank (\d+)$", re.MULTILINE
 )
 """As every rank ends when `myriad.parallel.engine` found it."""
+_SPIKE = re.compile(r"step \d+: (a spike, twice: .*)$", re.MULTILINE)
+"""As every rank ends where `myriad.train.spikes` is to go back before it."""
 _BAD_INPUT = 2
 
 
@@ -39,6 +41,8 @@ def cause_of(code: int, error: str, *, memory_killed: bool) -> Cause:
         return "turned"
     if _NOT_FINITE.search(error):
         return "nan"
+    if _SPIKE.search(error):
+        return "spike"
     for cause, pattern in _BY_WORDS.items():
         if pattern.search(error):
             return cause
@@ -52,6 +56,13 @@ def first_not_finite(error: str) -> tuple[int, str]:
     assert found is not None, "the cause is nan"
     step, what, rank = found.groups()
     return int(rank), f"the {what} is not finite in step {step}, on rank {rank}"
+
+
+def spike_text(error: str) -> str:
+    """What any rank said of it."""
+    found = _SPIKE.search(error)
+    assert found is not None, "the cause is spike"
+    return found.group(1)
 
 
 _BY_WORDS: dict[Cause, re.Pattern[str]] = {

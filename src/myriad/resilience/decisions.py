@@ -29,7 +29,7 @@ from myriad.resilience.actions import (
 )
 from myriad.resilience.balance import Balance
 from myriad.resilience.catch_up import NOWHERE, adopt, is_partial, place_missing, take_over
-from myriad.resilience.causes import first_not_finite
+from myriad.resilience.causes import first_not_finite, spike_text
 from myriad.resilience.facts import (
     Beat,
     NodeJoined,
@@ -39,7 +39,7 @@ from myriad.resilience.facts import (
     StopAsked,
 )
 from myriad.resilience.fewer import MORE, Growth
-from myriad.resilience.incidents import CORRUPTION, MEMORY_FULL, NOT_FINITE, Incident, told_ranks
+from myriad.resilience.incidents import CORRUPTION, MEMORY_FULL, NOT_FINITE, SPIKE, Incident, told_ranks
 from myriad.resilience.ladder import count, is_of_the_node, why_hopeless
 from myriad.resilience.places import place_nodes
 from myriad.resilience.presence import Presence
@@ -225,6 +225,9 @@ class Decider:
             if rank < self._world:
                 text += f" (log: {ended.log})"
                 incident = replace(incident, rank=rank, node=self.state.node_of(rank), text=text)
+        elif ended.cause == SPIKE:
+            text = f"step {ended.step}: {spike_text(ended.error)}"
+            incident = replace(incident, rank=-1, node=-1, text=text)
         yield from self._end_attempt(incident, now)
 
     def _end_attempt(self, incident: Incident, now: float, **evidence: object) -> Iterator[Action]:
@@ -452,6 +455,8 @@ class Decider:
             yield from self._carry_out(self._numbers.judge(incident, len(self.nodes)))
         else:
             state.phase, self._since = "gathering", now
+            if incident.cause == SPIKE:
+                self._numbers.go_back_before(incident.step)
             yield from self._swap(incident)
 
     @property

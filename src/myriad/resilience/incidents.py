@@ -13,6 +13,7 @@ __all__ = [
     "NOT_FINITE",
     "OF_THE_NODE",
     "OF_THE_USER",
+    "SPIKE",
     "Incident",
     "blame_text",
     "told_ranks",
@@ -24,6 +25,8 @@ CORRUPTION = "corruption"
 """Replicas that are to be equal are not."""
 NOT_FINITE = "nan"
 """A loss or a gradient: whose fault it is remains to be found out (`myriad.resilience.numbers`)."""
+SPIKE = "spike"
+"""Of the loss or the gradient norm: nobody is to blame, and the run goes back before it."""
 MEMORY_FULL = ("device memory", "host memory")
 OF_THE_NODE = ("device", "hang")
 """Causes for which the node is suspect at once; for any other when the same comes again without progress."""
@@ -49,7 +52,7 @@ class Incident:
     @property
     def signature(self) -> str:
         """Equal for the same fault: of the user's program wherever it shows, of all else where it does."""
-        if self.cause == NOT_FINITE:
+        if self.cause in (NOT_FINITE, SPIKE):
             return f"{self.cause} at step {self.step}"
         if self.cause in OF_THE_USER:
             return f"{self.cause} at step {self.step}: {self.last_line}"

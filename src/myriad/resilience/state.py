@@ -34,6 +34,8 @@ class Plan:
     replicas: tuple[tuple[int, ...], ...] = ()
     """Ranks that are to hold the same parameters, bit for bit; none: nothing is compared."""
     on_nan: OnNan = "replay"
+    spike_steps: tuple[int, int] = (0, 0)
+    """How far before a spike the run goes on from, and to how far after it batches are skipped."""
     skipped_steps: tuple[int, ...] = ()
     """That earlier starts of the run have found to give no finite numbers."""
     newest_step: int | None = None

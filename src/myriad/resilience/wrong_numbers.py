@@ -108,6 +108,17 @@ class WrongNumbers:
             reason = f"{incident.text}; {tried.tried}: it is {whose}"
             yield EndRun(rule="it comes again", outcome="failed", reason=reason)
 
+    # Spikes
+
+    def go_back_before(self, step: int) -> None:
+        """A loss or a gradient norm rose far above the others, twice: from some steps before it the run goes
+        on without the batches that led to it. Without any state so old it begins anew."""
+        before, after = self._plan.spike_steps
+        state, newest = self._state, max(0, step - 1 - before)
+        state.newest_step = newest if state.newest_step is None else min(newest, state.newest_step)
+        skipped = range(newest + 1, step + after + 1)
+        state.skipped_steps = tuple(sorted({*state.skipped_steps, *skipped}))
+
 
 def _diagnosis(trial: Trial, verdict: Verdict, rule: str) -> Diagnose:
     step, rank, node = trial.step, trial.rank, trial.node

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -43,6 +43,7 @@ from myriad.train.metrics import StepMeter
 from myriad.train.peak import Peak, find_peak
 from myriad.train.sample import continue_text
 from myriad.train.save_clock import SaveClock
+from myriad.train.spikes import SpikeWatch
 from myriad.train.verify import Verifier
 
 __all__ = ["Trainer"]
@@ -95,7 +96,9 @@ class Trainer:
         """What is being trained, or saved."""
         self.exit_code = 0
         self._skipped_steps = {int(step) for step in os.environ.get("MYRIAD_SKIP_STEPS", "").split()}
-        """Whose batches the driver has found to give no finite numbers, wherever they are computed."""
+        """Whose batches the driver has found to give no finite numbers, wherever they are computed, or which
+        led to a spike."""
+        self.spikes = SpikeWatch(job, self._event)
 
     def _open_session(self) -> Session:
         run, job = self.run_folder, self.job
@@ -161,9 +164,9 @@ class Trainer:
         return step
 
     def _distrust(self, newest: int) -> None:
-        """The driver has found that replicas differ after later steps."""
+        """The driver has found that replicas differ after later steps, or goes back before a spike."""
         if gone := self.session.distrust(newest):
-            problem = f"states after step {newest} are wrong: replicas differ"
+            problem = f"states after step {newest} are not gone on from: replicas differed, or a spike came"
             self._event("fault", step=newest, problem=problem, set_aside=gone)
 
     def train(self) -> None:
@@ -236,19 +239,13 @@ class Trainer:
         self.progress.step(self._under_way)
         started, waited = time.perf_counter(), self.feed.wait_seconds
         rate = learning_rate(self.job.optimizer, self.step, self.job.train.steps)
-        result: StepResult = self.engine.train_step(
-            self._load,
-            rate,
-            self.meter.tokens_per_step,
-            signal=self._signal(),
-            step=self._under_way,
-            skip=self._under_way in self._skipped_steps,
-        )
+        result = self._iterate(rate)
         self.step += 1
         self.progress.step_done(self._busy_seconds())
         self.verifier.tell()
         if result.skipped:
-            self._event("skip", step=self.step, problem="the batch gives no finite numbers: nothing moved")
+            why = "no finite numbers, or a spike" if self.step in self._skipped_steps else "a spike"
+            self._event("skip", step=self.step, problem=f"the batch gives {why}: nothing moved")
         asked = self.clock.hear(result.signal)
         self.session.trust(self.clock.agreed_step)
         seconds = time.perf_counter() - started
@@ -259,6 +256,22 @@ class Trainer:
             line = self.meter.line(self.step, result, rate, seconds, waited, saved, self.recorder)
             self.run_folder.append_metrics(line)
         return asked and self._agrees
+
+    def _iterate(self, rate: float) -> StepResult:
+        def run(refuses: Callable[[float, float], bool] | None, *, skip: bool = False) -> StepResult:
+            return self.engine.train_step(
+                self._load,
+                rate,
+                self.meter.tokens_per_step,
+                signal=self._signal(),
+                step=self._under_way,
+                skip=skip,
+                refuses=refuses,
+            )
+
+        if self._under_way in self._skipped_steps:
+            return run(None, skip=True)
+        return self.spikes.run(self._under_way, run)
 
     def _before_update(self) -> None:
         self.session.settle()

@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from myriad.errors import RunFailedError
+from myriad.job import SPIKE_STEPS_AFTER, SPIKE_STEPS_BEFORE
 from myriad.resilience.engines.engine import Engine, Observer, Outcome
 from myriad.resilience.engines.kept import Kept, of_module
 from myriad.resilience.engines.replica_groups import replica_groups
@@ -70,6 +71,7 @@ def see_through(
         listen=listen,
         replicas=replica_groups(job),
         on_nan=how.on_nan,
+        spike_steps=(SPIKE_STEPS_BEFORE, SPIKE_STEPS_AFTER),
         skipped_steps=skipped_steps,
         newest_step=newest_step,
         work=Work.of(job, how.nodes) if world == job.layout.world else None,

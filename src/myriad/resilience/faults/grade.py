@@ -187,6 +187,8 @@ class _Grader:
             self._by_driver(grade, line)
         elif aim.seen == "diagnosis":
             self._by_diagnosis(grade, fault, line)
+        elif aim.seen == "ranks":
+            self._by_ranks(grade, line)
         elif aim.seen == "successor":
             self._by_successor(grade, number, line)
         else:
@@ -257,6 +259,14 @@ class _Grader:
         if first is not None:
             grade.detected_seconds, grade.told = first["time"] - line["time"], first["problem"]
             grade.culprit_right = list(first["ranks"]) == [fault.rank]
+
+    def _by_ranks(self, grade: Grade, line: Line) -> None:
+        """In the same step; computed once more, it was to be gone."""
+        told = (one for one in self._evidence.events if one["event"] == "spike")
+        first = next((one for one in told if one["step"] == line["step"]), None)
+        if first is not None:
+            grade.detected_seconds, grade.told = first["time"] - line["time"], first["problem"]
+            grade.steps_lost = 0 if first.get("verdict") == "transient" else None
 
     def _by_successor(self, grade: Grade, number: int, line: Line) -> None:
         told = (line for line in self._evidence.caused if "successor" in line)

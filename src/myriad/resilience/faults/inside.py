@@ -21,13 +21,17 @@ from myriad.jsonl import JsonlTail, append_line
 from myriad.telemetry.progress_page import ProgressRow
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from myriad.parallel.chunk import Chunk
 
 __all__ = ["ARMED", "CAUSED", "arm"]
 
 ARMED = "MYRIAD_FAULTS"
 CAUSED = "caused.jsonl"
-_IN_EVERY_ATTEMPT = ("exception", "nan-always")
+_OF_THE_BATCH = ("nan-always", "spike-always")
+_IN_EVERY_ATTEMPT = ("exception", *_OF_THE_BATCH)
+_SPIKE_FACTOR = 1000.0
 _SPARE_BYTES = 64 * 2**20
 """Of memory that is left to take before the kernel kills."""
 
@@ -51,10 +55,10 @@ def _arm_one(fault: dict[str, Any], log: Path) -> None:
     cause = _CAUSES[fault["kind"]]
     if fault["kind"] == "flip":
         fault["chunks"] = _coming_chunks()
-    state = {"step": -1, "done": False}
+    state = fault["state"] = {"step": -1, "done": False}
 
     def look(moment: str) -> None:
-        past = state["step"] > fault["step"] and fault["kind"] != "nan-always"  # which comes with its batch
+        past = state["step"] > fault["step"] and fault["kind"] not in _OF_THE_BATCH  # which come with it
         due = state["step"] == fault["step"] or past
         if due and moment == (fault["during"] or "step") and not state["done"]:
             state["done"] = True
@@ -111,14 +115,29 @@ def _flip(fault: dict[str, Any]) -> None:
 
 def _poison(fault: dict[str, Any]) -> None:
     """A number of the gradients that this rank is about to send."""
+    _spoil_gradients(lambda sums: sums[:1].fill_(math.nan), lambda: False)
+
+
+def _spike(fault: dict[str, Any]) -> None:
+    """All gradients that this rank is about to send: once, or whenever it computes the step."""
+    state, stays = fault["state"], fault["kind"] in _OF_THE_BATCH
+    _spoil_gradients(lambda sums: sums.mul_(_SPIKE_FACTOR), lambda: stays and state["step"] == fault["step"])
+
+
+def _spoil_gradients(spoil: "Callable[[Tensor], object]", again: Callable[[], bool]) -> None:
+    """Of the next chunk that is sent, and of others as long as asked for ``again``."""
     from myriad.parallel.chunk import Chunk
 
-    reduce = Chunk.start_reduce
+    reduce, done = Chunk.start_reduce, False
 
     def reducing(self: Chunk) -> None:
-        Chunk.start_reduce = reduce  # type: ignore[method-assign]
-        self.start_gradients()
-        self.sums[0] = math.nan
+        nonlocal done
+        if done and not again():
+            Chunk.start_reduce = reduce  # type: ignore[method-assign]
+        else:
+            done = True
+            self.start_gradients()
+            spoil(self.sums)
         reduce(self)
 
     Chunk.start_reduce = reducing  # type: ignore[method-assign]
@@ -162,6 +181,8 @@ _CAUSES: dict[str, Callable[[dict[str, Any]], None]] = {
     "flip": _flip,
     "nan-once": _poison,
     "nan-always": _poison,
+    "spike": _spike,
+    "spike-always": _spike,  # in no scenario: a run that skips a batch has no undisturbed one to be equal to
     "slow": _slow_down,
 }
 

@@ -26,9 +26,10 @@ KindName = Literal[
     "flip",
     "nan-once",
     "nan-always",
+    "spike",
 ]
 Target = Literal["rank", "driver", "executor", "node", "loader", "keeper", "storage", "checkpoint"]
-Seen = Literal["driver", "successor", "storage", "load", "diagnosis"]
+Seen = Literal["driver", "successor", "storage", "load", "diagnosis", "ranks"]
 
 PHASES = ("starting", "loading", "step", "validating", "saving", "ending")
 MOMENTS = (*PHASES, *map(str, ActionKind))
@@ -42,7 +43,7 @@ class Aim:
     seen: Seen = "driver"
     """By whom: the driver (a `fault` with a cause); who starts another process for one that is gone; who
     stores a checkpoint; who loads one; the driver, which tells who is slow (a `diagnosis`) and lets it go
-    on."""
+    on; all ranks alike, in the step itself (a `spike`)."""
     causes: tuple[str, ...] = ()
     """One of which the driver is to name."""
     detected_seconds: float
@@ -239,6 +240,21 @@ _KINDS: dict[KindName, FaultKind] = {
                 detected_seconds=0.25,
                 stops=True,
                 also="it comes again on replay: the run stops with the reason; nobody is evicted",
+            )
+        },
+        inside=True,
+    ),
+    "spike": FaultKind(
+        "gradients of one rank are a thousand times too large, once",
+        "the rank scales those that it is about to send",
+        {
+            "rank": Aim(
+                seen="ranks",
+                detected_seconds=0.25,
+                median_steps=1.0,
+                steps_lost=0,
+                restarts=False,
+                also="gone when the step is computed again in place: told as transient",
             )
         },
         inside=True,
