@@ -1,4 +1,4 @@
-"""If these fail, a run that is to go back before a spike does not, meets it again, or blames a node for it."""
+"""If these fail, a run that is to go back before a spike does not, meets it again, or blames a node."""
 
 from test_decisions import World
 
