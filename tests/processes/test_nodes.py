@@ -3,6 +3,8 @@ one, and no bit; a spare takes its place, and comes and goes as nodes do."""
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from myriad.checkpoint.keeper_client import list_in_memory
 from myriad.checkpoint.keeper_start import keeper_name, keeper_names
 from myriad.checkpoint.store import load_model
 from myriad.job import load_job
+from myriad.jsonl import JsonlTail
 from myriad.resilience.engines.local import run_local
 from myriad.run import Run
 
@@ -93,8 +96,6 @@ def reached(run: Run, step: int, attempt: int = 1) -> Callable[[], bool]:
 
 def placements(run: Run) -> list[list[int]]:
     """The nodes of each attempt, in the order of their ranks, as the journal has them."""
-    from myriad.jsonl import JsonlTail
-
     records = JsonlTail(run.path / "journal.jsonl").poll()
     started = [one for record in records for one in record.get("actions", ()) if "placement" in one]
     return [sorted(map(int, one["placement"]), key=lambda n: one["placement"][str(n)]) for one in started]
@@ -134,6 +135,33 @@ def test_a_node_that_comes_back_is_a_spare_for_the_next_one_that_is_lost(
     assert run_local(run, 2, observer=acts) == "finished"
     assert placements(run) == [[0, 1], [0, 2], [0, 1]]
     assert [resume["source"] for resume in events(run, "resume")] == ["memory", "memory"]
+    assert_same_run(run, undisturbed)
+
+
+def test_a_node_that_a_person_wants_to_leave_gives_way_after_its_step(
+    tmp_path: Path, corpus: Path, undisturbed: Run
+) -> None:
+    """A spare takes its place; no step is done twice, no bit is other."""
+    run = make_run(tmp_path / "run", corpus, "resilience.spares=1")
+    told: list[tuple[int, str]] = []
+
+    def evict(node: int) -> None:
+        words = ["evict", str(run.path), str(node), "--reason", "a fan is loud"]
+        command = [sys.executable, "-m", "myriad.cli.main", *words]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        told.append((ended.returncode, ended.stdout + ended.stderr))
+
+    acts = Acts(run, (reached(run, 15), lambda: (evict(7), evict(1))))
+    assert run_local(run, 2, observer=acts) == "finished"
+    (refused, wrong), (done, said) = told
+    assert refused == 2 and wrong.count("\n") == 1 and "node 0 (" in wrong and "spare: node 2 (" in wrong
+    assert done == 0 and "gives way to a spare" in said
+    (eviction,) = events(run, "eviction")
+    assert (eviction["node"], eviction["rule"]) == (1, "asked for by a person")
+    assert eviction["evidence"]["reason"] == "a fan is loud" and eviction["evidence"]["who"]
+    assert placements(run) == [[0, 1], [0, 2]] and events(run, "fault") == []
+    steps = [record["step"] for record in JsonlTail(run.metrics_path).poll()]
+    assert steps == sorted(set(steps)), "none was done twice"
     assert_same_run(run, undisturbed)
 
 

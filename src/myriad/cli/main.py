@@ -15,6 +15,7 @@ from myriad.cli import (
     checkpoint,
     data,
     doctor,
+    evict,
     faults,
     join,
     manifests,
@@ -33,6 +34,7 @@ __all__ = ["main"]
 _VERBS = (
     train,
     join,
+    evict,
     sample,
     report,
     parity,

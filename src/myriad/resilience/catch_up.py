@@ -21,7 +21,8 @@ def take_over(state: State, epoch: int, layout: AttemptLayout) -> None:
     """Nothing is known of this attempt yet but its number, and in which layout it trains."""
     state.phase, state.epoch = "running", epoch
     state.placement, state.exits, state.incident = {}, {}, None
-    state.layout, state.next_layout, state.turning, state.leaving = layout, None, False, -1
+    state.layout, state.next_layout, state.turning = layout, None, False
+    state.leaving, state.asked = -1, None
 
 
 def is_partial(state: State, world: int) -> bool:

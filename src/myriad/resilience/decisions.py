@@ -30,8 +30,10 @@ from myriad.resilience.actions import (
 from myriad.resilience.balance import Balance
 from myriad.resilience.catch_up import NOWHERE, adopt, is_partial, place_missing, take_over
 from myriad.resilience.causes import first_not_finite, spike_text
+from myriad.resilience.evictions import BY_A_PERSON, evidence_of, why_not
 from myriad.resilience.facts import (
     Beat,
+    EvictionAsked,
     NodeJoined,
     NodeLeft,
     Observation,
@@ -121,6 +123,8 @@ class Decider:
             return [*self._go_on(now)]
         if isinstance(observation, RankExited):
             return [*self._rank_exited(observation, now), *self._go_on(now)]
+        if isinstance(observation, EvictionAsked):
+            return [*self._evict_asked(observation, now), *self._go_on(now)]
         return self._beat(observation, now)
 
     # Nodes
@@ -270,6 +274,25 @@ class Decider:
         self._presence.forget(node)
         return Evict(rule=rule, evidence=dict(evidence), node=node)
 
+    def why_not_evict(self, asked: EvictionAsked) -> str:
+        """What keeps it from being done; empty: nothing."""
+        return why_not(asked, self.state, self.nodes, self._plan.nodes)
+
+    def _evict_asked(self, asked: EvictionAsked, now: float) -> Iterator[Action]:
+        """A node without ranks leaves at once, one with ranks after the step under way."""
+        state = self.state
+        if self.why_not_evict(asked):
+            return
+        if state.phase == "gathering" or asked.node not in state.placement:
+            yield self._evict(asked.node, BY_A_PERSON, **evidence_of(asked))
+            return
+        state.asked, state.leaving = asked, asked.node
+        if state.phase == "running" and not state.turning:
+            evidence = evidence_of(asked)
+            turn = TurnRanks(rule=BY_A_PERSON, evidence=evidence, epoch=state.epoch, node=asked.node)
+            self._turn(turn, now)
+            yield turn
+
     def _silent_nodes(self, now: float) -> Iterator[Action]:
         for number, silent in self._presence.silent(now):
             yield self._evict(number, "a node was silent", silent_seconds=silent)
@@ -348,7 +371,7 @@ class Decider:
         return [turn]
 
     def _turn(self, action: TurnRanks, now: float) -> None:
-        steps = _TURN_STEPS * max(one.step_seconds for one in self._watch.few())
+        steps = _TURN_STEPS * max([one.step_seconds for one in self._watch.few()], default=0.0)
         self._turn_by = now + self._plan.patience * (_TURN_SECONDS + steps)
         self.state.turning, self.state.leaving = True, action.node
         self.state.next_layout = action.layout
@@ -413,7 +436,8 @@ class Decider:
         state.layout, state.next_layout = layout, None
         if layout.dp is None:
             state.full_places = tuple(placement)
-        state.placement, state.turning, state.leaving = placement, False, -1
+        state.placement, state.turning = placement, False
+        state.leaving, state.asked = -1, None
         state.epoch, state.phase, state.exits, state.incident = state.epoch + 1, "running", {}, None
         self._numbers.begin()
         self._since, self._blame_at = now, None
@@ -442,7 +466,6 @@ class Decider:
         incident = state.incident
         if incident is None and self._turned:
             state.phase, self._since = "gathering", now
-            yield from self._give_way()
         elif incident is None or (state.stop_asked and not incident.after_stop):
             outcome: Outcome = "interrupted" if state.stop_asked else "finished"
             yield self._end_run("all ranks are gone", outcome, "")
@@ -458,6 +481,8 @@ class Decider:
             if incident.cause == SPIKE:
                 self._numbers.go_back_before(incident.step)
             yield from self._swap(incident)
+        if state.phase == "gathering" and (incident is None or state.asked is not None):
+            yield from self._give_way()
 
     @property
     def _turned(self) -> bool:
@@ -466,8 +491,11 @@ class Decider:
         return state.turning and not state.stop_asked and any(state.exits.values())
 
     def _give_way(self) -> Iterator[Action]:
-        node = self.state.leaving
-        if self._has_spare and node in self.nodes:
+        node, asked = self.state.leaving, self.state.asked
+        if asked is not None:
+            if node in self._presence and (self._has_spare or asked.anyway):
+                yield self._evict(node, BY_A_PERSON, **evidence_of(asked))
+        elif self._has_spare and node in self.nodes:
             yield self._evict(node, "a node is slow, and a spare is there")
 
     def _swap(self, incident: Incident) -> Iterator[Action]:

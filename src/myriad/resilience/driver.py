@@ -37,12 +37,15 @@ from myriad.resilience.actions import (
 )
 from myriad.resilience.decisions import Decider
 from myriad.resilience.engines.child import die_with_parent
+from myriad.resilience.evictions import what_follows
 from myriad.resilience.facts import (
     OBSERVED,
     STOP_ASKED,
     Agreed,
     Dump,
     End,
+    EvictionAnswer,
+    EvictionAsked,
     Leave,
     NodeJoined,
     NodeLeft,
@@ -146,9 +149,13 @@ class Driver:
         link, node = Link(reader, writer), None
         try:
             await link.prove(self._secret, "driver", "executor")
-            joined = await link.receive((NodeJoined, NodeWanted))
-            if isinstance(joined, NodeWanted):
+            joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked))
+            if not isinstance(joined, NodeJoined):
                 await asyncio.sleep(max(0.0, self._began + HEAR_SECONDS - time.monotonic()))
+            if isinstance(joined, EvictionAsked):
+                link.send(self._answer(joined))
+                return
+            if isinstance(joined, NodeWanted):
                 taken = {*self._links, *self._decider.state.placement}
                 link.send(NodeNumber(self._members.number_for(joined.host, taken, time.monotonic())))
                 return
@@ -182,6 +189,15 @@ class Driver:
         if self._decider.state.stop_asked:
             link.send(Stop())
         self._hear(joined)
+
+    def _answer(self, asked: EvictionAsked) -> EvictionAnswer:
+        """To a person."""
+        decider = self._decider
+        if refused := decider.why_not_evict(asked):
+            return EvictionAnswer(refused, "")
+        told = what_follows(asked, decider.state, decider.nodes, self._plan.nodes)
+        self._hear(asked)
+        return EvictionAnswer("", told)
 
     def _hear(self, observation: Observation) -> None:
         self._act(self._decider.hear(observation, time.monotonic()))

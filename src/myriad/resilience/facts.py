@@ -4,6 +4,7 @@ decisions.
     executor ──NodeJoined, RankExited, Beat, StopAsked──► driver
     driver ──Start, End, Turn, Dump, Agreed, Stop, Leave──► executor
     somebody who wants to be a node ──NodeWanted──► driver ──NodeNumber──► it becomes one
+    a person who wants a node to leave ──EvictionAsked──► driver ──EvictionAnswer──► is told
 
 ``epoch`` is the number of an attempt. Whoever is told of another epoch than its own drops what it was told.
 """
@@ -23,6 +24,8 @@ __all__ = [
     "Digest",
     "Dump",
     "End",
+    "EvictionAnswer",
+    "EvictionAsked",
     "Leave",
     "NodeJoined",
     "NodeLeft",
@@ -178,8 +181,30 @@ class StopAsked:
     node: int
 
 
+@dataclass(frozen=True)
+class EvictionAsked:
+    """A person wants a node to leave the run."""
+
+    node: int
+    who: str
+    reason: str
+    """In the person's own words; empty: none was given."""
+    anyway: bool
+    """Also where no spare stands by: the run then waits for another node."""
+
+
+@dataclass(frozen=True)
+class EvictionAnswer:
+    """What the driver says to that."""
+
+    refused: str
+    """Why it is not done; empty: it is."""
+    told: str
+    """What happens now."""
+
+
 Observed = NodeJoined | RankExited | Beat | StopAsked
-Observation = Observed | NodeLeft
+Observation = Observed | NodeLeft | EvictionAsked
 OBSERVED = (NodeJoined, RankExited, Beat, StopAsked)
 """What an executor may send."""
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
 from myriad.resilience.actions import Outcome
+from myriad.resilience.facts import EvictionAsked
 from myriad.resilience.fewer import Fewer
 from myriad.resilience.incidents import Incident
 from myriad.resilience.numbers import OnNan, Trial
@@ -103,6 +104,8 @@ class State:
     """It is to end after a step, for another one."""
     leaving: int = -1
     """The node that then gives way to a spare; -1: none."""
+    asked: EvictionAsked | None = None
+    """By whom, if a person wants it to leave."""
     stop_asked: bool = False
     outcome: Outcome | None = None
     reason: str = ""
