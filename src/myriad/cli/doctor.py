@@ -1,6 +1,8 @@
 """``myriad doctor``: this node, check by check, with what to do about what is not well."""
 
 import json as json_format
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,15 +107,36 @@ def doctor(
     diagnosis = _diagnose(folder, expected, quiet=json)
     findings = _between(others, diagnosis, expected, quiet=json) if others is not None else None
     told = path if expected else None
+    concerned = others is not None and findings is not None and _concerns(findings, others)
+    freed = _free() if diagnosis.healthy and not concerned else ""
     if json:
         between = {} if findings is None else {"between_nodes": findings.model_dump(mode="json")}
-        typer.echo(json_format.dumps(diagnosis.as_json() | {"baseline": told and str(told)} | between))
+        more = between | ({"freed": freed} if freed else {})
+        typer.echo(json_format.dumps(diagnosis.as_json() | {"baseline": told and str(told)} | more))
     else:
         _show(diagnosis, told)
         if findings is not None:
             _show_between(findings)
-    if not diagnosis.healthy or (others is not None and findings is not None and _concerns(findings, others)):
+        if freed:
+            typer.echo(f"{freed} was in quarantine, and may join runs again.")
+    if not diagnosis.healthy or concerned:
         raise typer.Exit(1)
+
+
+def _free() -> str:
+    """This machine, if it was in quarantine for what the doctor can answer for; empty: it was not."""
+    from myriad.resilience.lemon_file import clear, read_lemons
+    from myriad.resilience.machine import machine_name
+
+    machine, now = machine_name(), time.time()
+    try:
+        if read_lemons().quarantine(machine, now) is None:
+            return ""
+        clear(machine, "doctor")
+        return machine if read_lemons().quarantine(machine, now) is None else ""
+    except OSError as error:
+        logging.getLogger(__name__).warning("machines in quarantine are not known: %s", error)
+        return ""
 
 
 def _others(

@@ -7,6 +7,7 @@ from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
 from myriad.resilience.numbers import Verdict
 
 __all__ = [
+    "Accused",
     "Action",
     "Blame",
     "Diagnose",
@@ -21,6 +22,9 @@ __all__ = [
 ]
 
 Outcome = Literal["finished", "interrupted", "failed"]
+Accused = Literal["", "hardware", "corruption", "doctor", "device", "hang", "again", "slow", "person"]
+"""Of what a node is the cause that is evicted; "": of nothing, it was only lost. hardware: numbers are wrong
+there and right elsewhere; again: a fault of any other kind came again on it without progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +118,9 @@ class Evict(Action):
     """The engine is to end a node, and to bring another if it can."""
 
     node: int
+    accused: Accused = ""
+    machine: str = ""
+    """Which is then remembered; empty: none, or one with other nodes of this run, of which any may be it."""
 
 
 @dataclass(frozen=True, kw_only=True)

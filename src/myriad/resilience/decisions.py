@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
 from myriad.resilience.actions import (
+    Accused,
     Action,
     EndRun,
     Evict,
@@ -30,7 +31,7 @@ from myriad.resilience.actions import (
 from myriad.resilience.balance import Balance
 from myriad.resilience.catch_up import NOWHERE, adopt, is_partial, place_missing, take_over
 from myriad.resilience.causes import first_not_finite, spike_text
-from myriad.resilience.evictions import BY_A_PERSON, evidence_of, why_not
+from myriad.resilience.evictions import BY_A_PERSON, evidence_of, machine_of, why_left_out, why_not
 from myriad.resilience.facts import (
     Beat,
     EvictionAsked,
@@ -42,7 +43,7 @@ from myriad.resilience.facts import (
 )
 from myriad.resilience.fewer import MORE, Growth
 from myriad.resilience.incidents import CORRUPTION, MEMORY_FULL, NOT_FINITE, SPIKE, Incident, told_ranks
-from myriad.resilience.ladder import count, is_of_the_node, why_hopeless
+from myriad.resilience.ladder import accusation_of, count, is_of_the_node, why_hopeless
 from myriad.resilience.places import place_nodes
 from myriad.resilience.presence import Presence
 from myriad.resilience.state import Plan, State
@@ -192,7 +193,7 @@ class Decider:
         """What follows from wrong numbers."""
         for action in actions:
             if isinstance(action, Evict):
-                yield self._evict(action.node, action.rule)
+                yield self._evict(action.node, action.rule, action.accused)
             elif isinstance(action, EndRun):
                 yield self._end_run(action.rule, action.outcome, action.reason)
             else:
@@ -270,9 +271,18 @@ class Decider:
                 yield self._evict(number, "a node cannot end its ranks")
                 yield from self._lose(number, ranks, 0.0, now)
 
-    def _evict(self, node: int, rule: str, **evidence: object) -> Evict:
+    def _evict(self, node: int, rule: str, accused: Accused = "", **evidence: object) -> Evict:
+        """``accused``: of what it is the cause; then neither it nor its machine takes part again."""
+        known = self._presence.known
+        machine = machine_of(node, known) if accused else ""
+        if accused and (name := machine or (known[node].by if node in known else "")):
+            self.state.left_out[name] = f"node {node} was evicted from this run: {rule}"
         self._presence.forget(node)
-        return Evict(rule=rule, evidence=dict(evidence), node=node)
+        return Evict(rule=rule, evidence=dict(evidence), node=node, accused=accused, machine=machine)
+
+    def why_left_out(self, joined: NodeJoined) -> str:
+        """Of the run; empty: it may be a node."""
+        return why_left_out(self.state, joined)
 
     def why_not_evict(self, asked: EvictionAsked) -> str:
         """What keeps it from being done; empty: nothing."""
@@ -284,7 +294,7 @@ class Decider:
         if self.why_not_evict(asked):
             return
         if state.phase == "gathering" or asked.node not in state.placement:
-            yield self._evict(asked.node, BY_A_PERSON, **evidence_of(asked))
+            yield self._evict(asked.node, BY_A_PERSON, "person", **evidence_of(asked))
             return
         state.asked, state.leaving = asked, asked.node
         if state.phase == "running" and not state.turning:
@@ -494,16 +504,17 @@ class Decider:
         node, asked = self.state.leaving, self.state.asked
         if asked is not None:
             if node in self._presence and (self._has_spare or asked.anyway):
-                yield self._evict(node, BY_A_PERSON, **evidence_of(asked))
+                yield self._evict(node, BY_A_PERSON, "person", **evidence_of(asked))
         elif self._has_spare and node in self.nodes:
-            yield self._evict(node, "a node is slow, and a spare is there")
+            yield self._evict(node, "a node is slow, and a spare is there", "slow")
 
     def _swap(self, incident: Incident) -> Iterator[Action]:
         """A spare stands ready, and another try on the same node could only cost more than it does."""
         likely, again = is_of_the_node(self.state, incident)
         if likely and self._has_spare and incident.node in self.nodes:
             rule = "the node may be the cause, and a spare is there"
-            yield self._evict(incident.node, rule, cause=incident.cause, again=again)
+            accused = accusation_of(incident.cause)
+            yield self._evict(incident.node, rule, accused, cause=incident.cause, again=again)
 
     def _why_hopeless(self, incident: Incident) -> str | None:
         state = self.state

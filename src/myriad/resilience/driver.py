@@ -50,6 +50,7 @@ from myriad.resilience.facts import (
     NodeJoined,
     NodeLeft,
     NodeNumber,
+    NodeRefused,
     NodeTaken,
     NodeWanted,
     Observation,
@@ -60,6 +61,7 @@ from myriad.resilience.facts import (
     StopAsked,
     Turn,
 )
+from myriad.resilience.gate import Gate
 from myriad.resilience.journal import Journal
 from myriad.resilience.listen import split_listen
 from myriad.resilience.members import HEAR_SECONDS, Members
@@ -90,6 +92,7 @@ class Driver:
         self._scribe = scribe
         self._links: dict[int, Link] = {}
         self._members, self._began = Members(), time.monotonic()
+        self._gate = Gate(run, scribe, lambda node: _tell_engine({"replace": node}))
         self._over = asyncio.Event()
         self._spares = 0
         self._told_agreed: tuple[Agreed, tuple[int, ...]] | None = None
@@ -151,13 +154,10 @@ class Driver:
             await link.prove(self._secret, "driver", "executor")
             joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked))
             if not isinstance(joined, NodeJoined):
-                await asyncio.sleep(max(0.0, self._began + HEAR_SECONDS - time.monotonic()))
-            if isinstance(joined, EvictionAsked):
-                link.send(self._answer(joined))
+                link.send(await self._answer(joined))
                 return
-            if isinstance(joined, NodeWanted):
-                taken = {*self._links, *self._decider.state.placement}
-                link.send(NodeNumber(self._members.number_for(joined.host, taken, time.monotonic())))
+            if refused := await self._why_refused(joined):
+                link.send(NodeRefused(refused))
                 return
             if (other := self._members.other_than(joined, time.monotonic())) is not None:
                 link.send(NodeTaken(other))
@@ -190,8 +190,24 @@ class Driver:
             link.send(Stop())
         self._hear(joined)
 
-    def _answer(self, asked: EvictionAsked) -> EvictionAnswer:
-        """To a person."""
+    async def _why_refused(self, joined: NodeJoined) -> str:
+        """One that is at work is no matter of earlier runs any more."""
+        why = self._decider.why_left_out(joined)
+        return why or ("" if joined.epoch else await self._gate.why_not(joined.machine, joined.node))
+
+    async def _answer(self, asked: NodeWanted | EvictionAsked) -> NodeNumber | NodeRefused | EvictionAnswer:
+        """To who is no node yet, or to a person; a new driver hears of its nodes first."""
+        if isinstance(asked, EvictionAsked) or asked.node < 0:
+            await asyncio.sleep(max(0.0, self._began + HEAR_SECONDS - time.monotonic()))
+        if isinstance(asked, EvictionAsked):
+            return self._answer_person(asked)
+        left_out = self._decider.state.left_out.get(asked.machine, "") if asked.machine else ""
+        if why := left_out or await self._gate.why_not(asked.machine, asked.node):
+            return NodeRefused(why)
+        taken, now = {*self._links, *self._decider.state.placement}, time.monotonic()
+        return NodeNumber(asked.node if asked.node >= 0 else self._members.number_for(asked.host, taken, now))
+
+    def _answer_person(self, asked: EvictionAsked) -> EvictionAnswer:
         decider = self._decider
         if refused := decider.why_not_evict(asked):
             return EvictionAnswer(refused, "")
@@ -228,7 +244,8 @@ class Driver:
         elif isinstance(action, DumpStacks):
             self._event("diagnosis", action, "ranks")
         elif isinstance(action, Evict):
-            self._event("eviction", action, "node")
+            self._event("eviction", action, "node", "accused", "machine")
+            self._gate.remember(action)
 
     def _do(self, action: Action) -> None:
         if isinstance(action, StartAttempt):
@@ -288,7 +305,7 @@ class Driver:
     def _event(self, event: str, action: Action, *names: str) -> None:
         values = asdict(action)
         told = (*names, "rule", "evidence")
-        fields = {name: values[name] for name in told if values[name] not in (-1, {}, (), None)}
+        fields = {name: values[name] for name in told if values[name] not in (-1, "", {}, (), None)}
         fields |= {key: value for key, value in fields.pop("layout", {}).items() if value not in (None, ())}
         write = partial(self._run.append_event, event, time=time.time(), **fields)
         self._scribe.enter(f"an event ({event})", write)

@@ -11,11 +11,24 @@ from collections.abc import Iterable, Mapping
 from myriad.resilience.facts import EvictionAsked, NodeJoined
 from myriad.resilience.state import State
 
-__all__ = ["BY_A_PERSON", "evidence_of", "what_follows", "why_not"]
+__all__ = ["BY_A_PERSON", "evidence_of", "machine_of", "what_follows", "why_left_out", "why_not"]
 
 BY_A_PERSON = "asked for by a person"
 """The rule."""
 _MOST_TOLD = 16
+
+
+def machine_of(node: int, nodes: Mapping[int, NodeJoined]) -> str:
+    """Of a node that has it for itself; empty: nobody could tell which node of it is bad, or it has none."""
+    name = nodes[node].machine if node in nodes else ""
+    return "" if any(one.machine == name for number, one in nodes.items() if number != node) else name
+
+
+def why_left_out(state: State, joined: NodeJoined) -> str:
+    """Of the run, since it was evicted as the cause of something; empty: it is not."""
+    return (
+        state.left_out.get(joined.by) or (state.left_out.get(joined.machine) if joined.machine else "") or ""
+    )
 
 
 def evidence_of(asked: EvictionAsked) -> dict[str, object]:

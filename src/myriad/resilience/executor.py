@@ -26,6 +26,7 @@ from myriad.resilience.facts import (
     End,
     Leave,
     NodeJoined,
+    NodeRefused,
     NodeTaken,
     Order,
     RankExited,
@@ -35,6 +36,7 @@ from myriad.resilience.facts import (
     StopAsked,
     Turn,
 )
+from myriad.resilience.machine import machine_name
 from myriad.resilience.reach import DriverLostError, Reach, executor_name
 from myriad.resilience.warm import DUMP_SIGNAL
 from myriad.resilience.warm_parent import WarmParent
@@ -197,6 +199,7 @@ class _Executor:
             exits=tuple(crew.exits.values()),
             stop_asked=self._stop_asked,
             by=executor_name(),
+            machine=machine_name(),
             layout=crew.layout,
         )
 
@@ -205,6 +208,8 @@ class _Executor:
             self._end()
         elif isinstance(order, NodeTaken):
             self._end(f"{order.by} is node {self._node} of this run already")
+        elif isinstance(order, NodeRefused):
+            self._end(order.why)
         elif isinstance(order, Stop):
             self._ask_to_stop()
         elif isinstance(order, Start):

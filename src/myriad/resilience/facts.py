@@ -30,6 +30,7 @@ __all__ = [
     "NodeJoined",
     "NodeLeft",
     "NodeNumber",
+    "NodeRefused",
     "NodeTaken",
     "NodeWanted",
     "Observation",
@@ -139,6 +140,8 @@ class NodeJoined:
     stop_asked: bool
     by: str = ""
     """Host and process of the executor: another one may not take its number while it is heard."""
+    machine: str = ""
+    """That is remembered beyond the run when it causes faults; empty: none is."""
     layout: AttemptLayout = AS_THE_JOB
     """Of this epoch."""
 
@@ -148,6 +151,9 @@ class NodeWanted:
     """A machine wants to be a node."""
 
     host: str
+    machine: str
+    node: int
+    """Which; -1: any."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +267,13 @@ class NodeTaken:
 
 
 @dataclass(frozen=True)
+class NodeRefused:
+    """This machine takes no part: end."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class Leave:
     """The run is over: end, and leave no rank behind."""
 
@@ -273,5 +286,5 @@ class Agreed:
     step: int
 
 
-Order = Start | End | Turn | Dump | Agreed | Stop | NodeTaken | Leave
-ORDERS = (Start, End, Turn, Dump, Agreed, Stop, NodeTaken, Leave)
+Order = Start | End | Turn | Dump | Agreed | Stop | NodeTaken | NodeRefused | Leave
+ORDERS = (Start, End, Turn, Dump, Agreed, Stop, NodeTaken, NodeRefused, Leave)

@@ -14,7 +14,8 @@ from myriad.checkpoint.keeper_start import NODE
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import Job
 from myriad.resilience.executor_process import run_node
-from myriad.resilience.facts import NodeNumber, NodeWanted
+from myriad.resilience.facts import NodeNumber, NodeRefused, NodeWanted
+from myriad.resilience.machine import machine_name
 from myriad.resilience.reach import Reach
 from myriad.resilience.wire import Refused, secret_place
 from myriad.run import Run
@@ -75,11 +76,12 @@ async def _ask(run: Run, node: int | None) -> int:
     if not secret_place(run.path / "secret").exists():
         raise FileNotFoundError("there is no run yet")
     async with Reach(run.path).link() as link:
-        if node is not None:
-            return node
-        link.send(NodeWanted(socket.gethostname()))
-        number: NodeNumber = await link.receive((NodeNumber,))
-        return number.node
+        machine = machine_name()
+        link.send(NodeWanted(socket.gethostname(), machine, -1 if node is None else node))
+        answer: NodeNumber | NodeRefused = await link.receive((NodeNumber, NodeRefused))
+        if isinstance(answer, NodeRefused):
+            raise BadInputError("machine", machine, answer.why)
+        return answer.node
 
 
 async def _why_not(run: Run, wait_seconds: float) -> str:

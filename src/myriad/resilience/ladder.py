@@ -9,10 +9,11 @@ fewer replicas (`myriad.resilience.fewer`)
 the end of the run, with the reason
 """
 
+from myriad.resilience.actions import Accused
 from myriad.resilience.incidents import CORRUPTION, OF_THE_NODE, OF_THE_USER, Incident
 from myriad.resilience.state import State
 
-__all__ = ["count", "is_of_the_node", "why_hopeless"]
+__all__ = ["accusation_of", "count", "is_of_the_node", "why_hopeless"]
 
 
 def count(state: State, incident: Incident, *, progressed: bool) -> None:
@@ -40,3 +41,9 @@ def is_of_the_node(state: State, incident: Incident) -> tuple[bool, bool]:
     again = state.repeats[incident.signature] > 1 and incident.cause not in OF_THE_USER
     again |= incident.cause == CORRUPTION and state.wrong_on.get(incident.node, 0) > 1
     return again or incident.cause in OF_THE_NODE, again
+
+
+def accusation_of(cause: str) -> Accused:
+    """Of a node that is evicted for an incident of this cause."""
+    known: dict[str, Accused] = {"hang": "hang", "device": "device", CORRUPTION: "corruption"}
+    return known.get(cause, "again")

@@ -50,6 +50,11 @@ class Presence:
         return {number: node.joined for number, node in self._nodes.items() if node.left_at is None}
 
     @property
+    def known(self) -> dict[int, NodeJoined]:
+        """All that are not given up."""
+        return {number: node.joined for number, node in self._nodes.items()}
+
+    @property
     def silent_seconds(self) -> float:
         """After which a node that says nothing is given up."""
         return self._limit(_SILENT_SECONDS)

@@ -106,6 +106,8 @@ class State:
     """The node that then gives way to a spare; -1: none."""
     asked: EvictionAsked | None = None
     """By whom, if a person wants it to leave."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Machine, or executor where a machine has several nodes, to why it takes part no more."""
     stop_asked: bool = False
     outcome: Outcome | None = None
     reason: str = ""

@@ -73,7 +73,7 @@ class WrongNumbers:
             trial, verdict, f"gone {'on another node' if verdict == 'hardware' else 'on replay'}"
         )
         if verdict == "hardware" and trial.node not in self._state.placement:
-            yield Evict(rule="numbers were finite on another node", node=trial.node)
+            yield Evict(rule="numbers were finite on another node", node=trial.node, accused="hardware")
 
     def order(self, kept: Sequence[int], others: Sequence[int]) -> list[int]:
         """Nodes for the ranks of the next attempt, then spares."""
@@ -99,7 +99,8 @@ class WrongNumbers:
         stays = found == "hardware"
         yield _diagnosis(tried, found, "it stays with the node" if stays else "it comes again")
         if stays and num_nodes > len(state.placement):
-            yield Evict(rule="numbers are not finite on this node, whatever its ranks", node=tried.node)
+            rule = "numbers are not finite on this node, whatever its ranks"
+            yield Evict(rule=rule, node=tried.node, accused="hardware")
         elif not stays and self._plan.on_nan == "skip":
             state.skipped_steps = tuple(sorted({*state.skipped_steps, incident.step}))
             state.repeats.pop(incident.signature, None)

@@ -9,7 +9,6 @@ for that.
 """
 
 import json
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from pydantic import ValidationError
 from myriad.config import Config
 from myriad.errors import BadInputError
 from myriad.resilience.doctor.item import Expected, Reading
+from myriad.resilience.user_folder import user_folder
 from myriad.whole_file import write_whole
 
 __all__ = ["default_path", "merge", "read_baseline", "summarize", "write_baseline"]
@@ -34,9 +34,8 @@ class _File(Config):
 
 
 def default_path() -> Path:
-    """``$XDG_DATA_HOME/myriad/baseline.json``, or in ~/.local/share."""
-    data = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
-    return Path(data) / "myriad" / "baseline.json"
+    """Of this user."""
+    return user_folder() / "baseline.json"
 
 
 def read_baseline(path: Path, key: str = "--baseline") -> Expected:

@@ -22,6 +22,7 @@ from myriad.resilience.engines.kept import Kept, of_module
 from myriad.resilience.engines.supervise import see_through
 from myriad.resilience.facts import STOP_ASKED
 from myriad.resilience.listen import check_listen
+from myriad.resilience.machine import MACHINE
 from myriad.run import Run
 
 __all__ = ["LocalEngine", "check_cores", "check_local", "num_cores", "run_local"]
@@ -81,7 +82,7 @@ class LocalEngine:
                 run,
                 f"executor-{node}",
                 of_module("executor_process", run.path, node, threads, *command),
-                {NODE: str(node)} if several else {},
+                {MACHINE: ""} | ({NODE: str(node)} if several else {}),
             )
             for node in range(nodes + spares)
         ]

@@ -5,6 +5,7 @@ from typing import Any
 from myriad.job import Job
 from myriad.resilience.engines.kubernetes.labels import NAMESPACE, NODE_ROLE, ROLE_LABEL, RUN_LABEL, RUN_NAME
 from myriad.resilience.engines.kubernetes.settings import PodSettings, Toleration, quantity
+from myriad.resilience.machine import MACHINE
 from myriad.resilience.wire import SECRET_FILE
 
 __all__ = ["JOB_FILE", "driver_job", "node_job"]
@@ -98,7 +99,7 @@ def _node_container(settings: PodSettings) -> dict[str, Any]:
         "image": settings.image,
         "command": ["myriad", "join", f"{settings.mount}/{settings.run}", "--node", "$(MYRIAD_NODE)"],
         "workingDir": settings.mount,
-        "env": [*_environment(), _from_pod("MYRIAD_NODE", index)],
+        "env": [*_environment(), _from_pod("MYRIAD_NODE", index), _from_pod(MACHINE, "spec.nodeName")],
         "resources": _resources(settings),
         "volumeMounts": [*_mounts(settings), {"name": "memory", "mountPath": "/dev/shm"}],
     }
