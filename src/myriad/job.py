@@ -112,6 +112,10 @@ class ResilienceConfig(Config):
     batches until one is (where the layout allows it), wait waits. Under Slurm the job is requeued."""
     wait_seconds: float = Field(30.0, ge=0)
     """How long a lost node is waited for before the run goes on with fewer replicas."""
+    doctor: Literal["off", "spares", "start"] = "spares"
+    """Which nodes `myriad doctor` looks at by itself. spares: those that stand by, while others train, and
+    nodes that may be the cause of a fault; start: also each before the ranks start, which takes seconds; off:
+    none."""
 
 
 class Job(Config):

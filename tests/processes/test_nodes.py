@@ -18,6 +18,8 @@ from myriad.checkpoint.keeper_start import keeper_name, keeper_names
 from myriad.checkpoint.store import load_model
 from myriad.job import load_job
 from myriad.jsonl import JsonlTail
+from myriad.resilience.doctor.baseline import write_baseline
+from myriad.resilience.doctor.hardware import cpu_key
 from myriad.resilience.engines.local import run_local
 from myriad.run import Run
 
@@ -162,6 +164,21 @@ def test_a_node_that_a_person_wants_to_leave_gives_way_after_its_step(
     assert placements(run) == [[0, 1], [0, 2]] and events(run, "fault") == []
     steps = [record["step"] for record in JsonlTail(run.metrics_path).poll()]
     assert steps == sorted(set(steps)), "none was done twice"
+    assert_same_run(run, undisturbed)
+
+
+def test_a_spare_that_the_doctor_finds_unfit_takes_nobodys_place(
+    tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another version than the cluster's nodes: it is told, and the lost node itself begins again."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    write_baseline(tmp_path / "myriad" / "baseline.json", {cpu_key(): {"version of torch": "1.0"}})
+    run = make_run(tmp_path / "run", corpus, "resilience.spares=1")
+    acts = Acts(run, (lambda: bool(events(run, "diagnosis")), lambda: lose(run, 1, memory=False)))
+    assert run_local(run, 2, observer=acts) == "finished"
+    told = events(run, "diagnosis")[0]
+    assert (told["node"], told["verdict"]) == (2, "unfit") and "version of torch" in told["problem"]
+    assert placements(run) == [[0, 1], [0, 1]]
     assert_same_run(run, undisturbed)
 
 

@@ -35,7 +35,8 @@ def evict(
     anyway: Annotated[
         bool,
         typer.Option(
-            "--anyway", help="Also where no spare stands by: the run then waits until another node comes."
+            "--anyway",
+            help="Also where no spare stands by: the run then waits for a node, or has fewer replicas.",
         ),
     ] = False,
     show: Annotated[

@@ -144,7 +144,8 @@ def _event_line(event: Record) -> Text | None:
         loud = bool(event.get("alarm"))
         return Text(f"{'ALARM' if loud else 'fault'}: {details}", style="bold red" if loud else "yellow")
     if name == "diagnosis" and "problem" in event:
-        return Text(f"slow: {event['problem']}", style="yellow")
+        label = f"node {event.get('node')} is {event['verdict']}" if "verdict" in event else "slow"
+        return Text(f"{label}: {event['problem']}", style="yellow")
     if name == "restart":
         other = [f"{event['dp']} replicas"] if event.get("dp") else []
         other += [f"shares {event['shares']}"] if event.get("shares") else []

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
+from myriad.resilience.facts import How
 from myriad.resilience.numbers import Verdict
 
 __all__ = [
@@ -14,9 +15,11 @@ __all__ = [
     "DumpStacks",
     "EndRun",
     "Evict",
+    "Examine",
     "Outcome",
     "StartAttempt",
     "StopRanks",
+    "TellExamined",
     "TellSlow",
     "TurnRanks",
 ]
@@ -96,6 +99,23 @@ class TurnRanks(Action):
     """Of the next one; ``None``: as it is."""
     node: int = -1
     """That is to give way to a spare; -1: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examine(Action):
+    """Have the doctor look at a node."""
+
+    node: int
+    how: How
+
+
+@dataclass(frozen=True, kw_only=True)
+class TellExamined(Action):
+    """What it says."""
+
+    node: int
+    verdict: Literal["fit", "unfit", "unknown"]
+    problem: str
 
 
 @dataclass(frozen=True, kw_only=True)

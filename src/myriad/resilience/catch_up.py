@@ -22,7 +22,7 @@ def take_over(state: State, epoch: int, layout: AttemptLayout) -> None:
     state.phase, state.epoch = "running", epoch
     state.placement, state.exits, state.incident = {}, {}, None
     state.layout, state.next_layout, state.turning = layout, None, False
-    state.leaving, state.asked = -1, None
+    state.leaving, state.leaving_as, state.asked = -1, "", None
 
 
 def is_partial(state: State, world: int) -> bool:

@@ -31,10 +31,18 @@ from myriad.resilience.actions import (
 from myriad.resilience.balance import Balance
 from myriad.resilience.catch_up import NOWHERE, adopt, is_partial, place_missing, take_over
 from myriad.resilience.causes import first_not_finite, spike_text
-from myriad.resilience.evictions import BY_A_PERSON, evidence_of, machine_of, why_left_out, why_not
+from myriad.resilience.evictions import (
+    BY_A_PERSON,
+    RULES_OF_LEAVING,
+    evidence_of,
+    machine_of,
+    why_left_out,
+    why_not,
+)
 from myriad.resilience.facts import (
     Beat,
     EvictionAsked,
+    Examined,
     NodeJoined,
     NodeLeft,
     Observation,
@@ -42,6 +50,7 @@ from myriad.resilience.facts import (
     StopAsked,
 )
 from myriad.resilience.fewer import MORE, Growth
+from myriad.resilience.fitness import Fitness
 from myriad.resilience.incidents import CORRUPTION, MEMORY_FULL, NOT_FINITE, SPIKE, Incident, told_ranks
 from myriad.resilience.ladder import accusation_of, count, is_of_the_node, why_hopeless
 from myriad.resilience.places import place_nodes
@@ -79,6 +88,9 @@ class Decider:
         self._numbers = WrongNumbers(plan, self.state)
         self._presence = Presence(plan.patience, now)
         self._watch = Watch(plan, self.state, self._presence)
+        self._fitness = Fitness(plan)
+        self._trains = False
+        """The ranks of this attempt, as far as this driver has heard."""
         self._since = now
         self._blame_at: float | None = None
         self._enough_at: float | None = None
@@ -108,7 +120,31 @@ class Decider:
 
     @property
     def _has_spare(self) -> bool:
-        return len(self.nodes) > (len(self.state.placement) or self._plan.nodes)
+        return len(self.usable) > self.needed
+
+    @property
+    def needed(self) -> int:
+        """Nodes of the attempt; before the first, those of the job."""
+        return len(self.state.placement) or self._plan.nodes
+
+    @property
+    def usable(self) -> list[int]:
+        """Nodes that are there, but not those that the doctor found unfit, unless they have ranks."""
+        had, first = self.state.placement, self._is_first
+        return [
+            node for node in sorted(self.nodes) if node in had or self._fitness.may_start(node, first=first)
+        ]
+
+    @property
+    def _preferred(self) -> list[int]:
+        """The same, and none that is unfit where there are enough others."""
+        fit = [node for node in self.usable if not self._fitness.is_unfit(node)]
+        return fit if len(fit) >= self._plan.nodes else self.usable
+
+    @property
+    def _is_first(self) -> bool:
+        """No rank has been started yet."""
+        return self.state.epoch < self._plan.first_epoch
 
     def hear(self, observation: Observation, now: float) -> list[Action]:
         """Something was seen, by the driver's own clock at ``now``."""
@@ -126,12 +162,15 @@ class Decider:
             return [*self._rank_exited(observation, now), *self._go_on(now)]
         if isinstance(observation, EvictionAsked):
             return [*self._evict_asked(observation, now), *self._go_on(now)]
+        if isinstance(observation, Examined):
+            return [*self._examined(observation, now), *self._go_on(now)]
         return self._beat(observation, now)
 
     # Nodes
 
     def _node_joined(self, joined: NodeJoined, now: float) -> Iterator[Action]:
         self._presence.join(joined, now)
+        self._fitness.joined(joined)
         self._watch.drop(joined.node)
         state = self.state
         state.stop_asked |= joined.stop_asked
@@ -173,6 +212,7 @@ class Decider:
         """Some rank trains this step: so all have loaded what they go on from, and the numbers of the step
         before were finite."""
         if step >= 0:
+            self._trains = True
             self.state.best_step, self.state.newest_step = max(self.state.best_step, step), None
         yield from self._carry_out(self._numbers.passed(step))
 
@@ -238,6 +278,7 @@ class Decider:
     def _end_attempt(self, incident: Incident, now: float, **evidence: object) -> Iterator[Action]:
         """The others cannot go on: none of them is asked to, as their snapshots are in the node's memory."""
         self.state.incident, self.state.phase = incident, "ending"
+        self._fitness.suspect(incident)
         self._since, self._blame_at, self._repeats = now, None, 0
         yield incident.blame(**evidence)
         yield StopRanks(rule=incident.rule, epoch=self.state.epoch)
@@ -248,7 +289,7 @@ class Decider:
         if phase == "over":
             return []
         self._presence.forgive(now)
-        actions = [*self._silent_nodes(now), *self._absent_nodes(now)]
+        actions = [*self._silent_nodes(now), *self._absent_nodes(now), *self._examine(now)]
         if phase == "running" and self.state.phase == "running":
             actions += self._overdue_ranks(now)
         elif phase == "ending" and now - self._since > _REPEAT_SECONDS:
@@ -286,7 +327,7 @@ class Decider:
 
     def why_not_evict(self, asked: EvictionAsked) -> str:
         """What keeps it from being done; empty: nothing."""
-        return why_not(asked, self.state, self.nodes, self._plan.nodes)
+        return why_not(asked, self.state, self.nodes, self.usable, self.needed)
 
     def _evict_asked(self, asked: EvictionAsked, now: float) -> Iterator[Action]:
         """A node without ranks leaves at once, one with ranks after the step under way."""
@@ -296,11 +337,31 @@ class Decider:
         if state.phase == "gathering" or asked.node not in state.placement:
             yield self._evict(asked.node, BY_A_PERSON, "person", **evidence_of(asked))
             return
-        state.asked, state.leaving = asked, asked.node
+        state.asked, state.leaving, state.leaving_as = asked, asked.node, "person"
         if state.phase == "running" and not state.turning:
             evidence = evidence_of(asked)
             turn = TurnRanks(rule=BY_A_PERSON, evidence=evidence, epoch=state.epoch, node=asked.node)
-            self._turn(turn, now)
+            self._turn(turn, now, "person")
+            yield turn
+
+    def _examine(self, now: float) -> Iterator[Action]:
+        """Whoever the doctor is to see, and the end of a run that would start on none but unfit nodes."""
+        state, first = self.state, self._is_first
+        training = state.phase == "running" and self._trains
+        at_work = () if first else state.placement
+        yield from self._fitness.due(self.nodes, at_work, now, first=first, training=training)
+        if first and state.phase == "gathering" and (why := self._fitness.why_no_start(self.nodes, now)):
+            yield self._end_run("nodes are unfit", "failed", why)
+
+    def _examined(self, examined: Examined, now: float) -> Iterator[Action]:
+        """A node with ranks that is unfit gives way to a spare, after the step under way."""
+        state, node = self.state, examined.node
+        has_ranks = state.phase in ("running", "ending") and node in state.placement
+        yield from self._fitness.heard(examined, now, at_work=has_ranks)
+        may_turn = state.phase == "running" and not state.turning and not state.stop_asked
+        if has_ranks and may_turn and self._fitness.is_unfit(node) and self._has_spare:
+            turn = TurnRanks(rule=RULES_OF_LEAVING["doctor"], epoch=state.epoch, node=node)
+            self._turn(turn, now, "doctor")
             yield turn
 
     def _silent_nodes(self, now: float) -> Iterator[Action]:
@@ -363,7 +424,7 @@ class Decider:
             return
         for action in self._balance.saw(self._watch.all(), now, self.state.epoch, spares=self._has_spare):
             if isinstance(action, TurnRanks):
-                self._turn(action, now)
+                self._turn(action, now, "slow")
             yield action
 
     def _grown(self, now: float) -> list[TurnRanks]:
@@ -371,7 +432,7 @@ class Decider:
         state, fewer, growth = self.state, self._plan.fewer, self._growth
         if fewer is None or growth is None or state.layout.dp is None:
             return []
-        found = fewer.largest(len(self.nodes), state.too_few) or state.layout
+        found = fewer.largest(len(self.usable), state.too_few) or state.layout
         before, after = state.layout.dp, fewer.replicas(found)
         if not growth.saw(self._watch.few(), now, before, after):
             return []
@@ -380,10 +441,11 @@ class Decider:
         self._turn(turn, now)
         return [turn]
 
-    def _turn(self, action: TurnRanks, now: float) -> None:
+    def _turn(self, action: TurnRanks, now: float, leaving_as: Accused = "") -> None:
+        """Ranks end after their step; ``leaving_as``: what the node is accused of that then leaves."""
         steps = _TURN_STEPS * max([one.step_seconds for one in self._watch.few()], default=0.0)
         self._turn_by = now + self._plan.patience * (_TURN_SECONDS + steps)
-        self.state.turning, self.state.leaving = True, action.node
+        self.state.turning, self.state.leaving, self.state.leaving_as = True, action.node, leaving_as
         self.state.next_layout = action.layout
 
     # What comes next
@@ -403,18 +465,18 @@ class Decider:
         layout = self._fitting(now)
         if layout is None:
             self._enough_at = None
-        elif not self._is_early(there := sorted(self.nodes), now):
+        elif not self._is_early(there := self._preferred, now):
             yield self._start(there, layout, now)
 
     def _fitting(self, now: float) -> AttemptLayout | None:
         """In which the next attempt begins on the nodes that are there; ``None``: they are too few."""
         plan, fewer = self._plan, self._plan.fewer
-        if len(self._presence) >= plan.nodes and len(self.nodes) >= plan.nodes:
+        if len(self._presence) >= plan.nodes and len(self.usable) >= plan.nodes:
             return AS_THE_JOB
         if fewer is None or not self.state.placement or len(self._presence) < fewer.least_nodes:
             return None
         state = self.state
-        return fewer.instead(state.layout, len(self.nodes), now - self._since, state.too_few)
+        return fewer.instead(state.layout, len(self.usable), now - self._since, state.too_few)
 
     def _is_early(self, there: list[int], now: float) -> bool:
         """At the very start a spare that came first takes nobody's place."""
@@ -447,11 +509,13 @@ class Decider:
         if layout.dp is None:
             state.full_places = tuple(placement)
         state.placement, state.turning = placement, False
-        state.leaving, state.asked = -1, None
+        state.leaving, state.leaving_as, state.asked = -1, "", None
         state.epoch, state.phase, state.exits, state.incident = state.epoch + 1, "running", {}, None
         self._numbers.begin()
         self._since, self._blame_at = now, None
         self._watch.begin(other_replicas=other_replicas)
+        self._trains = False
+        self._fitness.started(placement)
         if self._balance is not None:
             self._balance.begin(placement, state.layout, now)
         if self._growth is not None:
@@ -506,7 +570,7 @@ class Decider:
             if node in self._presence and (self._has_spare or asked.anyway):
                 yield self._evict(node, BY_A_PERSON, "person", **evidence_of(asked))
         elif self._has_spare and node in self.nodes:
-            yield self._evict(node, "a node is slow, and a spare is there", "slow")
+            yield self._evict(node, RULES_OF_LEAVING[self.state.leaving_as], self.state.leaving_as)
 
     def _swap(self, incident: Incident) -> Iterator[Action]:
         """A spare stands ready, and another try on the same node could only cost more than it does."""

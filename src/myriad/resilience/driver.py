@@ -30,8 +30,10 @@ from myriad.resilience.actions import (
     DumpStacks,
     EndRun,
     Evict,
+    Examine,
     StartAttempt,
     StopRanks,
+    TellExamined,
     TellSlow,
     TurnRanks,
 )
@@ -46,6 +48,9 @@ from myriad.resilience.facts import (
     End,
     EvictionAnswer,
     EvictionAsked,
+    Examined,
+    ExamineNode,
+    How,
     Leave,
     NodeJoined,
     NodeLeft,
@@ -61,6 +66,7 @@ from myriad.resilience.facts import (
     StopAsked,
     Turn,
 )
+from myriad.resilience.fitness import told
 from myriad.resilience.gate import Gate
 from myriad.resilience.journal import Journal
 from myriad.resilience.listen import split_listen
@@ -152,12 +158,15 @@ class Driver:
         link, node = Link(reader, writer), None
         try:
             await link.prove(self._secret, "driver", "executor")
-            joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked))
+            joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked, Examined))
+            if isinstance(joined, Examined):
+                self._note_left(joined)
+                return
             if not isinstance(joined, NodeJoined):
                 link.send(await self._answer(joined))
                 return
             if refused := await self._why_refused(joined):
-                link.send(NodeRefused(refused))
+                link.send(refused)
                 return
             if (other := self._members.other_than(joined, time.monotonic())) is not None:
                 link.send(NodeTaken(other))
@@ -190,10 +199,23 @@ class Driver:
             link.send(Stop())
         self._hear(joined)
 
-    async def _why_refused(self, joined: NodeJoined) -> str:
-        """One that is at work is no matter of earlier runs any more."""
-        why = self._decider.why_left_out(joined)
-        return why or ("" if joined.epoch else await self._gate.why_not(joined.machine, joined.node))
+    async def _why_refused(self, joined: NodeJoined) -> NodeRefused | None:
+        """One that is at work is no matter of earlier runs any more. Who is left out of this one is examined,
+        as it has nothing else to do."""
+        if why := self._decider.why_left_out(joined):
+            others = [one.machine for one in self._decider.nodes.values()]
+            how: How = "short" if joined.machine in others else "full"
+            return NodeRefused(why, None if self._plan.doctor == "off" else how)
+        why = "" if joined.epoch else await self._gate.why_not(joined.machine, joined.node)
+        return NodeRefused(why) if why else None
+
+    def _note_left(self, examined: Examined) -> None:
+        """Of a node that was evicted: for people, and for later runs."""
+        self._note(told(examined, "the doctor has seen a node that was evicted"))
+        if examined.verdict == "unfit" and examined.how == "full":
+            rule = "the doctor found what is wrong"
+            node, machine = examined.node, examined.machine
+            self._gate.remember(Evict(rule=rule, node=node, machine=machine, accused="doctor"))
 
     async def _answer(self, asked: NodeWanted | EvictionAsked) -> NodeNumber | NodeRefused | EvictionAnswer:
         """To who is no node yet, or to a person; a new driver hears of its nodes first."""
@@ -211,7 +233,7 @@ class Driver:
         decider = self._decider
         if refused := decider.why_not_evict(asked):
             return EvictionAnswer(refused, "")
-        told = what_follows(asked, decider.state, decider.nodes, self._plan.nodes)
+        told = what_follows(asked, decider.state, decider.nodes, decider.usable, decider.needed)
         self._hear(asked)
         return EvictionAnswer("", told)
 
@@ -239,6 +261,8 @@ class Driver:
             self._event("diagnosis", action, "verdict", "cause", "step", "rank", "node")
         elif isinstance(action, TellSlow):
             self._event("diagnosis", action, "culprit", "ranks", "node", "step", "problem")
+        elif isinstance(action, TellExamined):
+            self._event("diagnosis", action, "verdict", "node", "problem")
         elif isinstance(action, TurnRanks):
             self._event("move", action, "layout", "node")
         elif isinstance(action, DumpStacks):
@@ -256,6 +280,9 @@ class Driver:
             self._send_all(End(action.epoch))
         elif isinstance(action, TurnRanks):
             self._send_all(Turn(action.epoch))
+        elif isinstance(action, Examine):
+            if action.node in self._links:
+                self._links[action.node].send(ExamineNode(action.how))
         elif isinstance(action, Evict):
             if (link := self._links.get(action.node)) is not None:
                 link.abort()

@@ -6,15 +6,29 @@ Nothing is lost by it: all ranks begin again from the snapshot of that step in m
 by the run would wait, so that is only done when the person says that it is meant.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
+from myriad.resilience.actions import Accused
 from myriad.resilience.facts import EvictionAsked, NodeJoined
 from myriad.resilience.state import State
 
-__all__ = ["BY_A_PERSON", "evidence_of", "machine_of", "what_follows", "why_left_out", "why_not"]
+__all__ = [
+    "BY_A_PERSON",
+    "RULES_OF_LEAVING",
+    "evidence_of",
+    "machine_of",
+    "what_follows",
+    "why_left_out",
+    "why_not",
+]
 
 BY_A_PERSON = "asked for by a person"
 """The rule."""
+RULES_OF_LEAVING: Mapping[Accused, str] = {
+    "slow": "a node is slow, and a spare is there",
+    "doctor": "the doctor found a node unfit, and a spare is there",
+    "person": BY_A_PERSON,
+}
 _MOST_TOLD = 16
 
 
@@ -36,9 +50,11 @@ def evidence_of(asked: EvictionAsked) -> dict[str, object]:
     return {"who": asked.who, **({"reason": asked.reason} if asked.reason else {})}
 
 
-def why_not(asked: EvictionAsked, state: State, nodes: Mapping[int, NodeJoined], needed: int) -> str:
+def why_not(
+    asked: EvictionAsked, state: State, nodes: Mapping[int, NodeJoined], usable: Collection[int], needed: int
+) -> str:
     """What keeps it from being done, for the person; empty: nothing. ``nodes``: those that are there;
-    ``needed``: as many must be."""
+    ``usable``: of them those on which ranks may be; ``needed``: as many must be."""
     node, leaving = asked.node, state.asked
     if state.phase == "over":
         return "the run is over"
@@ -48,22 +64,22 @@ def why_not(asked: EvictionAsked, state: State, nodes: Mapping[int, NodeJoined],
         return f"no node of this run, which has {_told_nodes(state, nodes)}"
     if leaving is not None:
         return f"node {leaving.node} is about to leave, as {leaving.who} asked; ask again when ranks train"
-    others = len(nodes.keys() - {node})
+    others = len(set(usable) - {node})
     if others < needed and not asked.anyway and (node in state.placement or state.phase == "gathering"):
-        return (
-            "no spare stands by to take its place, so the run would wait for a node: --anyway if you want it"
-        )
+        return "no spare stands by to take its place; --anyway: the run waits, or goes on with fewer replicas"
     return ""
 
 
-def what_follows(asked: EvictionAsked, state: State, nodes: Mapping[int, NodeJoined], needed: int) -> str:
+def what_follows(
+    asked: EvictionAsked, state: State, nodes: Mapping[int, NodeJoined], usable: Collection[int], needed: int
+) -> str:
     """For the person, of what can be done."""
     name = _named(asked.node, nodes)
     if asked.node not in state.placement:
         return f"{name} leaves the run; it had no ranks"
     when = "when the step under way is done" if state.phase == "running" else "at once"
-    if len(nodes.keys() - {asked.node}) < needed:
-        return f"{name} leaves {when}; then the run waits for another node"
+    if len(set(usable) - {asked.node}) < needed:
+        return f"{name} leaves {when}; then the run waits for another, or goes on with fewer"
     return f"{name} gives way to a spare {when}; no step is lost"
 
 

@@ -14,9 +14,11 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from myriad.resilience.crew import Crew
+from myriad.resilience.examination import Examination
 from myriad.resilience.facts import (
     ORDERS,
     STOP_ASKED,
@@ -24,6 +26,8 @@ from myriad.resilience.facts import (
     Beat,
     Dump,
     End,
+    Examined,
+    ExamineNode,
     Leave,
     NodeJoined,
     NodeRefused,
@@ -78,6 +82,7 @@ class _Executor:
     def __init__(self, run: Run, node: int, crew: Crew, lonely_seconds: float | None) -> None:
         self._run, self._node, self.crew = run, node, crew
         self._reach, self._lonely_seconds = Reach(run.path), lonely_seconds
+        self._examination = Examination(node, run.path)
         self._link: Link | None = None
         self.problem: str | None = None
         self.lonely = False
@@ -96,6 +101,7 @@ class _Executor:
         for task in tasks:
             task.add_done_callback(self._end_with)
         await self._over.wait()
+        self._examination.cancel()
         for task in tasks:
             task.cancel()
 
@@ -154,7 +160,7 @@ class _Executor:
             found.append(replace(one, digests=new))
         return tuple(found)
 
-    def _tell(self, message: NodeJoined | RankExited | Beat | StopAsked) -> None:
+    def _tell(self, message: RankExited | Beat | StopAsked | Examined) -> None:
         if self._link is not None:
             self._link.send(message)
 
@@ -175,7 +181,22 @@ class _Executor:
             link.send(self._joined())
             self._link = link
             while True:
-                self._obey(await link.receive(ORDERS))
+                order = await link.receive(ORDERS)
+                if isinstance(order, NodeRefused):
+                    break
+                self._obey(order)
+        await self._leave(order)
+
+    async def _leave(self, refused: NodeRefused) -> None:
+        """For good; what the doctor then says is for whoever looks after this machine."""
+        self._link, found = None, ""
+        if refused.examine is not None:
+            examined = await self._examination.made(refused.examine)
+            found = f"; {examined.words}"
+            with suppress(OSError, ValueError, KeyError):
+                async with self._reach.link() as link:
+                    link.send(examined)
+        self._end(refused.why + found)
 
     def _be_alone(self) -> None:
         if self._reach.is_cut_off() and self.crew.living():
@@ -208,13 +229,14 @@ class _Executor:
             self._end()
         elif isinstance(order, NodeTaken):
             self._end(f"{order.by} is node {self._node} of this run already")
-        elif isinstance(order, NodeRefused):
-            self._end(order.why)
         elif isinstance(order, Stop):
             self._ask_to_stop()
         elif isinstance(order, Start):
+            self._examination.cancel()
             self.crew.start(order)
-        elif order.epoch != self.crew.epoch:
+        elif isinstance(order, ExamineNode):
+            self._examination.begin(order.how, self._tell)
+        elif isinstance(order, NodeRefused) or order.epoch != self.crew.epoch:
             return
         elif isinstance(order, End):
             self.crew.signal_all(signal.SIGKILL)

@@ -1,8 +1,8 @@
 """What the driver is told, and what it says: plain values, the same on the wire, in the journal and in the
 decisions.
 
-    executor ──NodeJoined, RankExited, Beat, StopAsked──► driver
-    driver ──Start, End, Turn, Dump, Agreed, Stop, Leave──► executor
+    executor ──NodeJoined, RankExited, Beat, StopAsked, Examined──► driver
+    driver ──Start, End, Turn, Dump, Agreed, ExamineNode, Stop, Leave──► executor
     somebody who wants to be a node ──NodeWanted──► driver ──NodeNumber──► it becomes one
     a person who wants a node to leave ──EvictionAsked──► driver ──EvictionAnswer──► is told
 
@@ -26,6 +26,9 @@ __all__ = [
     "End",
     "EvictionAnswer",
     "EvictionAsked",
+    "ExamineNode",
+    "Examined",
+    "How",
     "Leave",
     "NodeJoined",
     "NodeLeft",
@@ -187,6 +190,25 @@ class StopAsked:
     node: int
 
 
+How = Literal["full", "short"]
+"""Of an examination: all that the doctor tests, or what disturbs nobody on the same machine."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What the doctor says of a node."""
+
+    node: int
+    machine: str
+    how: How
+    verdict: Literal["fit", "unfit", "unknown"]
+    """unknown: the doctor failed itself."""
+    words: str
+    complaints: tuple[str, ...]
+    """Each item that is slow or bad, in words."""
+    seconds: float
+
+
 @dataclass(frozen=True)
 class EvictionAsked:
     """A person wants a node to leave the run."""
@@ -209,9 +231,9 @@ class EvictionAnswer:
     """What happens now."""
 
 
-Observed = NodeJoined | RankExited | Beat | StopAsked
+Observed = NodeJoined | RankExited | Beat | StopAsked | Examined
 Observation = Observed | NodeLeft | EvictionAsked
-OBSERVED = (NodeJoined, RankExited, Beat, StopAsked)
+OBSERVED = (NodeJoined, RankExited, Beat, StopAsked, Examined)
 """What an executor may send."""
 
 
@@ -255,6 +277,13 @@ class Dump:
 
 
 @dataclass(frozen=True)
+class ExamineNode:
+    """Have the doctor look at this node; ranks that are to start end it."""
+
+    how: How
+
+
+@dataclass(frozen=True)
 class Stop:
     """A person wants the run to save and stop."""
 
@@ -271,6 +300,8 @@ class NodeRefused:
     """This machine takes no part: end."""
 
     why: str
+    examine: How | None = None
+    """First have it examined, and tell what was found; ``None``: nobody asks."""
 
 
 @dataclass(frozen=True)
@@ -286,5 +317,5 @@ class Agreed:
     step: int
 
 
-Order = Start | End | Turn | Dump | Agreed | Stop | NodeTaken | NodeRefused | Leave
-ORDERS = (Start, End, Turn, Dump, Agreed, Stop, NodeTaken, NodeRefused, Leave)
+Order = Start | End | Turn | Dump | Agreed | ExamineNode | Stop | NodeTaken | NodeRefused | Leave
+ORDERS = (Start, End, Turn, Dump, Agreed, ExamineNode, Stop, NodeTaken, NodeRefused, Leave)

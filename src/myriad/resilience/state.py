@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
-from myriad.resilience.actions import Outcome
+from myriad.resilience.actions import Accused, Outcome
 from myriad.resilience.facts import EvictionAsked
 from myriad.resilience.fewer import Fewer
 from myriad.resilience.incidents import Incident
@@ -37,6 +37,8 @@ class Plan:
     on_nan: OnNan = "replay"
     spike_steps: tuple[int, int] = (0, 0)
     """How far before a spike the run goes on from, and to how far after it batches are skipped."""
+    doctor: Literal["off", "spares", "start"] = "off"
+    """Whom it is to see by itself."""
     skipped_steps: tuple[int, ...] = ()
     """That earlier starts of the run have found to give no finite numbers."""
     newest_step: int | None = None
@@ -104,6 +106,8 @@ class State:
     """It is to end after a step, for another one."""
     leaving: int = -1
     """The node that then gives way to a spare; -1: none."""
+    leaving_as: Accused = ""
+    """Of what it is the cause."""
     asked: EvictionAsked | None = None
     """By whom, if a person wants it to leave."""
     left_out: dict[str, str] = field(default_factory=dict)

@@ -82,9 +82,9 @@ def test_one_leaves_at_a_time() -> None:
 def test_what_follows_is_told_before_it_does() -> None:
     world = World(nodes=2, spares=1)
     state, nodes = world.decider.state, world.decider.nodes
-    assert "gives way to a spare when the step" in what_follows(asked(0), state, nodes, 2)
-    assert "had no ranks" in what_follows(asked(2), state, nodes, 2)
-    assert "waits for another" in what_follows(asked(0, anyway=True), state, {0: nodes[0], 1: nodes[1]}, 2)
+    assert "gives way to a spare when the step" in what_follows(asked(0), state, nodes, nodes, 2)
+    assert "had no ranks" in what_follows(asked(2), state, nodes, nodes, 2)
+    assert "waits for another" in what_follows(asked(0, anyway=True), state, nodes, [0, 1], 2)
 
 
 def test_a_run_that_is_not_at_work_is_told_in_a_line(tmp_path: Path) -> None:

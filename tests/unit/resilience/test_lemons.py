@@ -74,7 +74,7 @@ def joined(node: int, machine: str, by: str) -> NodeJoined:
 
 
 def test_an_evicted_machine_is_remembered_and_left_out_of_the_run() -> None:
-    world = World(nodes=2)
+    world = World(nodes=2, spares=-2)
     for node in range(3):
         world.hear(joined(node, f"rack{node}", f"rack{node}:{node}"))
     world.hear(EvictionAsked(1, "ann@desk", "", False))
@@ -87,7 +87,7 @@ def test_an_evicted_machine_is_remembered_and_left_out_of_the_run() -> None:
 def test_a_machine_with_several_nodes_is_not_accused_for_one_of_them() -> None:
     """Nobody can tell whether it is the machine; that executor alone stays out."""
     for machine in ("", "rack0"):
-        world = World(nodes=2)
+        world = World(nodes=2, spares=-2)
         for node in range(3):
             world.hear(joined(node, machine, f"rack0:{node}"))
         world.hear(EvictionAsked(1, "ann@desk", "", False))
@@ -98,7 +98,7 @@ def test_a_machine_with_several_nodes_is_not_accused_for_one_of_them() -> None:
 
 
 def test_a_node_that_was_only_lost_may_come_back() -> None:
-    world = World(nodes=1)
+    world = World(nodes=1, spares=-1)
     world.hear(joined(0, "rack0", "rack0:1"))
     world.wait(5)
     assert any(isinstance(action, Evict) for action in world.actions)

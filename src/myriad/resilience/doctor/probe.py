@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from myriad.resilience.doctor.item import Reading
+from myriad.resilience.engines.child import die_with_parent
 
 __all__ = ["PROBES", "run_probe"]
 
@@ -113,6 +114,7 @@ def _readings(name: str, folder: Path) -> Iterator[Reading]:
 def main(arguments: list[str]) -> None:
     """Writes a line as soon as it knows it."""
     name, descriptor, folder = arguments
+    die_with_parent(os.getppid())  # a diagnosis that is ended leaves none behind
     os.set_inheritable(int(descriptor), False)
     for reading in _readings(name, Path(folder)):
         os.write(int(descriptor), json.dumps(asdict(reading)).encode() + b"\n")

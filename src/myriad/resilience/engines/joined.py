@@ -28,7 +28,7 @@ class Joined:
         """Whoever started one looks after it."""
 
     def replace(self, node: int) -> None:
-        """The driver has closed its connection; it may join again, as a spare."""
+        """The driver has closed its connection; it may join again, as a spare, if it was only lost."""
 
     def ask_to_stop(self) -> None:
         """The driver tells them."""

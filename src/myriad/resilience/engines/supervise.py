@@ -70,6 +70,7 @@ def see_through(
         late_seconds=_LATE_SECONDS,
         listen=listen,
         replicas=replica_groups(job),
+        doctor=how.doctor,
         on_nan=how.on_nan,
         spike_steps=(SPIKE_STEPS_BEFORE, SPIKE_STEPS_AFTER),
         skipped_steps=skipped_steps,
