@@ -20,7 +20,7 @@ from myriad.comm.config import CommConfig
 from myriad.comm.hierarchy import check_hierarchy
 from myriad.comm.layout import Layout, check_layout
 from myriad.comm.node_order import check_node_order
-from myriad.comm.store_address import check_store
+from myriad.comm.store_address import check_package, check_store
 from myriad.config import Config
 from myriad.data.config import DataConfig
 from myriad.errors import BadInputError
@@ -88,6 +88,10 @@ class ResilienceConfig(Config):
     listen: str = "127.0.0.1"
     """Address or host name of this machine (with :PORT, if it may not be any) at which other nodes reach it;
     the one given: none can."""
+    journal: str = "file"
+    """Where the driver writes what it decides: file, RUN/journal.jsonl alone; redis://HOST:PORT[/DB], there
+    as well, with a lease by which one machine drives at a time: another can stand by (`myriad train RUN
+    --standby`)."""
     patience: float = Field(1.0, gt=0)
     """Scales every deadline: 2 waits twice as long before a silent rank or node is given up."""
     restarts: int = Field(3, ge=0)
@@ -318,6 +322,7 @@ def _check_nodes(job: Job) -> None:
 
 def _check_store(job: Job) -> None:
     check_store(job.comm)
+    check_package(job.resilience.journal, "resilience.journal", "file")
 
 
 def _check_warmup(job: Job) -> None:

@@ -52,6 +52,13 @@ def train(
     submit: Annotated[
         bool, typer.Option("--submit", help="With the engine slurm, outside a job: hand it to sbatch.")
     ] = False,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby",
+            help="With a run folder: wait here, and drive the run when its driver is lost.",
+        ),
+    ] = False,
     oversubscribe: Annotated[
         bool, typer.Option("--oversubscribe", help="Allow more ranks than cores: they take turns.")
     ] = False,
@@ -70,6 +77,7 @@ def train(
     from rich.console import Console
 
     from myriad.cli.summary import is_done
+    from myriad.resilience.engines.begin import check_journal
     from myriad.resilience.engines.engine import check_engine
     from myriad.train.inputs import open_inputs, refuse_other_tokenizer
 
@@ -77,9 +85,15 @@ def train(
     short = [f"{key}={value}" for key, value in given.items() if value is not None]
     resolved, folder = _resolve(job, run, [*OverrideCommand.of(context), *short])
     console = None if as_json else Console()
+    if standby:
+        _check_standby(job, folder, resolved, OverrideCommand.of(context))
+        _end(folder, _stand_by(folder, resolved, console), console, oversubscribe)
+        return
     folder.check(resolved)
     check_engine(resolved, oversubscribe=oversubscribe)
     is_queued = _is_queued(resolved, submit)
+    if not is_queued:
+        check_journal(folder, resolved.resilience)
     if is_done(folder, resolved.train.steps):
         if console:
             console.print(f"this run is done: all its {resolved.train.steps} steps")
@@ -101,11 +115,47 @@ def train(
         folder.create_or_resume(resolved)
         folder.append_event("corpus", fingerprint=corpora.fingerprint, tokens=corpora.num_tokens)
         ended = _launch(folder, resolved, console)
-    if _report(folder, console, oversubscribe):
+    _end(folder, ended, console, oversubscribe)
+
+
+def _end(run: "Run", ended: str, console: "Console | None", oversubscribe: bool) -> None:
+    """Tells what has become of it, also by the exit code."""
+    if ended == "left":
+        if console:
+            told = f"stands by no more; others train {run.path}"
+            console.print(told, markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(_INTERRUPTED)
+    if _report(run, console, oversubscribe):
         return
     if ended == "interrupted":
         raise typer.Exit(_INTERRUPTED)
-    raise RunFailedError(f"all ranks ended before the last step (logs: {folder.logs_path})")
+    raise RunFailedError(f"all ranks ended before the last step (logs: {run.logs_path})")
+
+
+def _check_standby(job: str, run: "Run", resolved: "Job", overrides: list[str]) -> None:
+    from myriad.resilience.engines.standby import check_standby
+
+    if not Path(job).is_dir():
+        raise BadInputError("--standby", job, "needs the folder of a run that is being trained")
+    for key, _, value in (one.partition("=") for one in overrides):
+        if key != "resilience.listen":
+            allowed = "--standby goes by the job of the run; only resilience.listen is this machine's own"
+            raise BadInputError(key, value, allowed)
+    check_standby(run, resolved)
+
+
+def _stand_by(run: "Run", job: "Job", console: "Console | None") -> str:
+    from myriad.cli.screen import open_screen
+    from myriad.resilience.engines.standby import stand_by
+
+    if console:
+        told = f"stands by for {run.path}: drives it when its driver is lost; Ctrl-C ends that"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    screen = open_screen(console, run, job.train.steps)
+    try:
+        return stand_by(run, job, screen)
+    finally:
+        screen.close()
 
 
 def _is_queued(job: "Job", submit: bool) -> bool:

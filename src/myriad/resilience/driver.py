@@ -7,8 +7,12 @@ One a run, no torch, one thread. What it knows is in the journal (what was decid
 (what is): a new one goes on where the last was killed, and training does not notice. It is found by
 RUN/driver.json. To the engine it speaks in lines of JSON on its output: {} each second, {"replace": NODE},
 {"end": OUTCOME, "reason": ...}. A SIGINT tells it that the run is to save and stop.
+
+With a lease (`tenure.py`) several can be there: one drives, the others wait. One that has lost its lease
+does nothing more and ends.
 """
 
+import argparse
 import asyncio
 import json
 import logging
@@ -68,13 +72,14 @@ from myriad.resilience.facts import (
 )
 from myriad.resilience.fitness import told
 from myriad.resilience.gate import Gate
+from myriad.resilience.herald import Herald
 from myriad.resilience.journal import Journal
 from myriad.resilience.listen import split_listen
 from myriad.resilience.members import HEAR_SECONDS, Members
 from myriad.resilience.scribe import Scribe, ScribeHandler
+from myriad.resilience.tenure import Alone, Tenure
 from myriad.resilience.wire import Link, Refused, run_secret
 from myriad.run import Run
-from myriad.whole_file import write_whole
 
 __all__ = ["Driver", "main"]
 
@@ -89,10 +94,15 @@ _MOST_WAITING = 4096
 class Driver:
     """Everything but the decisions."""
 
-    def __init__(self, run: Run, scribe: Scribe) -> None:
+    def __init__(
+        self, run: Run, scribe: Scribe, tenure: Tenure | None = None, listen: str | None = None
+    ) -> None:
+        """``listen``: where, if not where the plan says."""
         self._run = run
         self._journal = Journal(run.path / "journal.jsonl")
-        plan, state = self._journal.replay()
+        self._tenure = tenure or Alone(self._journal)
+        plan, state = self._tenure.replay()
+        self._listen = listen or plan.listen
         self._plan, self._decider = plan, Decider(plan, time.monotonic(), state)
         self._secret = run_secret(run.path / "secret")
         self._scribe = scribe
@@ -100,17 +110,20 @@ class Driver:
         self._members, self._began = Members(), time.monotonic()
         self._gate = Gate(run, scribe, lambda node: _tell_engine({"replace": node}))
         self._over = asyncio.Event()
+        self.is_lost = False
+        """It has ended because another drives, or may."""
         self._spares = 0
         self._told_agreed: tuple[Agreed, tuple[int, ...]] | None = None
 
     async def drive(self) -> None:
         """Until the run is over."""
-        listen = split_listen(self._plan.listen)
+        listen = split_listen(self._listen)
         server = await asyncio.start_server(self._serve, *listen, backlog=_MOST_WAITING)
         host, port = server.sockets[0].getsockname()[:2]
-        silent = self._decider.silent_seconds
-        address = {"host": host, "port": port, "pid": os.getpid(), "silent_seconds": silent}
-        write_whole(self._run.path / "driver.json", json.dumps(address))
+        address = {"host": host, "port": port, "pid": os.getpid(), **self._how_long(), **self._term()}
+        herald = Herald(self._run.path, address)
+        if self._tenure.term:
+            herald.repeat(self._tenure.holds)
         self._hear_of_stop()
         async with server:
             if self._decider.state.phase == "over":  # decided, and perhaps not told
@@ -119,6 +132,8 @@ class Driver:
                 self._do(EndRun(rule="it was over", outcome=state.outcome, reason=state.reason))
             tell_at = 0.0
             while not self._over.is_set():
+                if not self._tenure.holds():
+                    return self._lose()
                 self._act(self._decider.due(time.monotonic()))
                 self._tell_agreed()
                 if time.monotonic() >= tell_at:
@@ -127,6 +142,23 @@ class Driver:
                     self._tell_spares()
                 await asyncio.sleep(_DUE_SECONDS)
             await self._let_leave()
+        self._tenure.release()
+
+    def _how_long(self) -> dict[str, float]:
+        """This driver waits for an executor that is silent, and executors without any for another driver."""
+        silent = self._decider.silent_seconds
+        return {"silent_seconds": silent, "alone_seconds": silent + self._tenure.takeover_seconds}
+
+    def _term(self) -> dict[str, int]:
+        return {"term": self._tenure.term} if self._tenure.term else {}
+
+    def _lose(self) -> None:
+        """Another drives, or may: nobody is told to leave, or anything."""
+        _LOG.warning("the lease on driving this run is lost: this driver ends")
+        self.is_lost = True
+        self._over.set()
+        for link in list(self._links.values()):
+            link.abort()
 
     def _tell_spares(self) -> None:
         """For the account of the run: they stand, and cost."""
@@ -241,8 +273,12 @@ class Driver:
         self._act(self._decider.hear(observation, time.monotonic()))
 
     def _act(self, actions: Sequence[Action]) -> None:
+        if self.is_lost:
+            return
         if actions:
-            entry = self._journal.entry(actions, self._decider.state)
+            entry = self._tenure.mark(self._journal.entry(actions, self._decider.state))
+            if not self._tenure.allows(entry):
+                return self._lose()
             self._scribe.enter("a decision", partial(self._journal.append, entry))
             for action in actions:
                 self._note(action)
@@ -349,15 +385,37 @@ def main(arguments: list[str]) -> int:
     """Drives one run."""
     if engine := os.environ.get("MYRIAD_ENGINE_PID"):
         die_with_parent(int(engine))
-    scribe = Scribe()
+    given = _parser().parse_args(arguments)
+    scribe, run = Scribe(), Run(given.run)
     handlers = [ScribeHandler(scribe)]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", handlers=handlers)
     _raise_file_limit()
     try:
-        asyncio.run(Driver(Run(arguments[0]), scribe).drive())
+        tenure = None if given.journal == "file" else _wait_for_tenure(run, given)
+        if given.journal == "file" or tenure is not None:
+            asyncio.run(Driver(run, scribe, tenure, given.listen).drive())
     finally:
         scribe.settle()
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run")
+    parser.add_argument("--listen")
+    parser.add_argument("--journal", default="file")
+    parser.add_argument("--owner", default="")
+    parser.add_argument("--lease-seconds", type=float, default=0.0)
+    return parser
+
+
+def _wait_for_tenure(run: Run, given: argparse.Namespace) -> Tenure | None:
+    """Once the lease is this driver's; ``None``: nobody waits any more."""
+    from myriad.resilience.candidate import Candidate
+
+    journal = Journal(run.path / "journal.jsonl")
+    candidate = Candidate(run, journal, given.journal, given.owner, given.lease_seconds)
+    return candidate.wait(_tell_engine)
 
 
 def _raise_file_limit() -> None:

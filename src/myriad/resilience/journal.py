@@ -4,20 +4,23 @@
     {"time": ..., "actions": [{...}], "state": {...}}         a decision
 
 A new driver begins with the plan and the state that were written last. A torn last line was not acted upon.
+Where drivers hold a lease (`tenure.py`), each line has its term and its number in that; one of a term that
+was over when it came counts for nothing.
 """
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from myriad.jsonl import JsonlTail, append_line
+from myriad.jsonl import JsonlTail, Record, append_line
 from myriad.resilience.actions import Action
 from myriad.resilience.codec import encode, plain, read
 from myriad.resilience.state import Plan, State
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "Newest"]
 
 
 class Journal:
@@ -26,9 +29,11 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def begin(self, plan: Plan) -> None:
-        """A new start of the run: earlier decisions are over."""
-        self.append({"time": time.time(), "plan": plain(plan)})
+    def begin(self, plan: Plan, term: int = 0) -> Record:
+        """A new start of the run, by whoever has the lease of that term: earlier decisions are over."""
+        line = {"time": time.time(), "plan": plain(plan)} | ({"term": term} if term else {})
+        self.append(line)
+        return line
 
     def write(self, actions: Sequence[Action], state: State) -> None:
         """To be called before the first action."""
@@ -63,12 +68,49 @@ class Journal:
     def replay(self) -> tuple[Plan, State | None]:
         """The newest plan and what has become of it; ``None``: nothing was decided. Raises ``ValueError``
         when there is no plan."""
-        plan, state = None, None
-        for record in JsonlTail(self.path).poll():
-            if "plan" in record:
-                plan, state = record["plan"], None
+        return self.newest().parse(self.path)
+
+    def newest(self, *others: Iterable[Record]) -> "Newest":
+        """Of this file, or of the lines of another store that is newer."""
+        return max(map(Newest.of, (self.records(), *others)), key=lambda one: one.mark)
+
+    def records(self) -> list[Record]:
+        """All lines."""
+        return JsonlTail(self.path).poll()
+
+
+@dataclass
+class Newest:
+    """The lines that count."""
+
+    mark: tuple[int, int] = (-1, 0)
+    """Term and number of the last of them."""
+    plan: Record | None = None
+    state: Record | None = None
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> "Newest":
+        """Of all lines, in the order in which they were written."""
+        found = cls()
+        for record in records:
+            mark, is_plan = _mark(record), "plan" in record
+            if mark < found.mark and not (is_plan and mark == (0, 0)):  # a start without leases is a person's
+                continue
+            found.mark = mark
+            if is_plan:
+                found.plan, found.state = record, None
             else:
-                state = record.get("state", state)
-        if plan is None:
-            raise ValueError(f"{self.path} has no plan")
-        return read(Plan, plan), None if state is None else read(State, state)
+                found.state = record if "state" in record else found.state
+        return found
+
+    def parse(self, source: object) -> tuple[Plan, State | None]:
+        """What they say. Raises ``ValueError``."""
+        if self.plan is None:
+            raise ValueError(f"{source} has no plan")
+        state = None if self.state is None else read(State, self.state["state"])
+        return read(Plan, self.plan["plan"]), state
+
+
+def _mark(record: Record) -> tuple[int, int]:
+    term, number = record.get("term", 0), record.get("number", 0)
+    return (term, number) if isinstance(term, int) and isinstance(number, int) else (0, 0)

@@ -6,22 +6,24 @@
                                     gives the node up, so the ranks here are nobody's: they end
 
 Both sides go by their own clock alone. Until then the kernel repeats what is on the way (TCP_USER_TIMEOUT),
-so that a cable that was out for two seconds is not noticed.
+so that a cable that was out for two seconds is not noticed. Where another machine may have taken the driver's
+place (`tenure.py`), ranks go on for as long as that takes; who was seen to drive is followed by none before
+it.
 """
 
 import asyncio
 import errno
-import json
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from pathlib import Path
 
 from myriad.errors import RunFailedError
 from myriad.resilience.doctor.hardware import find_nics
+from myriad.resilience.herald import read_address, see_newer
 from myriad.resilience.wire import Link, run_secret
 
 __all__ = ["DriverLostError", "Reach", "executor_name", "interface_of"]
@@ -41,7 +43,8 @@ class Reach:
         self._run = run
         self.host = "127.0.0.1"
         """This node's address, as the driver and other nodes reach it."""
-        self._silent_seconds = float("inf")
+        self._silent_seconds = self._alone_seconds = float("inf")
+        self._term = 0
         self._answered_at = self._linked_at = time.monotonic()
         self._is_linked = False
 
@@ -49,7 +52,9 @@ class Reach:
     async def link(self) -> AsyncIterator[Link]:
         """To the driver that there is now; each has shown the other that it knows the secret. Raises
         ``OSError``, ``ValueError`` and ``KeyError``, also inside: then `failed` is to be told."""
-        address = json.loads((self._run / "driver.json").read_text())
+        address = read_address(self._run)
+        if 0 < address.get("term", 0) < self._term:
+            raise TimeoutError("a driver that has lost its lease; nothing is known of the other yet")
         async with asyncio.timeout(_CONNECT_SECONDS):
             reader, writer = await asyncio.open_connection(address["host"], address["port"])
         link = Link(reader, writer)
@@ -59,10 +64,18 @@ class Reach:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent * 1000))
             await link.prove(run_secret(self._run / "secret"), "executor", "driver")
             self.host, self._silent_seconds = writer.get_extra_info("sockname")[0], silent
-            self._is_linked = True
+            self._alone_seconds = float(address.get("alone_seconds", silent))
+            self._is_linked, self._term = True, int(address.get("term", 0))
+            if self._term:
+                see_newer(self._run, self._term, self._abort_from_thread(link), link.is_closing)
             yield link
         finally:
             link.close()
+
+    @staticmethod
+    def _abort_from_thread(link: Link) -> Callable[[], object]:
+        loop = asyncio.get_running_loop()
+        return lambda: loop.call_soon_threadsafe(link.abort)
 
     def failed(self, error: Exception) -> None:
         """There is no link, or no longer."""
@@ -75,8 +88,9 @@ class Reach:
             self._answered_at = now
 
     def is_cut_off(self) -> bool:
-        """The driver's machine has not answered for as long as the driver waits for this one."""
-        return time.monotonic() - self._answered_at >= self._silent_seconds
+        """The driver's machine has not answered for as long as the driver waits for this one, nor has another
+        driver come."""
+        return time.monotonic() - self._answered_at >= self._alone_seconds
 
     def seconds_alone(self) -> float:
         """Since there was a driver."""

@@ -177,6 +177,10 @@ class Link:
             self._ready += self._frames.feed(data)
         return self._ready.popleft()
 
+    def is_closing(self) -> bool:
+        """It is not to be used any more."""
+        return self._writer.is_closing()
+
     def close(self) -> None:
         """Also wakes whoever receives, though the other end may never read what is under way."""
         if self._unread_bytes():

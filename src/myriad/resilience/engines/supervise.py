@@ -10,13 +10,14 @@ exit with 0); a second one kills.
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from myriad.errors import RunFailedError
 from myriad.job import SPIKE_STEPS_AFTER, SPIKE_STEPS_BEFORE
+from myriad.resilience.engines.begin import begin_journal
 from myriad.resilience.engines.engine import Engine, Observer, Outcome
 from myriad.resilience.engines.kept import Kept, of_module
 from myriad.resilience.engines.replica_groups import replica_groups
@@ -29,7 +30,7 @@ from myriad.resilience.wire import run_secret
 from myriad.resilience.work import Work
 from myriad.run import Run
 
-__all__ = ["see_through"]
+__all__ = ["see_through", "supervise"]
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.25
@@ -79,11 +80,26 @@ def see_through(
         dp=job.layout.dp,
         fewer=fewer,
     )
-    (run.path / "driver.json").unlink(missing_ok=True)
-    journal.begin(plan)
     run_secret(run.path / "secret")
-    silent = _SILENT_SECONDS * max(1.0, how.patience)
-    with _catch_signals() as caught, _Supervision(run, engine, silent) as supervision:
+    options = begin_journal(run, how, plan)
+    (run.path / "driver.json").unlink(missing_ok=True)
+    ended = supervise(run, engine, how.patience, options, observer)
+    return "finished" if ended == "finished" else "interrupted"
+
+
+def supervise(
+    run: Run,
+    engine: Engine,
+    patience: float,
+    driver_options: Sequence[str] = (),
+    observer: Observer | None = None,
+    name: str = "driver",
+) -> Outcome | Literal["left"]:
+    """A driver and an engine, until the run is over, or until a person wants no more of a driver that only
+    waits: ``left``. ``name``: of the driver's log. Raises `RunFailedError`."""
+    driver = Kept(run, name, [*of_module("driver", run.path), *driver_options])
+    silent = _SILENT_SECONDS * max(1.0, patience)
+    with _catch_signals() as caught, _Supervision(run, engine, driver, silent) as supervision:
         return _watch(supervision, caught, _Guarded(observer))
 
 
@@ -112,9 +128,9 @@ def _catch_signals() -> Iterator[_Caught]:
 class _Supervision:
     """The driver, and the engine: kept alive."""
 
-    def __init__(self, run: Run, engine: Engine, silent_seconds: float) -> None:
+    def __init__(self, run: Run, engine: Engine, driver: Kept, silent_seconds: float) -> None:
         self._run, self.engine, self._silent_seconds = run, engine, silent_seconds
-        self._driver = Kept(run, "driver", of_module("driver", run.path))
+        self._driver = driver
 
     def __enter__(self) -> "_Supervision":
         try:
@@ -156,7 +172,7 @@ class _Supervision:
         self._driver.send_signal(signal.SIGINT)
 
 
-def _watch(supervision: _Supervision, caught: _Caught, observer: "_Guarded") -> Outcome:
+def _watch(supervision: _Supervision, caught: _Caught, observer: "_Guarded") -> Outcome | Literal["left"]:
     asked = False
     while True:
         for message in supervision.messages():
@@ -167,7 +183,8 @@ def _watch(supervision: _Supervision, caught: _Caught, observer: "_Guarded") -> 
                 observer.tick()
                 if message["end"] == "failed":
                     raise RunFailedError(message["reason"])
-                return "interrupted" if message["end"] == "interrupted" else "finished"
+                ended: Outcome | Literal["left"] = message["end"]
+                return ended
         if caught.count and not asked:
             asked = True
             supervision.ask_to_stop()

@@ -1,0 +1,98 @@
+"""A start of a run begins its journal: in the file, and in Redis where the job says so, by who has the lease.
+
+The lease is what keeps two machines from driving one run; the lock of RUN does that on one machine alone (on
+a shared file system it may be another machine's for minutes after that is lost, or nobody's).
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from myriad.comm.store_address import RedisAddress, redis_address
+from myriad.errors import BadInputError
+from myriad.job import ResilienceConfig
+from myriad.resilience.journal import Journal
+from myriad.resilience.state import Plan
+from myriad.resilience.wire import secret_place
+from myriad.run import Run
+
+if TYPE_CHECKING:
+    from myriad.resilience.redis_lease import RedisLease
+
+__all__ = ["begin_journal", "check_journal", "driver_options", "open_lease"]
+
+_KEY = "resilience.journal"
+_LOOK_SECONDS = 0.2
+T = TypeVar("T")
+
+
+def check_journal(run: Run, how: ResilienceConfig) -> None:
+    """Refuses a journal that cannot be written, or a run that another machine drives. Raises
+    `BadInputError`."""
+    if how.journal == "file":
+        return
+    from myriad.resilience.redis_lease import check_server
+
+    answered(lambda: check_server(_address(how)), how)
+    if secret_place(run.path / "secret").exists():
+        _wait_until_free(run, open_lease(run.path, how), how)
+
+
+def _address(how: ResilienceConfig) -> RedisAddress:
+    address = redis_address(how.journal, _KEY, "file")
+    assert address is not None, "asked for with a server alone"
+    return address
+
+
+def open_lease(path: Path, how: ResilienceConfig, owner: str | None = None) -> "RedisLease":
+    """Of a job with a journal in Redis."""
+    from myriad.resilience.redis_lease import RedisLease, lease_seconds, new_owner
+
+    return RedisLease(_address(how), path, owner or new_owner(), lease_seconds(how.patience))
+
+
+def answered(ask: Callable[[], T], how: ResilienceConfig) -> T:
+    """What Redis says. Raises `BadInputError`."""
+    from myriad.resilience.redis_lease import StoreAwayError
+
+    try:
+        return ask()
+    except StoreAwayError as error:
+        raise BadInputError(_KEY, how.journal, f"must be a Redis server that answers: {error}") from None
+
+
+def _wait_until_free(run: Run, lease: "RedisLease", how: ResilienceConfig) -> None:
+    """Of a driver that was killed a moment ago it is soon."""
+    deadline = time.monotonic() + 1.5 * lease.seconds
+    while holder := answered(lease.look, how)[0]:
+        if time.monotonic() > deadline:
+            raise _driven(run, holder, lease)
+        time.sleep(_LOOK_SECONDS)
+
+
+def _driven(run: Run, owner: str, lease: "RedisLease") -> BadInputError:
+    told = f"is driven by {owner} (the lease in {lease}); `myriad train RUN --standby` waits for it"
+    return BadInputError("run", str(run.path), told)
+
+
+def begin_journal(run: Run, how: ResilienceConfig, plan: Plan) -> list[str]:
+    """Writes the plan; gives what the driver must be told. Raises `BadInputError`."""
+    journal = Journal(run.path / "journal.jsonl")
+    if how.journal == "file":
+        journal.begin(plan)
+        return []
+    lease = open_lease(run.path, how)
+    _wait_until_free(run, lease, how)
+    least = 1 + max((record.get("term", 0) for record in journal.records()), default=0)
+    taken = answered(lambda: lease.take(least, by_force=True), how)
+    if not taken.term:
+        raise _driven(run, taken.owner, lease)
+    line = journal.begin(plan, taken.term)
+    answered(lambda: lease.append(line), how)
+    return driver_options(lease, how)
+
+
+def driver_options(lease: "RedisLease", how: ResilienceConfig) -> list[str]:
+    """By which drivers of one engine have its lease."""
+    return ["--journal", how.journal, "--owner", lease.owner, "--lease-seconds", str(lease.seconds)]

@@ -1,0 +1,238 @@
+"""The lease on driving a run, and the journal beside it, in a Redis server.
+
+    {RUN}/lease      "TERM OWNER", gone when nobody has renewed it: by the server's clock alone
+    {RUN}/term       the newest TERM, whose it was, whether somebody else may follow it (`hold.py`)
+    {RUN}/standby    somebody stands by; gone when it does not any more
+    {RUN}/plan, {RUN}/entries    what the journal says (`journal.py`): the plan, the newest decisions
+
+Each script is one step to the server: a line is written by whoever has the lease in that instant, or not at
+all. An owner is a `myriad train`: a driver that it starts in the place of one that died has the lease at
+once, with the next term. What the server has written survives it as its `appendonly` and `appendfsync` say;
+the lines are in RUN/journal.jsonl as well.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from myriad.comm.store_address import RedisAddress
+from myriad.resilience.wire import run_secret
+
+__all__ = [
+    "LeaseLostError",
+    "RedisLease",
+    "StoreAwayError",
+    "Taken",
+    "check_server",
+    "lease_seconds",
+    "new_owner",
+]
+
+_LEASE_SECONDS = 3.0
+_ASK_SECONDS = 1.0
+"""After which the server is taken to be away."""
+_KEEP_SECONDS = 30 * 24 * 3600
+_MOST_ENTRIES = 64
+"""A driver reads the last; the rest is for people. The file has all."""
+
+_TAKE = """
+local held = redis.call('GET', KEYS[1])
+local last, owner, watched = unpack(redis.call('HMGET', KEYS[2], 'number', 'owner', 'watched'))
+local is_mine, is_forced = owner == ARGV[1], ARGV[4] == 'force'
+if is_mine or (not held and (watched == '1' or is_forced)) then
+  local number = math.max(tonumber(last or 0) + 1, tonumber(ARGV[3]))
+  local name = string.format('%.0f', number)
+  redis.call('HSET', KEYS[2], 'number', name, 'owner', ARGV[1], 'watched', 1, 'asked', 0)
+  redis.call('EXPIRE', KEYS[2], ARGV[5])
+  redis.call('SET', KEYS[1], name .. ' ' .. ARGV[1], 'PX', ARGV[2])
+  return {number, owner or ''}
+end
+if not is_forced then redis.call('SET', KEYS[3], ARGV[1], 'PX', 2 * ARGV[2]) end
+return {0, held and owner or '', tonumber(watched or 0)}
+"""
+_RENEW = """
+local held, mine = redis.call('GET', KEYS[1]), ARGV[1] .. ' ' .. ARGV[2]
+local last, asked = unpack(redis.call('HMGET', KEYS[2], 'number', 'asked'))
+if held ~= mine and (held or (last and last ~= ARGV[1])) then return {0} end
+redis.call('SET', KEYS[1], mine, 'PX', ARGV[3])
+local stands = redis.call('EXISTS', KEYS[3])
+if tonumber(ARGV[6]) > tonumber(asked or 0) then
+  redis.call('HSET', KEYS[2], 'number', ARGV[1], 'owner', ARGV[2], 'asked', ARGV[6])
+  if stands == 0 or ARGV[4] == '1' then redis.call('HSET', KEYS[2], 'watched', stands) end
+  redis.call('EXPIRE', KEYS[2], ARGV[5])
+end
+return {1, stands, last and 0 or 1}
+"""
+_APPEND = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+if ARGV[3] == 'plan' then
+  redis.call('SET', KEYS[4], ARGV[2], 'EX', ARGV[4])
+  redis.call('DEL', KEYS[5])
+else
+  redis.call('RPUSH', KEYS[5], ARGV[2])
+  redis.call('LTRIM', KEYS[5], -ARGV[5], -1)
+  redis.call('EXPIRE', KEYS[5], ARGV[4])
+  redis.call('EXPIRE', KEYS[4], ARGV[4])
+end
+return 1
+"""
+_RELEASE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[2], 'watched', 1)
+return redis.call('DEL', KEYS[1])
+"""
+
+
+class StoreAwayError(Exception):
+    """The server does not answer, or does not do what it is asked."""
+
+
+class LeaseLostError(Exception):
+    """Another has it: nothing can be written any more."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What came of asking for the lease."""
+
+    term: int
+    """0: another has it, or may still have it."""
+    owner: str
+    """Who had it before; of a lease that is not to be had, who has it: nobody, when empty."""
+    is_watched: bool = True
+    """It is to be had once it is free."""
+
+
+def lease_seconds(patience: float) -> float:
+    """How long a lease lasts that nobody renews."""
+    return _LEASE_SECONDS * max(1.0, patience)
+
+
+def new_owner() -> str:
+    """This process, as no other ever was."""
+    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+
+
+def _client(address: RedisAddress) -> Any:  # redis-py's hints forget that answers may be text
+    return redis.Redis(
+        address.host,
+        address.port,
+        address.database,
+        protocol=2,
+        decode_responses=True,
+        socket_connect_timeout=_ASK_SECONDS,
+        socket_timeout=_ASK_SECONDS,
+        socket_keepalive=True,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
+def check_server(address: RedisAddress) -> None:
+    """It is there. Raises `StoreAwayError`."""
+    with _answered():
+        _client(address).ping()
+
+
+class RedisLease:
+    """Of one owner, on one run."""
+
+    def __init__(self, address: RedisAddress, run: Path, owner: str, seconds: float) -> None:
+        """Touches nothing but the run's secret, by which runs of one name are told apart."""
+        self.owner, self.seconds, self.term = owner, seconds, 0
+        self.address, self._asked = address, 0
+        self._client = _client(address)
+        name = run.resolve().name
+        mark = hashlib.blake2s(run_secret(run / "secret") + name.encode(), digest_size=8).hexdigest()
+        places = ("lease", "term", "standby", "plan", "entries")
+        self.keys = {place: f"myriad/{{{name}-{mark}}}/{place}" for place in places}
+        texts = {"take": _TAKE, "renew": _RENEW, "append": _APPEND, "release": _RELEASE}
+        self._scripts = {name: self._client.register_script(text) for name, text in texts.items()}
+
+    def __str__(self) -> str:
+        """As an error names it."""
+        return str(self.address)
+
+    @property
+    def _mine(self) -> str:
+        return f"{self.term} {self.owner}"
+
+    @property
+    def _milliseconds(self) -> int:
+        return round(1000 * self.seconds)
+
+    def take(self, least_term: int = 1, *, by_force: bool = False) -> Taken:
+        """The lease, where it is free and to be had; else this owner stands by from now on. ``by_force``:
+        also when nobody was to follow its last owner: a person wants it. Raises `StoreAwayError`."""
+        how = "force" if by_force else "stand by"
+        answer = self._run("take", self.owner, self._milliseconds, least_term, how, _KEEP_SECONDS)
+        if answer[0]:
+            self.term, self._asked = int(answer[0]), 0
+        return Taken(int(answer[0]), answer[1], len(answer) < 3 or bool(answer[2]))
+
+    def renew(self, *, knows: bool) -> tuple[bool, bool]:
+        """For another while. ``knows``: that somebody stands by. Gives whether somebody does, and whether the
+        server had forgotten all. Raises `LeaseLostError`, `StoreAwayError`."""
+        self._asked += 1  # one that was under way for long changes nothing that a later one has changed
+        arguments = (self.term, self.owner, self._milliseconds, int(knows), _KEEP_SECONDS, self._asked)
+        held, *more = self._run("renew", *arguments)
+        if not held:
+            raise LeaseLostError
+        return bool(more[0]), bool(more[1])
+
+    def append(self, record: dict[str, Any]) -> bool:
+        """A line of the journal. False: the lease is not renewed. Raises `StoreAwayError`."""
+        kind = "plan" if "plan" in record else "decision"
+        text = json.dumps(record)
+        return bool(self._run("append", self._mine, text, kind, _KEEP_SECONDS, _MOST_ENTRIES))
+
+    def release(self) -> None:
+        """It is over: whoever stands by need not wait. Raises `StoreAwayError`."""
+        self._run("release", self._mine)
+
+    def read(self) -> list[dict[str, Any]]:
+        """The plan and the decisions that are kept, oldest first. Raises `StoreAwayError`."""
+        with _answered():
+            plan = self._client.get(self.keys["plan"])
+            entries = self._client.lrange(self.keys["entries"], 0, -1)
+            return [json.loads(line) for line in ([plan] if plan else []) + list(entries)]
+
+    def look(self) -> tuple[str, bool]:
+        """Who has it, nobody when empty, and whether another is to follow. Raises `StoreAwayError`."""
+        with _answered():
+            held = self._client.get(self.keys["lease"]) or ""
+            return held.partition(" ")[2], self._client.hget(self.keys["term"], "watched") == "1"
+
+    def promises(self) -> str:
+        """What the server does with what it has written, in words. Raises `StoreAwayError`."""
+        with _answered():
+            try:
+                told = self._client.config_get("append*")
+            except redis.ResponseError:  # a service that does not tell
+                return "it does not say when it is on disk"
+        if told.get("appendonly") != "yes":
+            return "it keeps nothing on disk (appendonly no)"
+        return f"on disk as appendfsync {told.get('appendfsync')} says"
+
+    def _run(self, script: str, *arguments: Any) -> Any:
+        with _answered():
+            return self._scripts[script](list(self.keys.values()), arguments)
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Whatever the server, or the way to it, makes of a question."""
+    try:
+        yield
+    except (redis.RedisError, OSError) as error:
+        raise StoreAwayError(str(error)) from None
