@@ -87,8 +87,11 @@ class Presence:
         return now - self._nodes[number].heard_at
 
     def any_away(self, numbers: Iterable[int]) -> bool:
-        """One of these is not connected: it is about to be back, or to be given up."""
-        return any(self._nodes[number].left_at is not None for number in numbers if number in self._nodes)
+        """One of these is not connected, or has not yet found this driver: it is about to be there, or to be
+        given up."""
+        return any(
+            (node := self._nodes.get(number)) is None or node.left_at is not None for number in numbers
+        )
 
     def silent(self, now: float) -> list[tuple[int, float]]:
         """Those that are to be given up, with the seconds of their silence."""

@@ -1,7 +1,7 @@
 """What lets a driver drive: alone on its run, or for as long as it has the lease in Redis.
 
-    decided ──► may it be done?   alone: yes. With a lease: once it is in Redis, where only who has the lease can
-                                  write; where Redis is away after half a second, while nobody else can have it
+    decided ──► may it be done?   alone: yes. With a lease: once it is in Redis, where only who has the lease
+                                  can write; half a second later where Redis is away, if nobody can have it
     no      ──► the driver ends; its engine starts another, which waits for the lease
 
 Lines carry the term and their number in it, in Redis and in RUN/journal.jsonl: what a driver wrote that had

@@ -462,6 +462,18 @@ def with_new_driver(world: World, state: State) -> World:
     return world
 
 
+def test_a_node_that_was_lost_with_its_driver_is_blamed_and_not_who_missed_it() -> None:
+    world = World(nodes=2, spares=1)
+    with_new_driver(world, read(State, plain(world.decider.state)))
+    world.join(2)
+    missed = tuple(RankExited(1, 5, rank, 1, "peer", 3, "a peer is gone", "a.log") for rank in (2, 3))
+    assert world.hear(NodeJoined(1, 5, "here", 7, 2, 10**9, (), missed, False)) == []
+    evict, blame, stop, again = world.wait(11, lambda node, _: world.ranks(node))
+    assert isinstance(evict, Evict) and isinstance(blame, Blame) and isinstance(stop, StopRanks)
+    assert (evict.node, blame.cause, blame.node) == (0, "node", 0)
+    assert isinstance(again, StartAttempt) and again.placement == {2: (0, 1), 1: (2, 3)}
+
+
 def forgotten() -> World:
     """Attempt 6, on nodes 2 and 1, is not in the journal; a new driver has read of attempt 5 on 0 and 1."""
     world = World(nodes=2)

@@ -27,9 +27,11 @@ from myriad.resilience.facts import (
     Start,
     StopAsked,
 )
+from myriad.resilience.herald import read_address
 from myriad.resilience.journal import Journal
 from myriad.resilience.scribe import Scribe
 from myriad.resilience.state import Plan
+from myriad.resilience.tenure import Alone
 from myriad.resilience.wire import MAX_BYTES, VERSION, Link, frame, run_secret
 from myriad.run import Run
 
@@ -203,3 +205,45 @@ def test_whatever_one_connection_sends_the_driver_serves_the_others(
 
     with TemporaryDirectory() as folder:
         asyncio.run(drive(Path(folder)))
+
+
+class Tenure(Alone):
+    """Of a driver that may act until it may not."""
+
+    term = 3
+    is_mine = True
+
+    def allows(self, record: dict[str, Any]) -> bool:
+        return self.is_mine
+
+    def holds(self) -> bool:
+        return True  # it does not know yet
+
+
+def test_a_driver_that_has_lost_its_lease_has_nothing_done_any_more_and_ends(tmp_path: Path) -> None:
+    """What it would have done another decides."""
+
+    async def drive() -> None:
+        journal = Journal(tmp_path / "journal.jsonl")
+        journal.begin(Plan(1, 1, first_epoch=1))
+        run, tenure = Run(tmp_path), Tenure(journal)
+        driver = Driver(run, Scribe(), tenure)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(driver_module, "_tell_engine", lambda message: None)
+            task = asyncio.create_task(driver.drive())
+            while not (tmp_path / "driver.json").exists():
+                await asyncio.sleep(0.001)
+            told = read_address(tmp_path)
+            executor = await Executor(run, 0).connect((told["host"], told["port"]))
+            executor.join()
+            await executor.order(Start)
+            tenure.is_mine = False
+            written, events = len(journal.records()), run.read_events()
+            executor.link.send(RankExited(0, 1, 0, -9, "killed", 1, "", "a.log"))
+            with pytest.raises(OSError):
+                await executor.order(End)
+            await asyncio.wait_for(task, SECONDS)
+        assert told["term"] == 3 and driver.is_lost
+        assert len(journal.records()) == written and run.read_events() == events
+
+    asyncio.run(drive())

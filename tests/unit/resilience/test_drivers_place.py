@@ -1,0 +1,99 @@
+"""Executors find the driver that drives. If these fail, they follow one that has lost its lease, or none."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from myriad.resilience import reach as reach_module
+from myriad.resilience.herald import Herald, read_address
+from myriad.resilience.reach import Reach
+from myriad.resilience.wire import Link, run_secret
+from myriad.whole_file import write_whole
+
+SECONDS = 60.0
+"""Of patience with this machine."""
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+class Place:
+    """Where drivers of several terms listen: this process."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        run_secret(run / "secret")
+
+    async def open(self) -> None:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await Link(reader, writer).prove(run_secret(self.run / "secret"), "driver", "executor")
+
+    def tell(self, **told: float) -> None:
+        host, port = self.server.sockets[0].getsockname()
+        write_whole(
+            self.run / "driver.json", json.dumps({"host": host, "port": port, "silent_seconds": 3, **told})
+        )
+
+
+def test_an_executor_leaves_a_driver_for_one_of_a_higher_term_and_never_goes_back(tmp_path: Path) -> None:
+    """The first may be stopped, and its machine answer for it for ever."""
+
+    async def follow() -> None:
+        place, reach = Place(tmp_path), Reach(tmp_path)
+        await place.open()
+        place.tell(term=2, alone_seconds=9)
+        with pytest.raises(ConnectionError):
+            async with reach.link() as link:
+                place.tell(term=3)
+                await asyncio.wait_for(link.receive(()), SECONDS)
+        async with reach.link():
+            pass
+        place.tell(term=2)
+        with pytest.raises(TimeoutError, match="lost its lease"):
+            async with reach.link():
+                pass
+        place.tell()  # a person has begun the run anew, without a lease
+        async with reach.link():
+            pass
+
+    asyncio.run(follow())
+
+
+@pytest.mark.parametrize(("told", "kept_seconds"), [({}, 3), ({"term": 1, "alone_seconds": 9}, 9)])
+def test_ranks_outlive_a_driver_s_machine_for_as_long_as_another_may_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, float], kept_seconds: float
+) -> None:
+    async def lose() -> None:
+        place, reach = Place(tmp_path), Reach(tmp_path)
+        await place.open()
+        place.tell(**told)
+        async with reach.link():
+            pass
+        reach.failed(TimeoutError())  # nothing was answered for three seconds
+        assert reach.is_cut_off() == (kept_seconds == 3)
+        later = time.monotonic() + kept_seconds - 3
+        monkeypatch.setattr(reach_module, "time", SimpleNamespace(monotonic=lambda: later))
+        reach.failed(TimeoutError())
+        assert reach.is_cut_off()
+
+    asyncio.run(lose())
+
+
+def test_what_an_older_driver_wrote_late_does_not_hide_the_newer_one(tmp_path: Path) -> None:
+    is_over = False
+    herald = Herald(tmp_path, {"term": 4, "port": 7})
+    herald.repeat(lambda: not is_over)
+    write_whole(tmp_path / "driver.json", json.dumps({"term": 3, "port": 8}))
+    wait_until(lambda: read_address(tmp_path) == {"term": 4, "port": 7})
+    is_over = True
