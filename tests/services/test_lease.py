@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 
 from myriad.comm.store_address import redis_address
+from myriad.errors import BadInputError
+from myriad.job import load_job
+from myriad.resilience.engines.begin import begin_journal, check_journal
+from myriad.resilience.engines.standby import check_standby
 from myriad.resilience.journal import Journal
 from myriad.resilience.state import Plan, State
 from myriad.resilience.tenure import boot_seconds
+from myriad.run import Run
 
 redis_lease = pytest.importorskip("myriad.resilience.redis_lease", reason="needs the package redis")
 
@@ -178,4 +183,26 @@ def test_a_driver_that_slept_through_its_lease_is_told_at_its_next_decision(serv
         leased._hold.renewed(boot_seconds() + 3600, is_watched=True)
         assert other.take(by_force=True).term > leased.term
     assert not leased.allows(entry(leased, 1)) and not leased.holds()
-    assert other.read() == [], "neither the decision nor anything else"
+    assert [list(line) for line in other.read()] == [["time", "plan", "term"]], "no decision"
+
+
+def test_a_run_that_another_machine_drives_is_refused(server, tmp_path, monkeypatch) -> None:
+    """The lock of the run's folder may be this machine's alone."""
+    monkeypatch.setattr(redis_lease, "_LEASE_SECONDS", 0.3)
+    job = load_job("tiny", ["resilience.engine=join", f"resilience.journal={server.url}"])
+    how, run = job.resilience, Run(tmp_path)
+    with pytest.raises(BadInputError, match="nobody drives this run"):
+        check_standby(run, job)
+    options = begin_journal(run, how, Plan(1, 1, first_epoch=1))
+    assert options[:2] == ["--journal", server.url]
+    check_journal(run, how)  # whoever began it is gone: its lease runs out
+    begin_journal(run, how, Plan(1, 1, first_epoch=2))
+    other = lease_of(server, tmp_path, "there:7:f00")
+    other.take(by_force=True), time.sleep(0.4)
+    assert other.take(by_force=True).term
+    with pytest.raises(BadInputError, match="is driven by there:7:f00"):
+        check_journal(run, how)
+    check_standby(run, job)
+    assert other.renew(knows=True)
+    plan, state = Journal(tmp_path / "journal.jsonl").replay()
+    assert (plan.first_epoch, state) == (2, None)
