@@ -67,7 +67,8 @@ def test_redis_that_dies_while_ranks_meet_ends_the_run_with_one_line(tmp_path, c
 
 
 def test_a_run_whose_ranks_have_met_does_not_need_redis_any_more(tmp_path, corpus, server):
-    more = ("--train.steps", "60", "--checkpoint.every", "20")
+    """Nor does its driver, where nobody stands by."""
+    more = ("--train.steps", "60", "--checkpoint.every", "20", "--resilience.journal", server.url)
     process = start_training(tmp_path / "run", corpus, server.url, *more)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not metrics.exists():
@@ -76,6 +77,7 @@ def test_a_run_whose_ranks_have_met_does_not_need_redis_any_more(tmp_path, corpu
     server.kill()
     assert process.wait(timeout=200) == 0, process.communicate()
     process.communicate()
+    assert "is away, and training goes on" in (tmp_path / "run" / "logs" / "driver.log").read_text()
     assert ranks_alive(tmp_path / "run") == []
 
 

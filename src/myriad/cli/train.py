@@ -92,13 +92,13 @@ def train(
     folder.check(resolved)
     check_engine(resolved, oversubscribe=oversubscribe)
     is_queued = _is_queued(resolved, submit)
-    if not is_queued:
-        check_journal(folder, resolved.resilience)
     if is_done(folder, resolved.train.steps):
         if console:
             console.print(f"this run is done: all its {resolved.train.steps} steps")
         _report(folder, console, oversubscribe)
         return
+    if not is_queued:
+        check_journal(folder, resolved.resilience)
     _check_storage(folder, resolved)
     corpora = open_inputs(resolved, lambda stage: console.print(f"{stage} ...") if console else None)
     refuse_other_tokenizer(folder, resolved, corpora)

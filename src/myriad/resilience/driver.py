@@ -100,8 +100,8 @@ class Driver:
         """``listen``: where, if not where the plan says."""
         self._run = run
         self._journal = Journal(run.path / "journal.jsonl")
-        self._tenure = tenure or Alone(self._journal)
-        plan, state = self._tenure.replay()
+        self.tenure = tenure or Alone(self._journal)
+        plan, state = self.tenure.replay()
         self._listen = listen or plan.listen
         self._plan, self._decider = plan, Decider(plan, time.monotonic(), state)
         self._secret = run_secret(run.path / "secret")
@@ -122,8 +122,8 @@ class Driver:
         host, port = server.sockets[0].getsockname()[:2]
         address = {"host": host, "port": port, "pid": os.getpid(), **self._how_long(), **self._term()}
         herald = Herald(self._run.path, address)
-        if self._tenure.term:
-            herald.repeat(self._tenure.holds)
+        if self.tenure.term:
+            herald.repeat(self.tenure.holds)
         self._hear_of_stop()
         async with server:
             if self._decider.state.phase == "over":  # decided, and perhaps not told
@@ -132,7 +132,7 @@ class Driver:
                 self._do(EndRun(rule="it was over", outcome=state.outcome, reason=state.reason))
             tell_at = 0.0
             while not self._over.is_set():
-                if not self._tenure.holds():
+                if not self.tenure.holds():
                     return self._lose()
                 self._act(self._decider.due(time.monotonic()))
                 self._tell_agreed()
@@ -142,15 +142,14 @@ class Driver:
                     self._tell_spares()
                 await asyncio.sleep(_DUE_SECONDS)
             await self._let_leave()
-        self._tenure.release()
 
     def _how_long(self) -> dict[str, float]:
         """This driver waits for an executor that is silent, and executors without any for another driver."""
         silent = self._decider.silent_seconds
-        return {"silent_seconds": silent, "alone_seconds": silent + self._tenure.takeover_seconds}
+        return {"silent_seconds": silent, "alone_seconds": silent + self.tenure.takeover_seconds}
 
     def _term(self) -> dict[str, int]:
-        return {"term": self._tenure.term} if self._tenure.term else {}
+        return {"term": self.tenure.term} if self.tenure.term else {}
 
     def _lose(self) -> None:
         """Another drives, or may: nobody is told to leave, or anything."""
@@ -276,8 +275,8 @@ class Driver:
         if self.is_lost:
             return
         if actions:
-            entry = self._tenure.mark(self._journal.entry(actions, self._decider.state))
-            if not self._tenure.allows(entry):
+            entry = self.tenure.mark(self._journal.entry(actions, self._decider.state))
+            if not self.tenure.allows(entry):
                 return self._lose()
             self._scribe.enter("a decision", partial(self._journal.append, entry))
             for action in actions:
@@ -393,10 +392,17 @@ def main(arguments: list[str]) -> int:
     try:
         tenure = None if given.journal == "file" else _wait_for_tenure(run, given)
         if given.journal == "file" or tenure is not None:
-            asyncio.run(Driver(run, scribe, tenure, given.listen).drive())
+            _drive(Driver(run, scribe, tenure, given.listen))
     finally:
         scribe.settle()
     return 0
+
+
+def _drive(driver: Driver) -> None:
+    try:
+        asyncio.run(driver.drive())
+    finally:
+        driver.tenure.release()  # the run is over, or this driver no good: another may have it at once
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,18 +1,20 @@
 """Where the driver is: RUN/driver.json, as the driver keeps it and executors read it.
 
-    driver of term 4 ──► {"term": 4, "host": ..., "port": ...} ──► executors: nobody of a lower term any more
-    driver of term 3, which slept as it wrote: written again by the other, within a second
+    driver of term 4 ──► {"term": 4, "beat": 7, "host": ...} ──► executors: nobody of a lower term any more
+    driver of term 3, which slept as it wrote: written over by the other, within a second
 
 Where drivers hold a lease, executors also look for another one while they have one: it may be one that has
-lost the lease and does not know, or say, anything any more. Threads of their own, as the folder may hang.
+lost the lease and does not know, or say, anything any more. And the file has a number that changes each
+second: who cannot reach the driver knows by it whether that is lost. Threads of their own, as the folder may
+hang.
 """
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,7 @@ from myriad.whole_file import write_whole
 
 __all__ = ["Herald", "read_address", "see_newer"]
 
-_LOG = logging.getLogger(__name__)
-_LOOK_SECONDS = 1.0
+_BEAT_SECONDS = _LOOK_SECONDS = 1.0
 
 
 def read_address(run: Path) -> dict[str, Any]:
@@ -38,23 +39,23 @@ class Herald:
     def __init__(self, run: Path, address: Mapping[str, Any]) -> None:
         """Written when this returns. Raises ``OSError``."""
         self._run, self._address = run, dict(address)
-        write_whole(run / "driver.json", json.dumps(self._address))
+        self._write()
+
+    def _write(self) -> None:
+        write_whole(self._run / "driver.json", json.dumps(self._address))
 
     def repeat(self, while_true: Callable[[], bool]) -> None:
-        """From now on, should another have written over it."""
+        """From now on, each second."""
         threading.Thread(target=self._repeat, args=(while_true,), name="herald", daemon=True).start()
 
     def _repeat(self, while_true: Callable[[], bool]) -> None:
-        while while_true():
-            try:
-                found: object = read_address(self._run)
-            except (OSError, ValueError):
-                found = None
-            if found != self._address and while_true():
-                _LOG.warning("driver.json told of %s; it is written again", found)
-                with suppress(OSError):
-                    write_whole(self._run / "driver.json", json.dumps(self._address))
-            time.sleep(_LOOK_SECONDS)
+        for beat in count():
+            time.sleep(_BEAT_SECONDS)
+            if not while_true():
+                return
+            self._address["beat"] = beat
+            with suppress(OSError):
+                self._write()
 
 
 def see_newer(run: Path, term: int, tell: Callable[[], object], is_over: Callable[[], bool]) -> None:

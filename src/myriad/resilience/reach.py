@@ -7,8 +7,8 @@
 
 Both sides go by their own clock alone. Until then the kernel repeats what is on the way (TCP_USER_TIMEOUT),
 so that a cable that was out for two seconds is not noticed. Where another machine may have taken the driver's
-place (`tenure.py`), ranks go on for as long as that takes; who was seen to drive is followed by none before
-it.
+place (`tenure.py`), ranks go on for as long as that takes, unless driver.json shows that the driver lives;
+who was seen to drive is followed by none before it.
 """
 
 import asyncio
@@ -45,6 +45,10 @@ class Reach:
         """This node's address, as the driver and other nodes reach it."""
         self._silent_seconds = self._alone_seconds = float("inf")
         self._term = 0
+        self._beat: tuple[object, object] | None = None
+        """Of the driver that cannot be reached, as driver.json told it first."""
+        self._lives = False
+        """That one has gone on since."""
         self._answered_at = self._linked_at = time.monotonic()
         self._is_linked = False
 
@@ -53,6 +57,7 @@ class Reach:
         """To the driver that there is now; each has shown the other that it knows the secret. Raises
         ``OSError``, ``ValueError`` and ``KeyError``, also inside: then `failed` is to be told."""
         address = read_address(self._run)
+        self._note_beat(address.get("term"), address.get("beat"))
         if 0 < address.get("term", 0) < self._term:
             raise TimeoutError("a driver that has lost its lease; nothing is known of the other yet")
         async with asyncio.timeout(_CONNECT_SECONDS):
@@ -66,11 +71,17 @@ class Reach:
             self.host, self._silent_seconds = writer.get_extra_info("sockname")[0], silent
             self._alone_seconds = float(address.get("alone_seconds", silent))
             self._is_linked, self._term = True, int(address.get("term", 0))
+            self._beat, self._lives = None, False
             if self._term:
                 see_newer(self._run, self._term, self._abort_from_thread(link), link.is_closing)
             yield link
         finally:
             link.close()
+
+    def _note_beat(self, term: object, beat: object) -> None:
+        if self._beat is None or self._beat[0] != term:  # of another driver nothing is known yet
+            self._beat, self._lives = (term, beat), False
+        self._lives |= self._beat[1] != beat
 
     @staticmethod
     def _abort_from_thread(link: Link) -> Callable[[], object]:
@@ -88,9 +99,10 @@ class Reach:
             self._answered_at = now
 
     def is_cut_off(self) -> bool:
-        """The driver's machine has not answered for as long as the driver waits for this one, nor has another
-        driver come."""
-        return time.monotonic() - self._answered_at >= self._alone_seconds
+        """The driver's machine has not answered for as long as the driver waits for this one; if that may be
+        lost, for as long as another takes to come."""
+        patience = self._silent_seconds if self._lives else self._alone_seconds
+        return time.monotonic() - self._answered_at >= patience
 
     def seconds_alone(self) -> float:
         """Since there was a driver."""

@@ -43,7 +43,7 @@ _LEASE_SECONDS = 3.0
 _ASK_SECONDS = 1.0
 """After which the server is taken to be away."""
 _KEEP_SECONDS = 30 * 24 * 3600
-_MOST_ENTRIES = 64
+_MOST_ENTRIES = 16
 """A driver reads the last; the rest is for people. The file has all."""
 
 _TAKE = """

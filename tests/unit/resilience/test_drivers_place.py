@@ -35,15 +35,14 @@ class Place:
 
     async def open(self) -> None:
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        host, port = self.server.sockets[0].getsockname()
+        self.address: dict[str, object] = {"host": host, "port": port, "silent_seconds": 3}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await Link(reader, writer).prove(run_secret(self.run / "secret"), "driver", "executor")
 
     def tell(self, **told: float) -> None:
-        host, port = self.server.sockets[0].getsockname()
-        write_whole(
-            self.run / "driver.json", json.dumps({"host": host, "port": port, "silent_seconds": 3, **told})
-        )
+        write_whole(self.run / "driver.json", json.dumps({**self.address, **told}))
 
 
 def test_an_executor_leaves_a_driver_for_one_of_a_higher_term_and_never_goes_back(tmp_path: Path) -> None:
@@ -90,10 +89,34 @@ def test_ranks_outlive_a_driver_s_machine_for_as_long_as_another_may_take_its_pl
     asyncio.run(lose())
 
 
+def test_ranks_of_a_node_that_is_cut_off_from_a_driver_that_lives_end_as_soon_as_without_a_lease(
+    tmp_path: Path,
+) -> None:
+    async def cut_off() -> None:
+        place, reach = Place(tmp_path), Reach(tmp_path)
+        await place.open()
+        place.tell(term=1, beat=3, alone_seconds=9)
+        async with reach.link():
+            pass
+        reach.failed(TimeoutError())
+        place.server.close()
+        for term, beat, is_cut_off in ((1, 4, False), (1, 4, False), (2, 0, False), (2, 1, True)):
+            place.address["port"] = 1  # nothing is there, though that would be an answer
+            place.tell(term=term, beat=beat, alone_seconds=9)
+            with pytest.raises(OSError):
+                async with reach.link():
+                    pass
+            assert reach.is_cut_off() == is_cut_off
+
+    asyncio.run(cut_off())
+
+
 def test_what_an_older_driver_wrote_late_does_not_hide_the_newer_one(tmp_path: Path) -> None:
     is_over = False
     herald = Herald(tmp_path, {"term": 4, "port": 7})
     herald.repeat(lambda: not is_over)
     write_whole(tmp_path / "driver.json", json.dumps({"term": 3, "port": 8}))
-    wait_until(lambda: read_address(tmp_path) == {"term": 4, "port": 7})
+    wait_until(lambda: read_address(tmp_path)["term"] == 4)
+    beat = read_address(tmp_path)["beat"]
+    wait_until(lambda: read_address(tmp_path)["beat"] > beat)
     is_over = True
