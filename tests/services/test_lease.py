@@ -13,6 +13,7 @@ import pytest
 from myriad.comm.store_address import redis_address
 from myriad.errors import BadInputError
 from myriad.job import load_job
+from myriad.resilience.codec import plain
 from myriad.resilience.engines.begin import begin_journal, check_journal
 from myriad.resilience.engines.standby import check_standby
 from myriad.resilience.journal import Journal
@@ -210,22 +211,42 @@ def test_a_run_that_another_machine_drives_is_refused(server, tmp_path, monkeypa
     assert (plan.first_epoch, state) == (2, None)
 
 
-def test_a_ctrl_c_ends_the_standing_by_and_not_the_run(server, tmp_path) -> None:
+@pytest.fixture
+def interrupts():
+    """As they were, after a driver has waited here."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def test_whoever_stands_by_drives_when_redis_has_forgotten_the_run_and_nobody_tells_it(
+    server, tmp_path, interrupts
+) -> None:
+    """It has no disk, and was started again; the driver had ended, as it could not know that it was alone."""
+    candidates = pytest.importorskip("myriad.resilience.candidate")
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.begin(Plan(1, 1, first_epoch=1), 4)
+    journal.append(decision(6, 1) | {"state": plain(State("running", 1))})
+    candidate = candidates.Candidate(Run(tmp_path), journal, server.url, "b", 0.5)
+    tenure = candidate.wait(lambda message: None)
+    assert tenure.term == 7 and tenure.replay()[1].epoch == 1
+    reader = lease_of(server, tmp_path, "reader")
+    wait_until(lambda: [line["term"] for line in reader.read()] == [4, 6])
+    tenure.lose()
+
+
+def test_a_ctrl_c_ends_the_standing_by_and_not_the_run(server, tmp_path, interrupts) -> None:
     candidates = pytest.importorskip("myriad.resilience.candidate")
     driving = lease_of(server, tmp_path, "a")
     driving.take(by_force=True)
     journal, told = Journal(tmp_path / "journal.jsonl"), list[dict]()
     candidate = candidates.Candidate(Run(tmp_path), journal, server.url, "b", LONG)
-    before = signal.getsignal(signal.SIGINT)
 
     def tell(message: dict) -> None:
         told.append(message)
         if message == {}:
             os.kill(os.getpid(), signal.SIGINT)
 
-    try:
-        assert candidate.wait(tell) is None
-    finally:
-        signal.signal(signal.SIGINT, before)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    assert candidate.wait(tell) is None
     assert told[-1]["end"] == "left" and driving.look()[0] == "a"

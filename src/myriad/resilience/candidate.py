@@ -2,6 +2,9 @@
 the same `myriad train`, else when that one's has run out.
 
     take? ──no: it is another's──► stands by, and is known to ──0.2 s──► take? ... ──yes──► drives
+
+A server that has forgotten the run has no lease to run out. Whoever drove tells it again as soon as it can;
+when nobody has for as long as a lease lasts, nobody drives.
 """
 
 import logging
@@ -37,6 +40,7 @@ class Candidate:
         self._lease = RedisLease(address, run.path, owner, seconds)
         self._is_asked = STOP_ASKED in os.environ
         self._said = ""
+        self._forgotten_since: float | None = None
 
     def wait(self, tell_engine: Callable[[dict[str, Any]], None]) -> Leased | None:
         """Until this driver may drive; ``None``: a person wants it no more."""
@@ -61,8 +65,9 @@ class Candidate:
     def _take(self) -> Leased | None:
         asked_at = boot_seconds()
         try:
-            taken = self._lease.take()
+            taken = self._ask(asked_at)
         except StoreAwayError as error:
+            self._forgotten_since = None
             self._say(f"{self._lease} is away: {error}")
             return None
         if not taken.term:
@@ -73,6 +78,16 @@ class Candidate:
             self._tell(taken)
         _LOG.info("drives, with term %d of the lease in %s; %s", taken.term, self._lease, self._promises())
         return Leased(self._lease, self._journal, asked_at)
+
+    def _ask(self, now: float) -> Taken:
+        taken = self._lease.take()
+        if not taken.is_forgotten:
+            self._forgotten_since = None
+            return taken
+        self._forgotten_since = now if self._forgotten_since is None else self._forgotten_since
+        if now - self._forgotten_since < self._lease.seconds:
+            return taken
+        return self._lease.take(1 + self._journal.last_term(), by_force=True)
 
     def _promises(self) -> str:
         try:
@@ -88,5 +103,7 @@ class Candidate:
     def _tell(self, taken: Taken) -> None:
         """For people."""
         rule = "the lease of the driver before had run out"
+        if not taken.owner:
+            rule = "Redis had forgotten who drives, and nobody told it"
         owner, before = self._lease.owner, taken.owner
         self._run.append_event("takeover", driver=owner, before=before, term=taken.term, rule=rule)

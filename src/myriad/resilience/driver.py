@@ -123,7 +123,7 @@ class Driver:
         address = {"host": host, "port": port, "pid": os.getpid(), **self._how_long(), **self._term()}
         herald = Herald(self._run.path, address)
         if self.tenure.term:
-            herald.repeat(self.tenure.holds)
+            herald.repeat(self.tenure.holds, self.tenure.lose)
         self._hear_of_stop()
         async with server:
             if self._decider.state.phase == "over":  # decided, and perhaps not told

@@ -1,7 +1,7 @@
 """Where the driver is: RUN/driver.json, as the driver keeps it and executors read it.
 
     driver of term 4 ──► {"term": 4, "beat": 7, "host": ...} ──► executors: nobody of a lower term any more
-    driver of term 3, which slept as it wrote: written over by the other, within a second
+    driver of term 3, which slept as it wrote: written over by the other, within a second; which it sees
 
 Where drivers hold a lease, executors also look for another one while they have one: it may be one that has
 lost the lease and does not know, or say, anything any more. And the file has a number that changes each
@@ -44,16 +44,20 @@ class Herald:
     def _write(self) -> None:
         write_whole(self._run / "driver.json", json.dumps(self._address))
 
-    def repeat(self, while_true: Callable[[], bool]) -> None:
-        """From now on, each second."""
-        threading.Thread(target=self._repeat, args=(while_true,), name="herald", daemon=True).start()
+    def repeat(self, while_true: Callable[[], bool], lose: Callable[[], object]) -> None:
+        """From now on, each second, until there is one of a higher term: then it calls ``lose``."""
+        threading.Thread(target=self._repeat, args=(while_true, lose), name="herald", daemon=True).start()
 
-    def _repeat(self, while_true: Callable[[], bool]) -> None:
+    def _repeat(self, while_true: Callable[[], bool], lose: Callable[[], object]) -> None:
         for beat in count():
             time.sleep(_BEAT_SECONDS)
             if not while_true():
                 return
             self._address["beat"] = beat
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                if read_address(self._run)["term"] > self._address["term"]:
+                    lose()
+                    return
             with suppress(OSError):
                 self._write()
 
@@ -63,7 +67,7 @@ def see_newer(run: Path, term: int, tell: Callable[[], object], is_over: Callabl
 
     def look() -> None:
         while not is_over():
-            with suppress(OSError, ValueError, TypeError):
+            with suppress(OSError, ValueError, TypeError, KeyError):
                 if read_address(run)["term"] > term:
                     tell()
                     return

@@ -78,6 +78,10 @@ class Journal:
         """All lines."""
         return JsonlTail(self.path).poll()
 
+    def last_term(self) -> int:
+        """The highest of a lease under which anything was written here; 0: there was none."""
+        return max((_mark(record)[0] for record in self.records()), default=0)
+
 
 @dataclass
 class Newest:

@@ -71,6 +71,10 @@ class Leased:
         """By this machine's clock."""
         return self._hold.may_act(boot_seconds())
 
+    def lose(self) -> None:
+        """Whatever Redis says, if it says anything."""
+        self._hold.lose()
+
     def release(self) -> None:
         """If Redis is there; else it runs out."""
         self._try(self._lease.release)

@@ -59,7 +59,7 @@ if is_mine or (not held and (watched == '1' or is_forced)) then
   return {number, owner or ''}
 end
 if not is_forced then redis.call('SET', KEYS[3], ARGV[1], 'PX', 2 * ARGV[2]) end
-return {0, held and owner or '', tonumber(watched or 0)}
+return {0, held and owner or '', tonumber(watched or 0), last and 0 or 1}
 """
 _RENEW = """
 local held, mine = redis.call('GET', KEYS[1]), ARGV[1] .. ' ' .. ARGV[2]
@@ -112,6 +112,8 @@ class Taken:
     """Who had it before; of a lease that is not to be had, who has it: nobody, when empty."""
     is_watched: bool = True
     """It is to be had once it is free."""
+    is_forgotten: bool = False
+    """The server knows nothing of this run."""
 
 
 def lease_seconds(patience: float) -> float:
@@ -178,7 +180,7 @@ class RedisLease:
         answer = self._run("take", self.owner, self._milliseconds, least_term, how, _KEEP_SECONDS)
         if answer[0]:
             self.term, self._asked = int(answer[0]), 0
-        return Taken(int(answer[0]), answer[1], len(answer) < 3 or bool(answer[2]))
+        return Taken(int(answer[0]), answer[1], *map(bool, answer[2:]))
 
     def renew(self, *, knows: bool) -> tuple[bool, bool]:
         """For another while. ``knows``: that somebody stands by. Gives whether somebody does, and whether the

@@ -42,6 +42,9 @@ class Tenure(Protocol):
     def holds(self) -> bool:
         """Whether anything may be done at all."""
 
+    def lose(self) -> None:
+        """Another driver has shown itself."""
+
     def release(self) -> None:
         """The run is over."""
 
@@ -69,6 +72,9 @@ class Alone:
     def holds(self) -> bool:
         """Always."""
         return True
+
+    def lose(self) -> None:
+        """Nobody asks that it does."""
 
     def release(self) -> None:
         """There is nothing."""

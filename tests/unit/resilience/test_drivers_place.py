@@ -112,11 +112,14 @@ def test_ranks_of_a_node_that_is_cut_off_from_a_driver_that_lives_end_as_soon_as
 
 
 def test_what_an_older_driver_wrote_late_does_not_hide_the_newer_one(tmp_path: Path) -> None:
-    is_over = False
+    is_over, lost = False, list[int]()
     herald = Herald(tmp_path, {"term": 4, "port": 7})
-    herald.repeat(lambda: not is_over)
+    herald.repeat(lambda: not is_over, lambda: lost.append(4))
     write_whole(tmp_path / "driver.json", json.dumps({"term": 3, "port": 8}))
     wait_until(lambda: read_address(tmp_path)["term"] == 4)
     beat = read_address(tmp_path)["beat"]
     wait_until(lambda: read_address(tmp_path)["beat"] > beat)
+    write_whole(tmp_path / "driver.json", json.dumps({"term": 5, "port": 8}))
+    wait_until(lambda: lost)
+    assert read_address(tmp_path)["term"] == 5, "a newer one stays"
     is_over = True

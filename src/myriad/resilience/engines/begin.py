@@ -84,8 +84,7 @@ def begin_journal(run: Run, how: ResilienceConfig, plan: Plan) -> list[str]:
         return []
     lease = open_lease(run.path, how)
     _wait_until_free(run, lease, how)
-    least = 1 + max((record.get("term", 0) for record in journal.records()), default=0)
-    taken = answered(lambda: lease.take(least, by_force=True), how)
+    taken = answered(lambda: lease.take(1 + journal.last_term(), by_force=True), how)
     if not taken.term:
         raise _driven(run, taken.owner, lease)
     line = journal.begin(plan, taken.term)
