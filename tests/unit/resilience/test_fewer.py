@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout, equal_shares
@@ -389,6 +389,7 @@ def test_what_is_left_over_of_a_replica_is_a_spare() -> None:
     assert list(world.started.placement) == [0, 1, 4, 5], "at once"
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 5), st.data())
 def test_places(per_replica: int, dp: int, data: st.DataObject) -> None:
     before = list(range(per_replica * dp))
@@ -426,6 +427,7 @@ def test_what_a_job_allows(keys: list[str], allowed: tuple[int, ...] | None) -> 
     assert (None if found is None else found.allowed) == allowed
 
 
+@settings(deadline=None)
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(0, 20), st.data())
 def test_each_sequence_of_the_batch_is_somebodys(dp: int, micro: int, more: int, data: st.DataObject) -> None:
     total = dp + more
