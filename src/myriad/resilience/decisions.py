@@ -490,9 +490,8 @@ class Decider:
         each, fewer = plan.world // plan.nodes, plan.fewer
         needed = plan.world_of(layout) // each
         before = list(state.placement) or there[:needed]
-        if len(before) != needed:
-            before = list(state.full_places)
-        places = place_nodes(before, there, needed, 1 if fewer is None else fewer.nodes_per_replica)
+        per_replica = 1 if fewer is None else fewer.nodes_per_replica
+        places = place_nodes(state.full_places, before, there, needed, per_replica)
         chosen = self._numbers.order(*places)[:needed]
         placement = {
             number: tuple(range(place * each, (place + 1) * each)) for place, number in enumerate(chosen)

@@ -53,7 +53,7 @@ def try_scenario(name: str, scenario: Scenario, folder: Path, tell: Tell) -> Rep
         tell(f"{name}: {len(faults)} fault{'s' if len(faults) != 1 else ''} in {run.path}")
         limit = _LEAST_SECONDS + _TIMES_LONGER * _seconds(undisturbed) + _soaks(scenario)
         outcome = _break(run, job, faults, group, limit)
-        exact = all(aim_of(fault.kind, fault.where).same_bits for fault in faults)
+        exact = all(aim_of(fault.kind, fault.where).same_bits for fault in faults) and not _shrank(run)
         compare = _are_equal if exact else _are_near
         equal = compare(run, undisturbed, job.train.steps) if outcome == "finished" else None
     caused = JsonlTail(run.path / "faults" / CAUSED).poll()
@@ -167,6 +167,11 @@ def _key(job: Job) -> str:
     for path in sorted(Path(str(resources.files("myriad"))).rglob("*.py")):
         digest.update(path.read_bytes())
     return f"{job.name}-{digest.hexdigest()}"
+
+
+def _shrank(run: Run) -> bool:
+    """An attempt had fewer replicas."""
+    return any(event["event"] == "restart" and "dp" in event for event in run.read_events())
 
 
 def _are_near(run: Run, other: Run, steps: int) -> bool:
