@@ -13,6 +13,7 @@ and, as a window in which nothing changes has hardly any deviation, also more th
 1.1 times the median loss. Losses that fall are far below. What is known begins anew with each attempt.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -50,8 +51,9 @@ class Spikes:
         """In words, if a step is far above the ones before."""
         for name, value in self._named(loss, grad_norm):
             before = self._seen[name]
-            if len(before) >= _LEAST and value > (limit := _limit(before, _LEAST_RATIOS[name])):
-                usual = f"the median of {len(before)} steps is {median(before):.4g}, the limit {limit:.4g}"
+            middle = median(before) if len(before) >= _LEAST else math.inf
+            if value > _LEAST_RATIOS[name] * middle and value > (limit := _limit(before, middle)):
+                usual = f"the median of {len(before)} steps is {middle:.4g}, the limit {limit:.4g}"
                 return f"{name} {value:.4g}, {usual}"
         return None
 
@@ -60,10 +62,8 @@ class Spikes:
         return ("gradient norm", grad_norm), ("loss", loss)
 
 
-def _limit(before: Sequence[float], least_ratio: float) -> float:
-    middle = median(before)
-    deviation = _OF_NORMAL * median(abs(value - middle) for value in before)
-    return max(middle + _DEVIATIONS * deviation, least_ratio * middle)
+def _limit(before: Sequence[float], middle: float) -> float:
+    return middle + _DEVIATIONS * _OF_NORMAL * median(abs(value - middle) for value in before)
 
 
 class SpikeWatch:
@@ -81,11 +81,10 @@ class SpikeWatch:
     def run(self, step: int, run: Run) -> StepResult:
         """A step, once more if it is a spike. Raises `RunFailedError` on every rank where it is to be gone
         back before it."""
-        acts = self._policy != "tell"
-        result = run(self._refuses if acts else None)
+        result = run(None if self._policy == "tell" else self._refuses)
         problem = self._spikes.look(result.loss, result.grad_norm)
         again = run(self._refuses) if result.skipped else result
-        if problem is not None and (acts or not self._in_a_row):
+        if problem is not None and (result.skipped or not self._in_a_row):
             self._told(step, problem, result, again)
         gone = problem is None or (result.skipped and not again.skipped)
         self._in_a_row = 0 if gone else self._in_a_row + 1
