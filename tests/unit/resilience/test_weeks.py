@@ -96,6 +96,11 @@ def test_replicas_that_differ_go_back_to_what_all_agreed_on():
     assert ledger.seconds()["lost"] <= (2 * TIMES.verify_every + 2) * STEP
 
 
+def test_corruption_before_anything_was_agreed_on_ends_no_run():
+    ledger = run(fault(at=310.0, shows="corrupt"), corrupt_shown_ratio=1.0)
+    assert ledger.attempt == 2 and ledger.seconds()["person"] == 0.0
+
+
 def test_a_node_that_corrupts_again_gives_way_and_what_it_alone_had_comes_from_storage():
     ledger = run(fault(shows="corrupt", stays=True), corrupt_shown_ratio=1.0)
     assert ledger.attempt == 3, "found twice, then on a spare"

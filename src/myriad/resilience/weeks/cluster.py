@@ -192,11 +192,11 @@ class VirtualCluster:
         if action.newest_step is not None:
             trusted = action.newest_step * times.step_seconds
             work.go_back(work.durable(trusted) if replaced else trusted)  # copies on other nodes are newer
-            self._symptoms.heal()
         elif not self._cold and not self._parted:
             every, trained = times.copies_every if replaced else times.memory_every, self._is_up
             work.go_back(work.in_memory(every, trained=trained))
         self._parted = False
+        self._symptoms.heal()  # all replicas load the same: what differed is in all of them now, or in none
         self._symptoms.begin(work.step, action.layout.shares)
         self._epoch = work.ledger.attempt = action.epoch
         self._placement = {node: ranks[0] for node, ranks in action.placement.items()}

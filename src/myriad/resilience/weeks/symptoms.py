@@ -51,7 +51,7 @@ class Symptoms:
         self._differs_from.setdefault(node, step + 1)
 
     def heal(self) -> None:
-        """All hold again what all agreed on."""
+        """All have loaded the same."""
         self._differs_from.clear()
 
     def drop(self, node: int) -> None:
