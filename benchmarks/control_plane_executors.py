@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from myriad.resilience.codec import encode
+from myriad.resilience.codec import decode, encode
 from myriad.resilience.facts import (
     ORDERS,
     Beat,
@@ -27,7 +27,6 @@ from myriad.resilience.facts import (
     NodeJoined,
     Order,
     RankExited,
-    RankSeen,
     Start,
 )
 from myriad.resilience.wire import VERSION, Link, Refused, frame, run_secret
@@ -40,9 +39,12 @@ TRACEBACK = "Traceback (most recent call last):\n" + 20 * (
 )
 _ROW = (
     '{"rank": %d, "pid": %d, "state": "S", "phase": "step", "activity": "reduce", "step": %d, '
-    '"entered": %d, "left": %d, "idle_seconds": %r, "step_seconds": %r}'
+    '"entered": %d, "left": %d, "idle_seconds": %r, "step_seconds": %r, "busy_seconds": 0.0, "digests": []}'
 )
-_BEAT = '{"kind": "Beat", "node": %d, "epoch": %d, "port": 29500, "ranks": [%s]}'
+_BEAT = (
+    '{"kind": "Beat", "node": %d, "epoch": %d, "port": 29500, "ranks": [%s], "links": '
+    '[{"name": "eth0", "up": true, "downs": 1, "errors": 0}], "devices": [], "clock_seconds": %r}'
+)
 
 
 class Executor:
@@ -167,14 +169,13 @@ class Crowd:
             inside = self._hung is None or rank != self._hung[0]
             pid = int(time.monotonic() * 1e6) if not rows else 4000 + rank
             rows.append(_ROW % (rank, pid, step, 9 * step + inside, 9 * step, idle, self.step_seconds))
-        return (_BEAT % (node, epoch, ", ".join(rows))).encode()
+        return (_BEAT % (node, epoch, ", ".join(rows), time.time())).encode()
 
     def check_texts(self) -> None:
         """What is written quicker is what an executor would send."""
         now = time.monotonic()
         text = self.beat_text(7, 3, [56, 57], now)
-        rows = tuple(RankSeen(**row) for row in json.loads(text)["ranks"])
-        assert text == frame(encode(Beat(7, 3, 29500, rows)))[8:]
+        assert text == frame(encode(decode(json.loads(text), (Beat,))))[8:]
 
     # What befalls them
 

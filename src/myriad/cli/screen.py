@@ -146,6 +146,8 @@ def _event_line(event: Record) -> Text | None:
     if name == "diagnosis" and "problem" in event:
         label = f"node {event.get('node')} is {event['verdict']}" if "verdict" in event else "slow"
         return Text(f"{label}: {event['problem']}", style="yellow")
+    if name == "health":
+        return Text(f"{event.get('what')}: {event.get('problem')}", style="yellow")
     if name == "restart":
         other = [f"{event['dp']} replicas"] if event.get("dp") else []
         other += [f"shares {event['shares']}"] if event.get("shares") else []

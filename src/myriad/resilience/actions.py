@@ -16,6 +16,7 @@ __all__ = [
     "EndRun",
     "Evict",
     "Examine",
+    "Notice",
     "Outcome",
     "StartAttempt",
     "StopRanks",
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 Outcome = Literal["finished", "interrupted", "failed"]
-Accused = Literal["", "hardware", "corruption", "doctor", "device", "hang", "again", "slow", "person"]
+Accused = Literal["", "hardware", "corruption", "doctor", "device", "link", "hang", "again", "slow", "person"]
 """Of what a node is the cause that is evicted; "": of nothing, it was only lost. hardware: numbers are wrong
 there and right elsewhere; again: a fault of any other kind came again on it without progress."""
 
@@ -87,6 +88,17 @@ class TellSlow(Action):
     node: int
     """-1: no single one."""
     step: int
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice(Action):
+    """Something about a node that people are to know; nothing follows from it by itself."""
+
+    what: Literal["link", "device", "clock"]
+    node: int
+    rank: int = -1
+    """-1: no single one."""
     problem: str
 
 

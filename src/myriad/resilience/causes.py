@@ -10,9 +10,9 @@ from myriad.telemetry.progress_page import TURNED_CODE
 __all__ = ["cause_of", "first_not_finite", "spike_text"]
 
 _DEVICE_MEMORY = re.compile(r"CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
-_DEVICE = re.compile(
-    r"CUDA error|uncorrectable ECC|\bXid\b|device-side assert|GPU is lost|NCCL error.*unhandled", re.I
-)
+_DEVICE = re.compile(r"CUDA error|uncorrectable ECC|\bXid\b|GPU is lost|NCCL error.*unhandled", re.I)
+_PROGRAM = re.compile(r"device-side assert|illegal memory access|misaligned address")
+"""What a kernel of the program did: NVIDIA's debug guidelines send whoever sees it to the program first."""
 _DISK = re.compile(r"No space left on device|Disk quota exceeded|Read-only file system")
 _MEMORY = re.compile(r"^MemoryError\b|Cannot allocate memory|can't allocate memory", re.MULTILINE)
 _NOT_FINITE = re.compile(
@@ -43,7 +43,7 @@ def cause_of(code: int, error: str, *, memory_killed: bool) -> Cause:
         return "nan"
     if _SPIKE.search(error):
         return "spike"
-    for cause, pattern in _BY_WORDS.items():
+    for cause, pattern in _BY_WORDS:
         if pattern.search(error):
             return cause
     return "peer" if is_secondary(error) else "user"
@@ -65,9 +65,10 @@ def spike_text(error: str) -> str:
     return found.group(1)
 
 
-_BY_WORDS: dict[Cause, re.Pattern[str]] = {
-    "device memory": _DEVICE_MEMORY,
-    "device": _DEVICE,
-    "disk": _DISK,
-    "host memory": _MEMORY,
-}
+_BY_WORDS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
+    ("device memory", _DEVICE_MEMORY),
+    ("user", _PROGRAM),
+    ("device", _DEVICE),
+    ("disk", _DISK),
+    ("host memory", _MEMORY),
+)

@@ -23,6 +23,7 @@ from myriad.resilience.actions import (
     Action,
     EndRun,
     Evict,
+    Notice,
     Outcome,
     StartAttempt,
     StopRanks,
@@ -51,6 +52,7 @@ from myriad.resilience.facts import (
 )
 from myriad.resilience.fewer import MORE, Growth
 from myriad.resilience.fitness import Fitness
+from myriad.resilience.health import Broken, Health
 from myriad.resilience.incidents import CORRUPTION, MEMORY_FULL, NOT_FINITE, SPIKE, Incident, told_ranks
 from myriad.resilience.ladder import accusation_of, count, is_of_the_node, why_hopeless
 from myriad.resilience.places import place_nodes
@@ -89,6 +91,7 @@ class Decider:
         self._presence = Presence(plan.patience, now)
         self._watch = Watch(plan, self.state, self._presence)
         self._fitness = Fitness(plan)
+        self._health = Health(plan.patience, self.state)
         self._trains = False
         """The ranks of this attempt, as far as this driver has heard."""
         self._since = now
@@ -120,7 +123,12 @@ class Decider:
 
     @property
     def _has_spare(self) -> bool:
-        return len(self.usable) > self.needed
+        """A sound one, that nobody who is missing needs."""
+        there, placed = self.nodes, self.state.placement
+        if not placed:
+            return len(self.usable) > self.needed
+        spares = [one for one in self.usable if one not in placed and self._health.unsound(one) is None]
+        return len(spares) > sum(node not in there for node in placed)
 
     @property
     def needed(self) -> int:
@@ -129,17 +137,22 @@ class Decider:
 
     @property
     def usable(self) -> list[int]:
-        """Nodes that are there, but not those that the doctor found unfit, unless they have ranks."""
+        """Nodes that are there, but not those that the doctor found unfit, unless they have ranks, nor any on
+        which nothing can run now."""
         had, first = self.state.placement, self._is_first
-        return [
-            node for node in sorted(self.nodes) if node in had or self._fitness.may_start(node, first=first)
-        ]
+        there = (node for node in sorted(self.nodes) if self._health.why_useless(node) is None)
+        return [node for node in there if node in had or self._fitness.may_start(node, first=first)]
 
     @property
     def _preferred(self) -> list[int]:
-        """The same, and none that is unfit where there are enough others."""
-        fit = [node for node in self.usable if not self._fitness.is_unfit(node)]
-        return fit if len(fit) >= self._plan.nodes else self.usable
+        """The same, and none that is unfit or unsound where there are enough others."""
+        usable = self.usable
+        sound = [node for node in usable if self._health.unsound(node) is None]
+        for better in ([node for node in sound if not self._fitness.is_unfit(node)], sound):
+            if len(better) >= self._plan.nodes:
+                return better
+        fit = [node for node in usable if not self._fitness.is_unfit(node)]
+        return fit if len(fit) >= self._plan.nodes else usable
 
     @property
     def _is_first(self) -> bool:
@@ -171,6 +184,7 @@ class Decider:
     def _node_joined(self, joined: NodeJoined, now: float) -> Iterator[Action]:
         self._presence.join(joined, now)
         self._fitness.joined(joined)
+        self._health.join(joined)
         self._watch.drop(joined.node)
         state = self.state
         state.stop_asked |= joined.stop_asked
@@ -198,10 +212,12 @@ class Decider:
             self._balance.stand_still()
 
     def _beat(self, beat: Beat, now: float) -> list[Action]:
-        if not self._presence.heard(beat, now) or beat.epoch != self.state.epoch:
+        if not self._presence.heard(beat, now):
             return []
+        passed = list(self._tended(self._health.heard(beat, now), now))
+        if beat.epoch != self.state.epoch:
+            return passed
         self._watch.heard(beat, now)
-        passed: list[Action] = []
         if self.state.phase == "running":
             passed += self._went_on(max([one.step for one in beat.ranks], default=-1))
         for one in beat.ranks:
@@ -259,6 +275,8 @@ class Decider:
         turned = state.turning and ended.cause == "turned"
         if state.phase == "ending" or ended.code == 0 or asked_and_obeyed or turned:
             return
+        if ended.cause == "device" and self._health.blames_program(ended.node, ended.rank):
+            ended = replace(ended, cause="user")
         if ended.cause == "peer":
             if state.incident is None:
                 state.incident = Incident.of_exit(ended, "a peer was lost", after_stop=state.stop_asked)
@@ -283,6 +301,14 @@ class Decider:
         yield incident.blame(**evidence)
         yield StopRanks(rule=incident.rule, epoch=self.state.epoch)
 
+    def _tended(self, found: Iterable[Notice | Broken], now: float) -> Iterator[Action]:
+        """Of links and devices."""
+        for one in found:
+            if not isinstance(one, Broken):
+                yield one
+            elif self.state.phase == "running":
+                yield from self._end_attempt(one.incident, now, **one.evidence)
+
     def due(self, now: float) -> list[Action]:
         """What the time asks for."""
         phase = self.state.phase
@@ -290,14 +316,16 @@ class Decider:
             return []
         self._presence.forgive(now)
         actions = [*self._silent_nodes(now), *self._absent_nodes(now), *self._examine(now)]
+        actions += self._tended(self._health.due(now), now)
         if phase == "running" and self.state.phase == "running":
             actions += self._overdue_ranks(now)
         elif phase == "ending" and now - self._since > _REPEAT_SECONDS:
             self._since = now
             actions += self._end_again(now)
         elif phase == "gathering" and now - self._since > self._plan.gather_seconds * self._plan.patience:
-            there = sorted(self.nodes)
-            reason = f"{self._plan.nodes} nodes are needed, and only {there} came"
+            useless = map(self._health.why_useless, sorted(self.nodes))
+            reason = f"{self._plan.nodes} nodes are needed, and only {self.usable} came"
+            reason += "".join(f"; {why}" for why in useless if why is not None)
             actions.append(self._end_run("nodes did not come", "failed", reason))
         return [*actions, *self._go_on(now)]
 
@@ -411,7 +439,7 @@ class Decider:
         if now >= self._compare_at and self._watch.few():
             self._compare_at = now + _COMPARE_SECONDS
             if not (state.turning or state.stop_asked):
-                yield from self._grown(now) or self._balanced(now)
+                yield from self._replaced(now) or self._grown(now) or self._balanced(now)
         found = self._watch.overdue(now)
         if isinstance(found, Stuck):
             yield from self._end_attempt(found.incident, now, **found.evidence)
@@ -426,6 +454,16 @@ class Decider:
             if isinstance(action, TurnRanks):
                 self._turn(action, now, "slow")
             yield action
+
+    def _replaced(self, now: float) -> list[TurnRanks]:
+        """A node that may fail gives way before it does."""
+        failing = ((node, self._health.unsound(node)) for node in self.state.placement)
+        node, why = next((one for one in failing if one[1] is not None), (-1, None))
+        if why is None or not self._has_spare:
+            return []
+        turn = TurnRanks(rule=RULES_OF_LEAVING[why], epoch=self.state.epoch, node=node)
+        self._turn(turn, now, why)
+        return [turn]
 
     def _grown(self, now: float) -> list[TurnRanks]:
         """There are nodes for more replicas again."""

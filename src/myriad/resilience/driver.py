@@ -35,12 +35,14 @@ from myriad.resilience.actions import (
     EndRun,
     Evict,
     Examine,
+    Notice,
     StartAttempt,
     StopRanks,
     TellExamined,
     TellSlow,
     TurnRanks,
 )
+from myriad.resilience.clocks import Clocks
 from myriad.resilience.decisions import Decider
 from myriad.resilience.engines.child import die_with_parent
 from myriad.resilience.evictions import what_follows
@@ -48,6 +50,7 @@ from myriad.resilience.facts import (
     OBSERVED,
     STOP_ASKED,
     Agreed,
+    Beat,
     Dump,
     End,
     EvictionAnswer,
@@ -109,6 +112,7 @@ class Driver:
         self._links: dict[int, Link] = {}
         self._members, self._began = Members(), time.monotonic()
         self._gate = Gate(run, scribe, lambda node: _tell_engine({"replace": node}))
+        self._clocks = Clocks()
         self._over = asyncio.Event()
         self.is_lost = False
         """It has ended because another drives, or may."""
@@ -269,6 +273,9 @@ class Driver:
         return EvictionAnswer("", told)
 
     def _hear(self, observation: Observation) -> None:
+        if isinstance(observation, Beat):
+            wrong = self._clocks.heard(observation.node, observation.clock_seconds, time.time())
+            self._act([wrong] if wrong is not None else [])
         self._act(self._decider.hear(observation, time.monotonic()))
 
     def _act(self, actions: Sequence[Action]) -> None:
@@ -298,6 +305,8 @@ class Driver:
             self._event("diagnosis", action, "culprit", "ranks", "node", "step", "problem")
         elif isinstance(action, TellExamined):
             self._event("diagnosis", action, "verdict", "node", "problem")
+        elif isinstance(action, Notice):
+            self._event("health", action, "what", "node", "rank", "problem")
         elif isinstance(action, TurnRanks):
             self._event("move", action, "layout", "node")
         elif isinstance(action, DumpStacks):

@@ -26,6 +26,8 @@ BY_A_PERSON = "asked for by a person"
 """The rule."""
 RULES_OF_LEAVING: Mapping[Accused, str] = {
     "slow": "a node is slow, and a spare is there",
+    "link": "a link of the node keeps going down, and a spare is there",
+    "device": "a device of the node fails, and a spare is there",
     "doctor": "the doctor found a node unfit, and a spare is there",
     "person": BY_A_PERSON,
 }

@@ -13,12 +13,15 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from myriad.resilience.crew import Crew
 from myriad.resilience.examination import Examination
+from myriad.resilience.device_watch import DeviceWatch
+from myriad.resilience.doctor.devices import has_driver
 from myriad.resilience.facts import (
     ORDERS,
     STOP_ASKED,
@@ -41,6 +44,7 @@ from myriad.resilience.facts import (
     Turn,
 )
 from myriad.resilience.machine import machine_name
+from myriad.resilience.links import LinkWatch
 from myriad.resilience.reach import DriverLostError, Reach, executor_name
 from myriad.resilience.warm import DUMP_SIGNAL
 from myriad.resilience.warm_parent import WarmParent
@@ -83,6 +87,8 @@ class _Executor:
         self._run, self._node, self.crew = run, node, crew
         self._reach, self._lonely_seconds = Reach(run.path), lonely_seconds
         self._examination = Examination(node, run.path)
+        self._links = LinkWatch(lambda: self._reach.interface, rdma=has_driver())
+        self._devices = DeviceWatch(node)
         self._link: Link | None = None
         self.problem: str | None = None
         self.lonely = False
@@ -97,7 +103,8 @@ class _Executor:
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._over.set)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # an engine has blocked it until now
-        tasks = [asyncio.create_task(work()) for work in (self._stay_linked, self._look, self._hear_ranks)]
+        works = (self._stay_linked, self._look, self._hear_ranks, self._devices.watch)
+        tasks = [asyncio.create_task(work()) for work in works]
         for task in tasks:
             task.add_done_callback(self._end_with)
         await self._over.wait()
@@ -134,14 +141,16 @@ class _Executor:
                     self.crew.send_signal((event,), signal.SIGINT)
 
     async def _look(self) -> None:
-        """At the progress page and the ranks' states; more often than it tells."""
+        """At the progress page and the ranks' states, links and devices; more often than it tells."""
         looks = 0
-        states: list[tuple[object, ...]] = []
+        states: list[object] = []
         while True:
-            seen = self.crew.look()
+            seen, links, devices = self.crew.look(), self._links.look(), self._devices.found
             before, states = states, [(one.state == "T", one.phase, one.digests[-1:]) for one in seen]
+            states += [*((link.name, link.up, link.downs) for link in links), devices]
             if looks % _BEAT_EVERY == 0 or before != states:
-                self._tell(Beat(self._node, self.crew.epoch, _free_port(self._reach.host), self._news(seen)))
+                port, known = _free_port(self._reach.host), self._news(seen)
+                self._tell(Beat(self._node, self.crew.epoch, port, known, links, devices, time.time()))
             looks += 1
             await asyncio.sleep(_LOOK_SECONDS)
 
@@ -233,6 +242,8 @@ class _Executor:
             self._ask_to_stop()
         elif isinstance(order, Start):
             self._examination.cancel()
+            if order.epoch > self.crew.epoch:
+                self._devices.begin(order.epoch, order.ranks)
             self.crew.start(order)
         elif isinstance(order, ExamineNode):
             self._examination.begin(order.how, self._tell)

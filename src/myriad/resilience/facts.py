@@ -21,6 +21,7 @@ __all__ = [
     "Agreed",
     "Beat",
     "Cause",
+    "DeviceTrouble",
     "Digest",
     "Dump",
     "End",
@@ -30,6 +31,7 @@ __all__ = [
     "Examined",
     "How",
     "Leave",
+    "LinkSeen",
     "NodeJoined",
     "NodeLeft",
     "NodeNumber",
@@ -107,6 +109,36 @@ class RankSeen:
 
 
 @dataclass(frozen=True)
+class LinkSeen:
+    """A network interface, or a port of RDMA, that ranks or the executor go by; the kernel's counts."""
+
+    name: str
+    up: bool
+    downs: int
+    """How often it has gone down: also what happened while nobody could be told."""
+    errors: int
+    """Packets that arrived or left damaged."""
+
+
+@dataclass(frozen=True)
+class DeviceTrouble:
+    """What the driver of a node's accelerators has reported while these ranks were there."""
+
+    device: int
+    """Its index on the node; -1: whoever is to tell of them does not."""
+    rank: int
+    """That uses it; -1: none, or nobody knows."""
+    epoch: int
+    """Of the ranks that were there then."""
+    blame: Literal["user", "hardware", "unknown"]
+    words: str
+    lost: bool = False
+    """No rank can use it any more."""
+    can_wait: bool = False
+    """Ranks go on for now."""
+
+
+@dataclass(frozen=True)
 class RankExited:
     """A rank has ended."""
 
@@ -181,6 +213,13 @@ class Beat:
     epoch: int
     port: int
     ranks: tuple[RankSeen, ...]
+    links: tuple[LinkSeen, ...] = ()
+    """Those that have been up since the executor began."""
+    devices: tuple[DeviceTrouble, ...] = ()
+    """Of these ranks; and what is lost."""
+    clock_seconds: float = 0.0
+    """Since the epoch, by the clock of its machine: to report what is wrong, nothing is decided by it; 0: not
+    told."""
 
 
 @dataclass(frozen=True)

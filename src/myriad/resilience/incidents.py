@@ -28,7 +28,7 @@ NOT_FINITE = "nan"
 SPIKE = "spike"
 """Of the loss or the gradient norm: nobody is to blame, and the run goes back before it."""
 MEMORY_FULL = ("device memory", "host memory")
-OF_THE_NODE = ("device", "hang")
+OF_THE_NODE = ("device", "hang", "link")
 """Causes for which the node is suspect at once; for any other when the same comes again without progress."""
 
 _MOST_TOLD = 16

@@ -45,5 +45,5 @@ def is_of_the_node(state: State, incident: Incident) -> tuple[bool, bool]:
 
 def accusation_of(cause: str) -> Accused:
     """Of a node that is evicted for an incident of this cause."""
-    known: dict[str, Accused] = {"hang": "hang", "device": "device", CORRUPTION: "corruption"}
+    known: dict[str, Accused] = {"hang": "hang", "device": "device", "link": "link", CORRUPTION: "corruption"}
     return known.get(cause, "again")

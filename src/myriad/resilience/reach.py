@@ -29,6 +29,8 @@ from myriad.resilience.wire import Link, run_secret
 __all__ = ["DriverLostError", "Reach", "executor_name", "interface_of"]
 
 _CONNECT_SECONDS = 2.0
+_BEAT_SECONDS = 1.0
+"""Between two beats."""
 _NO_ANSWER = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT)
 
 
@@ -43,6 +45,8 @@ class Reach:
         self._run = run
         self.host = "127.0.0.1"
         """This node's address, as the driver and other nodes reach it."""
+        self.interface: str | None = None
+        """That has it."""
         self._silent_seconds = self._alone_seconds = float("inf")
         self._term = 0
         self._beat: tuple[object, object] | None = None
@@ -65,10 +69,13 @@ class Reach:
         link = Link(reader, writer)
         try:
             silent = float(address["silent_seconds"])
+            # the driver counts from the last beat that it heard, the kernel from the first that it did not
+            patience_ms = int((silent - _BEAT_SECONDS) * 1000)
             connection = writer.get_extra_info("socket")
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent * 1000))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
             await link.prove(run_secret(self._run / "secret"), "executor", "driver")
             self.host, self._silent_seconds = writer.get_extra_info("sockname")[0], silent
+            self.interface = interface_of(self.host)
             self._alone_seconds = float(address.get("alone_seconds", silent))
             self._is_linked, self._term = True, int(address.get("term", 0))
             self._beat, self._lives = None, False

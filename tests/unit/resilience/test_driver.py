@@ -20,7 +20,9 @@ from myriad.resilience.driver import Driver
 from myriad.resilience.facts import (
     ORDERS,
     Beat,
+    DeviceTrouble,
     End,
+    LinkSeen,
     NodeJoined,
     RankExited,
     RankSeen,
@@ -143,7 +145,15 @@ JSON = st.recursive(
 SEEN = RankSeen(1, 77, "S", "step", "reduce", 4, 9, 8, 0.25, 0.5)
 VALID = (
     Beat(1, 1, 4000, (SEEN,)),
-    Beat(0, 1, 4000, ()),
+    Beat(
+        0,
+        1,
+        4000,
+        (),
+        (LinkSeen("eth1", False, -3, 9),),
+        (DeviceTrouble(7, 99, 1, "hardware", "Xid"),),
+        1e300,
+    ),
     RankExited(1, 1, 1, 1, "user", 12, "a\nb \ud800", "/x.log"),
     RankExited(1, 1, 99, 0, "done", 12, "", "/x.log"),
     RankExited(0, 1, 0, 1, "user", 12, "", "/x.log"),

@@ -16,7 +16,9 @@ from myriad.resilience.facts import (
     OBSERVED,
     ORDERS,
     Beat,
+    DeviceTrouble,
     End,
+    LinkSeen,
     NodeJoined,
     NodeTaken,
     RankExited,
@@ -30,6 +32,7 @@ SEEN = RankSeen(1, 77, "S", "step", "reduce", 4, 9, 8, 0.25, 0.5)
 ENDED = RankExited(0, 3, 1, -9, "killed", 12, "a\nb", "/x.log")
 MESSAGES = (
     Beat(0, 3, 4000, (SEEN, SEEN)),
+    Beat(0, 3, 4000, (), (LinkSeen("eth1", True, 3, 0),), (DeviceTrouble(1, 5, 3, "user", "Xid 31"),), 1.7e9),
     ENDED,
     NodeJoined(1, 3, "::1", 9, 2, 10**12, (1, 2), (ENDED,), False, "rack2:77"),
     NodeTaken("rack2:77"),

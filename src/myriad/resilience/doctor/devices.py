@@ -30,6 +30,7 @@ from myriad.config import Config
 from myriad.resilience.doctor.item import Reading
 
 __all__ = [
+    "DEVICES",
     "XIDS",
     "DeviceFault",
     "DeviceProvider",
@@ -41,6 +42,7 @@ __all__ = [
     "fault_of",
     "find_provider",
     "has_driver",
+    "provider_of",
 ]
 
 Blame = Literal["user", "hardware", "unknown"]
@@ -51,6 +53,8 @@ class Xid(NamedTuple):
 
     blame: Blame
     meaning: str
+    can_wait: bool = False
+    """What was at work goes on."""
 
 
 XIDS: Mapping[int, Xid] = {
@@ -59,11 +63,13 @@ XIDS: Mapping[int, Xid] = {
     43: Xid("user", "the program's channel was stopped after its own fault; the device is well"),
     45: Xid("user", "channels were torn down, as when a program is killed"),
     48: Xid("hardware", "uncorrectable (double-bit) memory error"),
-    63: Xid("hardware", "a memory row was remapped or a page retired; the device needs a reset"),
+    63: Xid(
+        "hardware", "a memory row was remapped or a page retired; the device needs a reset", can_wait=True
+    ),
     64: Xid("hardware", "a memory row could not be remapped"),
     74: Xid("hardware", "NVLink error"),
     79: Xid("hardware", "the device has fallen off the bus"),
-    92: Xid("hardware", "a high rate of corrected memory errors"),
+    92: Xid("hardware", "a high rate of corrected memory errors", can_wait=True),
     94: Xid("hardware", "uncorrectable memory error, contained to one program"),
     95: Xid("hardware", "uncorrectable memory error, not contained"),
     119: Xid("hardware", "the device's own processor (GSP) does not answer"),
@@ -79,6 +85,8 @@ class DeviceState(Config):
     """In the order of the node."""
     name: str = "unknown"
     """Type."""
+    bus: str = ""
+    """Its place, by which it is known when it no longer answers."""
     lost: bool = False
     """It no longer answers."""
     uncorrected_errors: int = Field(0, ge=0)
@@ -86,7 +94,7 @@ class DeviceState(Config):
     remap_failed: bool = False
     """A memory row could not be replaced."""
     xids: tuple[int, ...] = ()
-    """Reported since the node started."""
+    """Reported since the node started, in their order."""
 
 
 class DeviceFault(NamedTuple):
@@ -181,13 +189,13 @@ class SmiProvider:
     """Asks ``nvidia-smi`` and reads the kernel's log, where this user may."""
 
     def __init__(self, program: str = "nvidia-smi", log: Path = Path("/dev/kmsg")) -> None:
-        self._program, self._log = program, log
+        self._program, self._log = program, KernelLog(log)
 
     def states(self) -> Sequence[DeviceState]:
         """Raises `OSError` or ``subprocess.SubprocessError`` when it cannot be asked, or hangs."""
         rows = self._ask(f"--query-gpu={','.join(_QUERY)}")
         remapped = self._ask("--query-remapped-rows=gpu_bus_id,remapped_rows.failure")
-        return parse_states(rows, remapped, read_log(self._log))
+        return parse_states(rows, remapped, self._log.read())
 
     def _ask(self, query: str) -> str:
         words = [self._program, query, "--format=csv,noheader,nounits"]
@@ -209,15 +217,16 @@ def parse_states(rows: str, remapped: str, log: str) -> list[DeviceState]:
                 DeviceState(
                     index=int(index),
                     name=name,
+                    bus=where,
                     uncorrected_errors=int(errors) if errors.isdigit() else 0,
                     remap_failed=where in failed,
-                    xids=tuple(dict.fromkeys(xids.get(where, ()))),
+                    xids=tuple(xids.get(where, ())),
                 )
             )
     lost = {_bus(bus) for bus in _LOST.findall(rows)}
     first = max((state.index for state in states), default=-1) + 1
     return states + [
-        DeviceState(index=first + place, lost=True, xids=tuple(dict.fromkeys(xids.get(bus, ()))))
+        DeviceState(index=first + place, bus=bus, lost=True, xids=tuple(xids.get(bus, ())))
         for place, bus in enumerate(sorted(lost))
     ]
 
@@ -233,22 +242,48 @@ def _bus(text: str) -> str:
     return f"{domain[-4:]}:{rest.partition('.')[0]}".lower()
 
 
-def read_log(path: Path) -> str:
-    """What is in the kernel's log now; empty where it may not be read."""
-    found: list[bytes] = []
-    with suppress(OSError):  # its end is BlockingIOError
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+class KernelLog:
+    """Its lines about Xids: those that the kernel still has, and from then on all."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._handle = path, -1
+        self._kept: list[str] = []
+
+    def read(self) -> str:
+        """All until now; empty where it may not be read."""
+        with suppress(OSError):
+            if self._handle < 0:
+                self._handle = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            while (part := self._next()) is not None:
+                self._kept += (line for line in part.splitlines() if _XID.search(line))
+        return "\n".join(self._kept)
+
+    def _next(self) -> str | None:
+        """A line; ``None``: there is no more. Raises ``OSError``."""
         try:
-            while part := os.read(handle, 8192):  # one line each
-                found.append(part)
-        finally:
-            os.close(handle)
-    return b"\n".join(found).decode(errors="replace")
+            return os.read(self._handle, 8192).decode(errors="replace") or None
+        except BlockingIOError:
+            return None
+        except BrokenPipeError:  # lines were overwritten before they were read: it goes on behind them
+            return ""
 
 
 def has_driver(root: Path = Path("/")) -> bool:
     """Whether NVIDIA's driver is loaded."""
     return (root / "proc/driver/nvidia/version").exists()
+
+
+DEVICES = "MYRIAD_DEVICES"
+"""Names, in the environment, a file for `FileProvider`, or a folder with ``node-K.json`` for each node:
+devices for rehearsals, instead of those that are here."""
+
+
+def provider_of(node: int) -> DeviceProvider | None:
+    """Whoever is to be asked on a node."""
+    if told := os.environ.get(DEVICES):
+        path = Path(told)
+        return FileProvider(path / f"node-{node}.json" if path.is_dir() else path)
+    return find_provider()
 
 
 def find_provider(root: Path = Path("/")) -> DeviceProvider | None:

@@ -89,7 +89,7 @@ def test_nvidia_smi_is_asked_for_both(tmp_path):
     program.chmod(0o755)
     log.write_text("NVRM: Xid (PCI:0000:18:00): 94, pid=7\n")
     (state,) = SmiProvider(str(program), log).states()
-    assert state == DeviceState(index=0, name="NVIDIA H200", remap_failed=True, xids=(94,))
+    assert state == DeviceState(index=0, name="NVIDIA H200", bus="0000:18:00", remap_failed=True, xids=(94,))
 
 
 def test_a_provider_that_cannot_be_asked_is_told(tmp_path):
