@@ -1,28 +1,19 @@
-"""Processes inside the hosts of `hosts.py`: how one gets in, and how the ranks' results get out.
+"""Ranks inside the hosts of `hosts.py`: how they get in, and how their results get out."""
 
-A process enters a host as ``ip netns exec`` would let it: the host's network, its own mounts with the host's
-files of /etc/netns over those of /etc, and its own host name. It dies with the process that started it.
-"""
-
-import ctypes
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
-__all__ = ["Place", "RankError", "Ranks", "enter_host"]
+from myriad.resilience.faults.namespaces import enter_host
 
-_NEW_NETWORK, _NEW_MOUNTS, _NEW_HOSTNAME = 0x40000000, 0x00020000, 0x04000000
-_BIND, _SLAVE_ALL, _DETACH = 4096, (1 << 19) | 16384, 2
-_DIE_WITH_PARENT = 1
+__all__ = ["Place", "RankError", "Ranks", "enter_host"]
 
 
 class RankError(RuntimeError):
@@ -38,31 +29,6 @@ class Place:
     hostname: str
     core: int
     environment: Mapping[str, str]
-
-
-def _call(name: str, *arguments: Any) -> None:
-    library = ctypes.CDLL(None, use_errno=True)
-    if getattr(library, name)(*arguments):
-        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
-
-
-def enter_host(namespace: str, hostname: str, parent: int) -> None:
-    """Moves this process (of one thread) into a host for good."""
-    _call("prctl", _DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    handle = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    _call("setns", handle, _NEW_NETWORK)
-    os.close(handle)
-    _call("unshare", _NEW_MOUNTS | _NEW_HOSTNAME)
-    _call("mount", b"", b"/", b"none", _SLAVE_ALL, None)
-    _call("umount2", b"/sys", _DETACH)
-    _call("mount", namespace.encode(), b"/sys", b"sysfs", 0, None)
-    for path in Path(f"/etc/netns/{namespace}").iterdir():
-        _call("mount", str(path).encode(), f"/etc/{path.name}".encode(), b"none", _BIND, None)
-    socket.sethostname(hostname)
 
 
 def _be_rank(place: Place, parent: int, function: Callable[[], Any], pipe: Connection) -> None:

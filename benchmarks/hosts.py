@@ -17,57 +17,36 @@ A link is shaped at both of its ends: what a host sends at its eth0, what it rec
 that two senders share a receiver's link as they would at a real switch. With two hosts the first shaper
 paces the traffic and the second has nothing to do.
 
-The switch is a namespace too. So nothing is added to the machine's own network, any number of `Hosts` live
-side by side in the same addresses, and taking the namespaces away takes everything. That happens on leaving
-the block, by an exception, SIGINT, SIGTERM or at exit; what a killed owner leaves behind (its ranks die with
-it) is removed by the next `Hosts`. Needs root, and ip and tc of iproute2.
+Hosts, switch and cables are `myriad.resilience.faults.namespaces`; here are rates, and ranks. Needs root, and
+ip and tc of iproute2.
 
 A rank is a forked process on one core of its own (several share one when there are too few), in the
-network, mount and hostname namespaces of its host. Host names resolve by a hosts file, without a name
-server, which is what gloo asks for while it connects.
+network, mount and hostname namespaces of its host.
 """
 
 import argparse
-import atexit
 import os
 import re
-import shutil
-import signal
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
-from host_ranks import Place, Ranks, enter_host
+from host_ranks import Place, Ranks
 from link_speed import send_and_count
+from myriad.resilience.faults import namespaces
+from myriad.resilience.faults.namespaces import Namespaces, run
 
 __all__ = ["Hosts", "bits_per_second", "missing"]
 
-_PREFIX = "myriad"
-_NAMESPACES, _ETC = Path("/run/netns"), Path("/etc/netns")
-_SERIALS = count()
+_TOOLS = ("ip", "tc")
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def missing() -> str | None:
     """Why hosts cannot be made here; ``None`` where they can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            return f"no {tool} (iproute2) here"
-    probe = f"{_PREFIX}-{os.getpid()}-{next(_SERIALS)}-probe"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
-    if made.returncode == 0:
-        _run("ip", "netns", "delete", probe)
-        return None
-    return f"no network namespaces here: {made.stderr.strip()}"
+    return namespaces.missing(_TOOLS)
 
 
 def bits_per_second(rate: str) -> float:
@@ -76,13 +55,6 @@ def bits_per_second(rate: str) -> float:
     if found is None or float(found[1]) == 0:
         raise ValueError(f"rate = {rate!r}: a number and bit, kbit, mbit or gbit, as in 200mbit")
     return float(found[1]) * _UNITS[found[2]]
-
-
-def _run(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
-    return done.stdout
 
 
 def _shape(namespace: str, device: str, rate: str | None) -> None:
@@ -94,148 +66,45 @@ def _shape(namespace: str, device: str, rate: str | None) -> None:
         subprocess.run([*tc, "delete", "dev", device, "root"], capture_output=True)
         return
     burst = max(80_000, int(bits_per_second(rate) / 8 * 1e-3))
-    _run(*tc, "replace", "dev", device, "root", "tbf", "rate", rate, "burst", str(burst), "latency", "50ms")
+    run(*tc, "replace", "dev", device, "root", "tbf", "rate", rate, "burst", str(burst), "latency", "50ms")
 
 
-def _end_all(namespace: str) -> None:
-    """Ends every process of a namespace."""
-    for _ in range(250):
-        found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
-        if not found.split():
-            break
-        for process in found.split():
-            with suppress(ProcessLookupError):
-                os.kill(int(process), signal.SIGKILL)
-        time.sleep(0.02)
-
-
-def _remove(namespace: str) -> None:
-    """Ends every process of a namespace and takes it away, with the interfaces in it."""
-    _end_all(namespace)
-    subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
-    shutil.rmtree(_ETC / namespace, ignore_errors=True)
-
-
-def _sweep() -> None:
-    """Removes what processes that are gone have left."""
-    for folder in (_NAMESPACES, _ETC):
-        for path in folder.glob(f"{_PREFIX}-*-*-*"):
-            owner = path.name.split("-")[1]
-            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-                _remove(path.name)
-
-
-def _exit_by(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
-class Hosts:
+class Hosts(Namespaces):
     """``num_hosts`` namespaces on a bridge. Used as a context manager, by one thread."""
+
+    TOOLS = _TOOLS
 
     def __init__(
         self, num_hosts: int, rate: str | None = None, *, cores: Sequence[int] | None = None
     ) -> None:
         """``rate`` of every link, both ways, as tc writes it; ``cores`` that ranks are pinned to in turn,
         by default all that this process may use."""
-        if num_hosts < 1:
-            raise ValueError(f"num_hosts = {num_hosts}: at least 1")
+        super().__init__(num_hosts)
         if rate is not None:
             bits_per_second(rate)
-        self.num_hosts, self.rate = num_hosts, rate
+        self.rate = rate
         self.cores = tuple(cores or sorted(os.sched_getaffinity(0)))
-        self._tag = f"{_PREFIX}-{os.getpid()}-{next(_SERIALS)}"
-        self._switch = f"{self._tag}-switch"
         self._ports = count(20_000)
         self._started: list[Ranks] = []
-        self._handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> "Hosts":
-        if problem := missing():
-            raise OSError(problem)
-        _sweep()
-        atexit.register(self.close)
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is signal.SIG_DFL:
-                    self._handlers[number] = signal.signal(number, _exit_by)
-        try:
-            self._build()
-            self.set_rate(self.rate)
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def build(self) -> None:
+        """And the rate."""
+        super().build()
+        self.set_rate(self.rate)
 
     def close(self) -> None:
         """Ends every process in the hosts and removes them; more than once does no harm."""
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-        try:
-            for ranks in self._started:
-                ranks.kill()
-            for host in (*range(self.num_hosts), -1):
-                _remove(self.namespace(host))
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-            self._handlers.clear()
-            atexit.unregister(self.close)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
-
-    def namespace(self, host: int) -> str:
-        """What ``ip netns`` calls a host; -1 is the switch."""
-        return self._switch if host < 0 else f"{self._tag}-{host}"
-
-    def address(self, host: int) -> str:
-        """Of the host's eth0."""
-        return f"10.77.0.{host + 1}"
-
-    def _build(self) -> None:
-        switch = ("ip", "-n", self._switch)
-        _run("ip", "netns", "add", self._switch)
-        _run(*switch, "link", "add", "bridge", "type", "bridge")
-        _run(*switch, "link", "set", "bridge", "up")
-        known = [(self.address(host), f"host{host}") for host in range(self.num_hosts)]
-        names = "".join(f"{address} {name}\n::ffff:{address} {name}\n" for address, name in known)
-        for host in range(self.num_hosts):
-            name, port = self.namespace(host), f"port{host}"
-            etc = _ETC / name
-            etc.mkdir(parents=True)
-            (etc / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
-            _run("ip", "netns", "add", name)
-            _run(*switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-            _run(*switch, "link", "set", port, "master", "bridge", "up")
-            _run("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                _run("ip", "-n", name, "link", "set", device, "up")
+        for ranks in self._started:
+            ranks.kill()
+        super().close()
 
     def set_rate(self, rate: str | None, hosts: Sequence[int] | None = None) -> None:
         """Shapes the links of ``hosts`` (off: all) anew, also while ranks run."""
         for host in range(self.num_hosts) if hosts is None else hosts:
             _shape(self.namespace(host), "eth0", rate)
-            _shape(self._switch, f"port{host}", rate)
+            _shape(self.switch, self.port(host), rate)
         if hosts is None:
             self.rate = rate
-
-    def set_link(self, host: int, *, up: bool) -> None:
-        """Plugs the cable of a host in or out, at the switch."""
-        _run("ip", "-n", self._switch, "link", "set", f"port{host}", "up" if up else "down")
-
-    def lose(self, host: int) -> None:
-        """Kills whatever runs in a host, as when its machine is lost; the host is there again, empty."""
-        _end_all(self.namespace(host))
-
-    def start(
-        self, host: int, command: Sequence[str], environment: Mapping[str, str] | None = None, **options: Any
-    ) -> "subprocess.Popen[Any]":
-        """Starts a command in a host; it is killed when the hosts go, if it has not ended."""
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **(environment or {})}
-        enter = partial(enter_host, self.namespace(host), f"host{host}", os.getpid())
-        return subprocess.Popen(command, env=environment, preexec_fn=enter, **options)
 
     def start_ranks(
         self,
