@@ -143,9 +143,20 @@ def test_a_host_whose_cable_was_out_for_a_moment_goes_on_as_if_nothing_had_been(
     made.set_link(FIRST, up=False)
     time.sleep(1.0)
     made.set_link(FIRST, up=True)
+    wait_until(lambda: steps_done(run) >= 40)
+    take_down(made, SECOND, seconds=1.0)
     assert train.wait(120) == 0 and [process.wait(30) for process in joined] == [0, 0]
     assert events(run, "fault") == [] and len(events(run, "start")) == 1
+    told = {(one["what"], one["evidence"]["interface"]) for one in events(run, "health")}
+    assert told == {("link", "eth0")} and {one["node"] for one in events(run, "health")} == {0, 1}
     assert_same_bits(run, undisturbed)
+
+
+def take_down(made: Hosts, host: int, seconds: float) -> None:
+    """In the host itself: routes are gone meanwhile, too."""
+    for state, wait in (("down", seconds), ("up", 0.0)):
+        subprocess.run(["ip", "-n", made.namespace(host), "link", "set", "eth0", state], check=True)
+        time.sleep(wait)
 
 
 def assert_same_bits(run: Run, undisturbed: Run) -> None:

@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from myriad.resilience.crew import Crew
-from myriad.resilience.examination import Examination
 from myriad.resilience.device_watch import DeviceWatch
 from myriad.resilience.doctor.devices import has_driver
+from myriad.resilience.examination import Examination
 from myriad.resilience.facts import (
     ORDERS,
     STOP_ASKED,
@@ -43,8 +43,8 @@ from myriad.resilience.facts import (
     StopAsked,
     Turn,
 )
-from myriad.resilience.machine import machine_name
 from myriad.resilience.links import LinkWatch
+from myriad.resilience.machine import machine_name
 from myriad.resilience.reach import DriverLostError, Reach, executor_name
 from myriad.resilience.warm import DUMP_SIGNAL
 from myriad.resilience.warm_parent import WarmParent

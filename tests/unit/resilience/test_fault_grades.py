@@ -178,3 +178,72 @@ def test_of_two_replicas_that_differ_it_is_right_to_suspect_both() -> None:
     assert graded(flip, lines=[caused()], events=events, verify_every=5).met
     events[0]["evidence"] = {"suspects": [2, 3]}
     assert not graded(flip, lines=[caused()], events=events, verify_every=5).met
+
+
+FLAP = Fault(kind="link-flap", where="node", node=1, step=20)
+DOWN = Fault(kind="link-down", where="node", node=1, step=20)
+CUT_OFF = Fault(kind="partition", where="node", node=1, step=20)
+
+
+def heard(at: float = 100.3, node: int = 1, what: str = "link") -> dict[str, Any]:
+    return {"event": "health", "time": at, "what": what, "node": node, "problem": f"{what} of node {node}"}
+
+
+def lost(cause: str, at: float) -> dict[str, Any]:
+    return {"event": "fault", "time": at, "cause": cause, "node": 1, "problem": "node 1"}
+
+
+EVICTED = {"event": "eviction", "time": 103.6, "node": 1}
+
+
+@pytest.mark.parametrize(
+    ("events", "missed"),
+    [
+        ([heard()], []),
+        ([], ["not detected"]),
+        ([heard(at=103.0)], ["detected after 3.00 s, not 2.00 s"]),
+        ([heard(node=0)], ["wrong culprit: link of node 0"]),
+        ([heard(), *again()], ["all began anew"]),
+    ],
+)
+def test_a_flap_is_to_be_told_and_nothing_else(events: list[dict[str, Any]], missed: list[str]) -> None:
+    assert graded(FLAP, lines=[caused()], events=events).grades[0].missed == missed
+
+
+def test_a_node_whose_link_flaps_is_to_give_way_and_all_to_train_again() -> None:
+    flapping = Fault(kind="link-flapping", where="node", node=1, step=20)
+    events = [heard(), EVICTED, *again(104.6)]
+    report = graded(flapping, lines=[caused()], events=events)
+    assert report.met and report.grades[0].trains_seconds == pytest.approx(0.5)
+    kept = graded(flapping, lines=[caused()], events=[heard()])
+    assert kept.grades[0].missed == ["the node did not give way", "did not train again"]
+
+
+def test_a_link_that_stays_down_is_found_when_it_is_told_and_its_node_is_to_give_way() -> None:
+    events = [heard(), lost("link", 103.3), EVICTED, *again(104.6)]
+    report = graded(DOWN, lines=[caused()], events=events)
+    assert report.met and report.grades[0].detected_seconds == pytest.approx(0.3)
+    kept = graded(DOWN, lines=[caused()], events=[heard(), lost("link", 103.3), *again(104.6)])
+    assert kept.grades[0].missed == ["the node did not give way"]
+
+
+@pytest.mark.parametrize(
+    ("fenced", "missed"),
+    [
+        ([{"number": 0, "fenced": 103.2}], []),
+        ([{"number": 0, "fenced": 105.0}], ["its own side ended after 5.00 s, not 3.50 s"]),
+        ([], ["its own side ended after inf s, not 3.50 s"]),
+    ],
+)
+def test_a_node_that_is_cut_off_is_to_end_its_ranks_itself(
+    fenced: list[dict[str, Any]], missed: list[str]
+) -> None:
+    events = [lost("node", 103.4), EVICTED, *again(104.6)]
+    assert graded(CUT_OFF, lines=[caused(), *fenced], events=events).grades[0].missed == missed
+
+
+def test_the_node_of_a_broken_device_is_no_healthy_one() -> None:
+    broken = Fault(kind="device-lost", where="rank", rank=1, step=20)
+    told = {"event": "fault", "time": 104.0, "cause": "device", "rank": 1, "node": 1, "problem": "device"}
+    report = graded(broken, lines=[caused()], events=[told, EVICTED | {"time": 104.1}, *again(105.0)])
+    assert report.met and report.evicted_healthy == 0

@@ -60,6 +60,18 @@ def test_every_kind_has_a_ready_scenario_for_whatever_it_is_done_to() -> None:
             "[soak]\nminutes = 1\nfaults_per_minute = 1\nkinds = ['hang']\n",
             "soak.kinds = 'hang': one of kill",
         ),
+        (
+            '[[faults]]\nkind = "link-down"\nwhere = "node"\n',
+            "faults.0.kind = 'link-down': needs hosts = true",
+        ),
+        (
+            'hosts = true\n[[faults]]\nkind = "link-down"\nwhere = "node"\n',
+            "faults.0.kind = 'link-down': needs resilience.spares > 0",
+        ),
+        (
+            "[soak]\nminutes = 1\nfaults_per_minute = 1\nkinds = ['device-lost']\n",
+            "soak.kinds = 'device-lost'",
+        ),
         ("", "faults = []: at least one"),
         ("faultz = 1\n", "faultz = 1: unknown key; one of about"),
     ],

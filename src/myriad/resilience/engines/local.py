@@ -12,7 +12,7 @@ lead sessions of their own.
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from myriad.checkpoint.keeper_start import NODE
 from myriad.errors import BadInputError
@@ -74,14 +74,22 @@ class LocalEngine:
     """A child process for each node."""
 
     def __init__(
-        self, run: Run, nodes: int, spares: int, threads: int, command: Sequence[str], patience: float
+        self,
+        run: Run,
+        nodes: int,
+        spares: int,
+        threads: int,
+        command: Sequence[str],
+        patience: float,
+        where: Callable[[int], Sequence[str]] = lambda node: (),
     ) -> None:
+        """``where``: what the command of a node's executor begins with."""
         several = nodes + spares > 1
         self._executors = [
             Kept(
                 run,
                 f"executor-{node}",
-                of_module("executor_process", run.path, node, threads, *command),
+                [*where(node), *of_module("executor_process", run.path, node, threads, *command)],
                 {MACHINE: ""} | ({NODE: str(node)} if several else {}),
             )
             for node in range(nodes + spares)

@@ -11,6 +11,7 @@ from typing import Any
 
 from myriad.resilience.faults.kinds import Aim, aim_of
 from myriad.resilience.faults.scenario import Fault
+from myriad.resilience.faults.stand_in import BROKEN
 
 __all__ = ["Evidence", "Grade", "Report", "failed_report", "grade_run"]
 
@@ -158,7 +159,7 @@ class _Grader:
 
     def evicted_healthy(self) -> int:
         """Nodes, but those that a fault was done to."""
-        sick = sum(fault.where in ("executor", "node") for fault in self._faults)
+        sick = sum(fault.where in ("executor", "node") or fault.kind in BROKEN for fault in self._faults)
         evictions = sum(event["event"] == "eviction" for event in self._evidence.events)
         return max(0, evictions - sick)
 
@@ -189,10 +190,13 @@ class _Grader:
             self._by_diagnosis(grade, fault, line)
         elif aim.seen == "ranks":
             self._by_ranks(grade, line)
+        elif aim.seen == "health":
+            self._by_health(grade, fault, line)
         elif aim.seen == "successor":
             self._by_successor(grade, number, line)
         else:
             self._by_storage(grade, aim, line)
+        self._beside(grade, number, line)
         if aim.verified and grade.steps_wrong > self._evidence.verify_every:
             every = self._evidence.verify_every
             grade.missed.append(f"found after {grade.steps_wrong} steps, not {every}")
@@ -268,6 +272,41 @@ class _Grader:
             grade.detected_seconds, grade.told = first["time"] - line["time"], first["problem"]
             grade.steps_lost = 0 if first.get("verdict") == "transient" else None
 
+    def _by_health(self, grade: Grade, fault: Fault, line: Line) -> None:
+        """The first that is told after it is to be of this one; a run that is to go on is to do so."""
+        later = [one for one in self._evidence.events if one["time"] >= line["time"]]
+        first = next((one for one in later if one["event"] == "health"), None)
+        if first is not None:
+            grade.detected_seconds, grade.told = first["time"] - line["time"], first["problem"]
+            whom = "node" if fault.where == "node" else "rank"
+            grade.culprit_right = first.get(whom) == getattr(fault, whom)
+        again = next((one["time"] for one in later if one["event"] == "restart"), None)
+        if aim_of(fault.kind, fault.where).gives_way:
+            started = (
+                one["time"] for one in later if one["event"] == "start" and one["time"] >= (again or 0.0)
+            )
+            grade.trains_seconds = next((at - again for at in started), None) if again is not None else None
+            return
+        grade.steps_lost = 0
+        if again is not None:
+            grade.missed.append("all began anew")
+
+    def _beside(self, grade: Grade, number: int, line: Line) -> None:
+        """What else is to come of it, on the node."""
+        fault = self._faults[number]
+        aim = aim_of(fault.kind, fault.where)
+        left = [one for one in self._evidence.events if one["event"] == "eviction"]
+        mine = [one for one in left if fault.node is None or one["node"] == fault.node]
+        if aim.gives_way and not any(one["time"] >= line["time"] for one in mine):
+            grade.missed.append("the node did not give way")
+        if aim.fenced_seconds is None:
+            return
+        told = (one for one in self._evidence.caused if one["number"] == number and "fenced" in one)
+        seconds = next((one["fenced"] - line["time"] for one in told), float("inf"))
+        grade.told += f"; its own ranks ended after {seconds:.2f} s"
+        if seconds > aim.fenced_seconds:
+            grade.missed.append(f"its own side ended after {seconds:.2f} s, not {aim.fenced_seconds:.2f} s")
+
     def _by_successor(self, grade: Grade, number: int, line: Line) -> None:
         told = (line for line in self._evidence.caused if "successor" in line)
         at = next((one["successor"] for one in told if one["number"] == number), None)
@@ -298,13 +337,18 @@ def _incidents(events: Sequence[Line]) -> list[_Incident]:
     """Faults that the driver told, each with the start after it."""
     found: list[_Incident] = []
     diagnosed: float | None = None
+    down: dict[int, float] = {}
     for event in events:
         if event["event"] == "diagnosis" and event.keys().isdisjoint(("verdict", "culprit")):
             diagnosed = event["time"]
         elif event["event"] == "fault" and "cause" in event:
             named = diagnosed if event["cause"] == "hang" and diagnosed is not None else event["time"]
+            if event["cause"] == "link":
+                named = down.get(event["node"], named)
             found.append(_Incident(event, named))
             diagnosed = None
+        elif event["event"] == "health" and event["what"] == "link":
+            down[event["node"]] = event["time"]
         elif event["event"] == "restart":
             for incident in found:
                 incident.ended = min(incident.ended, event["time"])
@@ -319,6 +363,7 @@ def _incidents(events: Sequence[Line]) -> list[_Incident]:
 
 def _in_words(fault: Fault, step: int) -> str:
     target = f"rank {fault.rank}" if fault.rank is not None else fault.where
+    target += f" {fault.node}" if fault.node is not None else ""
     during = f' in "{fault.during}"' if fault.during else ""
     return f"{fault.kind} {target} at step {step}{during}"
 

@@ -11,17 +11,20 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from myriad.jsonl import JsonlTail, append_line
 from myriad.resilience.faults.inside import CAUSED, MemoryLimit
-from myriad.resilience.faults.kinds import KINDS, KindName, aim_of
+from myriad.resilience.faults.kinds import KINDS, SIGNALS, aim_of
+from myriad.resilience.faults.namespaces import Namespaces
 from myriad.resilience.faults.processes import Processes, is_alive
 from myriad.resilience.faults.scenario import Fault
+from myriad.resilience.faults.stand_in import BROKEN, StandIn
 from myriad.resilience.faults.storage import committed_steps, fill, flip_a_bit, free
 from myriad.run import Run
 from myriad.telemetry.progress_page import Seen
@@ -29,12 +32,8 @@ from myriad.telemetry.progress_page import Seen
 __all__ = ["Injector", "plan_inside"]
 
 _LOOK_SECONDS, _SUCCESSOR_SECONDS = 0.002, 0.02
-_SIGNALS: dict[KindName, signal.Signals] = {
-    "kill": signal.SIGKILL,
-    "segv": signal.SIGSEGV,
-    "abort": signal.SIGABRT,
-    "stop": signal.SIGSTOP,
-}
+_RANKS_NETWORK, _TIMES = 1, 3
+"""By which ranks talk; how often a link goes down that keeps doing so."""
 
 
 @dataclass
@@ -63,9 +62,23 @@ class Injector(threading.Thread):
     """Of one run."""
 
     def __init__(
-        self, run: Run, world: int, faults: Sequence[Fault], group: Path | None, num_nodes: int = 1
+        self,
+        run: Run,
+        world: int,
+        faults: Sequence[Fault],
+        group: Path | None,
+        num_nodes: int = 1,
+        hosts: Namespaces | None = None,
+        devices: StandIn | None = None,
     ) -> None:
+        """``hosts``: where the nodes are, if they are machines of their own; ``devices``: where faults are
+        done to any."""
         super().__init__(daemon=True)
+        self._hosts, self._devices = hosts, devices
+        self._later: list[tuple[float, Callable[[], None]]] = []
+        """What is still to be done, and when."""
+        self._cut_off: dict[int, list[int]] = {}
+        """Number of the fault to the ranks that its node had, and still has."""
         self._run, self._world, self._faults = run, world, faults
         self._limit = None if group is None else MemoryLimit(group)
         self._log = run.path / "faults" / CAUSED
@@ -131,6 +144,11 @@ class Injector(threading.Thread):
             return True
         if fault.kind == "damage":
             return self._damage(number)
+        if fault.kind in BROKEN:
+            return self._break_device(number, fault)
+        if KINDS[fault.kind].needs_hosts:
+            self._unplug(number, fault)
+            return True
         if fault.where == "node":
             lost = [self._processes.pid(what, node=fault.node) for what in ("keeper", "executor")]
             return self._send(number, fault, lost)
@@ -142,7 +160,7 @@ class Injector(threading.Thread):
         self._note(number)
         for pid in pids:
             with suppress(ProcessLookupError):
-                os.kill(pid or 0, _SIGNALS[fault.kind])
+                os.kill(pid or 0, SIGNALS[fault.kind])
         if aim_of(fault.kind, fault.where).seen == "successor":
             self._gaps.append(_Gap(number, fault, pids[-1] or 0))
         return True
@@ -160,6 +178,31 @@ class Injector(threading.Thread):
                 os.kill(pid or 0, signal.SIGKILL)
         return True
 
+    def _break_device(self, number: int, fault: Fault) -> bool:
+        place = self._processes.place(fault.rank or 0)
+        if place is None or self._devices is None:
+            return False
+        self._note(number)
+        self._devices.break_one(fault.kind, *place)
+        return True
+
+    def _unplug(self, number: int, fault: Fault) -> None:
+        """Cables of a node, at the switch."""
+        hosts, node = self._hosts, fault.node or 0
+        assert hosts is not None, "the scenario was checked"
+        whole = fault.kind == "partition"
+        if whole:
+            self._cut_off[number] = self._processes.ranks_on(node, self._world)
+        self._note(number)
+        for network in range(hosts.networks) if whole else (_RANKS_NETWORK,):
+            hosts.set_link(node, up=False, network=network)
+        if fault.kind in ("link-flap", "link-flapping"):
+            changes = 2 * (1 if fault.kind == "link-flap" else _TIMES) - 1
+            now = time.monotonic()
+            for change in range(changes):
+                do = partial(hosts.set_link, node, up=change % 2 == 0, network=_RANKS_NETWORK)
+                self._later.append((now + (change + 1) * fault.lasts_seconds, do))
+
     # What follows
 
     def _look_after(self) -> None:
@@ -168,6 +211,14 @@ class Injector(threading.Thread):
             return
         self._looked_at = now
         self._lift_limit()
+        for at, do in list(self._later):
+            if now >= at:
+                self._later.remove((at, do))
+                do()
+        for number, pids in list(self._cut_off.items()):
+            if not any(map(is_alive, pids)):
+                del self._cut_off[number]
+                append_line(self._log, {"number": number, "fenced": time.time()})
         for gap in list(self._gaps):
             pid = self._processes.pid(gap.fault.where)
             if pid is not None and pid != gap.gone:

@@ -4,13 +4,14 @@ An aim is one line beside the fault it is for, and grading reads nothing else. N
 the machine but the times, which are those of a machine that is not overloaded.
 """
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from myriad.program.actions import Kind as ActionKind
 
-__all__ = ["KINDS", "MOMENTS", "PHASES", "Aim", "KindName", "Target", "aim_of"]
+__all__ = ["KINDS", "MOMENTS", "PHASES", "SIGNALS", "Aim", "KindName", "Target", "aim_of"]
 
 KindName = Literal[
     "kill",
@@ -27,10 +28,24 @@ KindName = Literal[
     "nan-once",
     "nan-always",
     "spike",
+    "link-down",
+    "link-flap",
+    "link-flapping",
+    "partition",
+    "device-fault",
+    "device-lost",
+    "device-complaint",
 ]
 Target = Literal["rank", "driver", "executor", "node", "loader", "keeper", "storage", "checkpoint"]
-Seen = Literal["driver", "successor", "storage", "load", "diagnosis", "ranks"]
+Seen = Literal["driver", "successor", "storage", "load", "diagnosis", "ranks", "health"]
 
+SIGNALS: Mapping[KindName, signal.Signals] = {
+    "kill": signal.SIGKILL,
+    "segv": signal.SIGSEGV,
+    "abort": signal.SIGABRT,
+    "stop": signal.SIGSTOP,
+}
+"""Kinds that are just that."""
 PHASES = ("starting", "loading", "step", "validating", "saving", "ending")
 MOMENTS = (*PHASES, *map(str, ActionKind))
 """Parts of a rank's life and of a step, by their names on the progress page."""
@@ -42,8 +57,8 @@ class Aim:
 
     seen: Seen = "driver"
     """By whom: the driver (a `fault` with a cause); who starts another process for one that is gone; who
-    stores a checkpoint; who loads one; the driver, which tells who is slow (a `diagnosis`) and lets it go
-    on; all ranks alike, in the step itself (a `spike`)."""
+    stores a checkpoint; who loads one; the driver, which tells who is slow (a `diagnosis`), or of a link or
+    device (`health`), and lets it go on; all ranks alike, in the step itself (a `spike`)."""
     causes: tuple[str, ...] = ()
     """One of which the driver is to name."""
     detected_seconds: float
@@ -59,6 +74,10 @@ class Aim:
     """All ranks begin anew."""
     stops: bool = False
     """The run is to end with the reason."""
+    gives_way: bool = False
+    """The node does, to a spare."""
+    fenced_seconds: float | None = None
+    """After which the node that is cut off has ended its ranks by itself."""
     same_bits: bool = True
     """The result is that of the undisturbed run to the bit; else sums may be in another order."""
     also: str = ""
@@ -76,6 +95,8 @@ class FaultKind:
     inside: bool = False
     """Caused by the rank itself, which is told at its start; else from outside."""
     needs_root: bool = False
+    needs_hosts: bool = False
+    """Nodes are network namespaces."""
 
 
 _CRASH = Aim(causes=("killed", "crash"), detected_seconds=0.25, trains_seconds=1.0, steps_lost=1)
@@ -258,6 +279,87 @@ _KINDS: dict[KindName, FaultKind] = {
             )
         },
         inside=True,
+    ),
+    "link-down": FaultKind(
+        "a node's link under ranks goes down and stays so; the driver is reached by another",
+        "`ip link set down` of the switch's port into which the node's eth1 goes",
+        {
+            "node": Aim(
+                causes=("link",),
+                detected_seconds=2.0,
+                gives_way=True,
+                also="the link is named; ranks end when it has been down for 3 s",
+            )
+        },
+        needs_root=True,
+        needs_hosts=True,
+    ),
+    "link-flap": FaultKind(
+        "a node's link under ranks is down for a moment",
+        "the same, and up again after lasts_seconds",
+        {
+            "node": Aim(
+                seen="health",
+                detected_seconds=2.0,
+                steps_lost=0,
+                restarts=False,
+                also="told, and ranks go on",
+            )
+        },
+        needs_root=True,
+        needs_hosts=True,
+    ),
+    "link-flapping": FaultKind(
+        "a node's link under ranks goes down three times in five minutes",
+        "the same three times, up for as long as it was down in between",
+        {
+            "node": Aim(
+                seen="health",
+                detected_seconds=2.0,
+                gives_way=True,
+                also="after the third time, at the end of a step: none is lost",
+            )
+        },
+        needs_root=True,
+        needs_hosts=True,
+    ),
+    "partition": FaultKind(
+        "a node is cut off from the driver and from all others",
+        "all its ports of the switches are taken down",
+        {
+            "node": Aim(
+                causes=("node",),
+                detected_seconds=3.5,
+                gives_way=True,
+                fenced_seconds=3.5,
+                also="its own side ends its ranks in that time, and can store nothing",
+            )
+        },
+        needs_root=True,
+        needs_hosts=True,
+    ),
+    "device-fault": FaultKind(
+        "a rank's device reports an error of its memory that cannot be corrected",
+        "Xid 95 in what a stand-in for the devices' driver says (MYRIAD_DEVICES)",
+        {"rank": Aim(causes=("device",), detected_seconds=10.0, steps_lost=1)},
+    ),
+    "device-lost": FaultKind(
+        "a rank's device is gone",
+        "the same stand-in says so",
+        {"rank": Aim(causes=("device",), detected_seconds=10.0, gives_way=True)},
+    ),
+    "device-complaint": FaultKind(
+        "a rank's device reports what the program did",
+        "Xid 31, by the same stand-in",
+        {
+            "rank": Aim(
+                seen="health",
+                detected_seconds=10.0,
+                steps_lost=0,
+                restarts=False,
+                also="told; nobody is evicted, nothing ends",
+            )
+        },
     ),
 }
 KINDS: Mapping[KindName, FaultKind] = _KINDS

@@ -64,6 +64,25 @@ class Processes:
         by_rank = {self._rank_of_process(row.pid): row for row in rows if row.pid}
         return [by_rank.get(rank, _NOBODY) for rank in range(world)] if by_rank else []
 
+    def place(self, rank: int) -> tuple[int, int] | None:
+        """The node that it is on, and which of its ranks it is."""
+        for executor, page in self._pages.items():
+            for row in range(rank + 1):
+                pid = page.read(row).pid
+                if pid and self._rank_of_process(pid) == rank and is_alive(pid):
+                    return int(_words(executor)[_NODE_WORD]), row
+        return None
+
+    def ranks_on(self, node: int, world: int) -> list[int]:
+        """Processes of ranks that live there."""
+        found = [
+            page
+            for pid, page in self._pages.items()
+            if _words(pid)[_NODE_WORD : _NODE_WORD + 1] == [str(node)]
+        ]
+        pids = {page.read(row).pid for page in found for row in range(world)}
+        return [pid for pid in pids if pid and is_alive(pid)]
+
     def _look_for_pages(self) -> None:
         executors = [pid for pid in descendants(os.getpid()) if _is_module(pid, _MODULES["executor"])]
         self._pages = {pid: page for pid, page in self._pages.items() if pid in executors}

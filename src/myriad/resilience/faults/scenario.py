@@ -30,7 +30,7 @@ from myriad.config import Config
 from myriad.errors import BadInputError
 from myriad.job import Job, load_job
 from myriad.recipes import read_recipe
-from myriad.resilience.faults.kinds import KINDS, MOMENTS, PHASES, KindName, Target
+from myriad.resilience.faults.kinds import KINDS, MOMENTS, PHASES, SIGNALS, KindName, Target
 
 __all__ = ["Fault", "Scenario", "Soak", "load_scenario", "planned_faults"]
 
@@ -55,7 +55,7 @@ class Fault(Config):
     after_seconds: float | None = Field(None, ge=0)
     """So long after the fault before it in the list; off: a step or seconds."""
     lasts_seconds: float = Field(2.0, gt=0)
-    """How long the disk stays full."""
+    """How long the disk stays full, or the link down each time."""
     factor: float = Field(2.0, gt=1)
     """How many times as long a slow rank computes."""
 
@@ -80,6 +80,9 @@ class Scenario(Config):
     """A job file, or the name of a recipe."""
     overrides: tuple[str, ...] = ()
     """Of the job's keys: "layout.dp=2"."""
+    hosts: bool = False
+    """Each node, and the driver, is a network namespace, with a link to the driver and one under ranks; needs
+    root."""
     seed: int = Field(1, ge=0)
     """Of whatever is left open."""
     faults: tuple[Fault, ...] = ()
@@ -120,6 +123,10 @@ def _check(scenario: Scenario, job: Job) -> None:
     for number, fault in enumerate(scenario.faults):
         if KINDS[fault.kind].needs_root and os.geteuid() != 0:
             raise BadInputError(f"faults.{number}.kind", fault.kind, "needs root")
+        if KINDS[fault.kind].needs_hosts and not scenario.hosts:
+            raise BadInputError(f"faults.{number}.kind", fault.kind, "needs hosts = true")
+    if scenario.hosts and os.geteuid() != 0:
+        raise BadInputError("hosts", True, "needs root")
     if not scenario.faults and scenario.soak is None:
         raise BadInputError("faults", [], "at least one [[faults]], or a [soak]")
     for number, fault in enumerate(scenario.faults):
@@ -135,7 +142,7 @@ def _check(scenario: Scenario, job: Job) -> None:
 
 
 def _may_soak(kind: KindName) -> bool:
-    return "rank" in KINDS[kind].aims and not KINDS[kind].inside
+    return kind in SIGNALS and "rank" in KINDS[kind].aims
 
 
 def _wrong(fault: Fault, job: Job) -> Iterator[tuple[str, object, str]]:
@@ -157,6 +164,8 @@ def _wrong(fault: Fault, job: Job) -> Iterator[tuple[str, object, str]]:
         yield "seconds", fault.seconds, "a step or seconds, not both"
     if fault.during is not None and fault.during not in MOMENTS:
         yield "during", fault.during, f"one of {', '.join(MOMENTS)}"
+    if any(aim.gives_way for aim in kind.aims.values()) and not job.resilience.spares:
+        yield "kind", fault.kind, "needs resilience.spares > 0: the node gives way"
     if kind.inside and fault.seconds is not None:
         yield "seconds", fault.seconds, f"{fault.kind} comes at a step: the rank causes it itself"
     if fault.kind == "flip" and (job.layout.zero or not job.compares_replicas):
@@ -165,7 +174,8 @@ def _wrong(fault: Fault, job: Job) -> Iterator[tuple[str, object, str]]:
     if kind.inside and fault.during in PHASES and fault.during != "step":
         parts = [moment for moment in MOMENTS if moment not in PHASES]
         yield "during", fault.during, f"with {fault.kind} one of {', '.join(parts)}"
-    if fault.where in ("checkpoint", "storage", "node") and not job.checkpoint.every:
+    needs_storage = fault.where in ("checkpoint", "storage") or (fault.where, fault.kind) == ("node", "kill")
+    if needs_storage and not job.checkpoint.every:
         yield "where", fault.where, "needs checkpoint.every: nothing is stored before the end"
     if fault.where in ("checkpoint", "storage") and job.checkpoint.url is not None:
         yield "where", fault.where, f"needs checkpoint.url = off, not {job.checkpoint.url}"

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib import metadata, resources
@@ -19,12 +19,16 @@ from pathlib import Path
 from myriad.errors import RunFailedError
 from myriad.job import Job, dump_toml
 from myriad.jsonl import JsonlTail
+from myriad.resilience.doctor.devices import DEVICES
 from myriad.resilience.engines.local import run_local
 from myriad.resilience.faults.grade import Evidence, Report, grade_run
 from myriad.resilience.faults.injector import Injector, plan_inside
 from myriad.resilience.faults.inside import ARMED, CAUSED
 from myriad.resilience.faults.kinds import aim_of
+from myriad.resilience.faults.namespaces import Namespaces
+from myriad.resilience.faults.on_hosts import made_hosts, run_on_hosts
 from myriad.resilience.faults.scenario import Fault, Scenario, planned_faults
+from myriad.resilience.faults.stand_in import BROKEN, StandIn
 from myriad.resilience.faults.storage import memory_group, small_disk
 from myriad.run import Run
 
@@ -46,13 +50,15 @@ def try_scenario(name: str, scenario: Scenario, folder: Path, tell: Tell) -> Rep
     run = Run(_fresh(folder, name))
     with ExitStack() as stack:
         group = _prepare(run, job, faults, stack)
+        num_nodes = job.resilience.nodes + job.resilience.spares
+        hosts = stack.enter_context(made_hosts(num_nodes)) if scenario.hosts else None
         undisturbed = _undisturbed(job, folder, tell)
         for measured in _MEASURED:
             if (undisturbed.path / measured).exists():
                 shutil.copyfile(undisturbed.path / measured, run.path / measured)
         tell(f"{name}: {len(faults)} fault{'s' if len(faults) != 1 else ''} in {run.path}")
         limit = _LEAST_SECONDS + _TIMES_LONGER * _seconds(undisturbed) + _soaks(scenario)
-        outcome = _break(run, job, faults, group, limit)
+        outcome = _break(run, job, faults, group, hosts, limit)
         exact = all(aim_of(fault.kind, fault.where).same_bits for fault in faults) and not _shrank(run)
         compare = _are_equal if exact else _are_near
         equal = compare(run, undisturbed, job.train.steps) if outcome == "finished" else None
@@ -97,14 +103,23 @@ def _soaks(scenario: Scenario) -> float:
     return 0.0 if scenario.soak is None else 60 * scenario.soak.minutes
 
 
-def _break(run: Run, job: Job, faults: Sequence[Fault], group: Path | None, limit: float) -> str:
+def _break(
+    run: Run, job: Job, faults: Sequence[Fault], group: Path | None, hosts: Namespaces | None, limit: float
+) -> str:
     """Trains; how it ended. Raises ``KeyboardInterrupt`` when a person ends it."""
-    planned = plan_inside(run.path / "faults", faults, group)
-    injector = Injector(run, job.layout.world, faults, group, job.resilience.nodes + job.resilience.spares)
+    told, world = {ARMED: str(plan_inside(run.path / "faults", faults, group))}, job.layout.world
+    devices = _stand_in(run, job) if any(fault.kind in BROKEN for fault in faults) else None
+    if devices is not None:
+        told[DEVICES] = str(devices.folder)
+    threads, num_nodes = job.train.threads, job.resilience.nodes + job.resilience.spares
+    injector = Injector(run, world, faults, group, num_nodes, hosts, devices)
     injector.start()
     try:
-        with run.lock(), _environment(ARMED, str(planned)), _ended_after(limit) as overdue:
-            outcome: str = run_local(run, job.layout.world, threads=job.train.threads)
+        with run.lock(), _environment(told), _ended_after(limit) as overdue:
+            if hosts is None:
+                outcome: str = run_local(run, world, threads=threads)
+            else:
+                outcome = run_on_hosts(run, world, hosts, threads=threads)
     except RunFailedError as error:
         outcome = str(error)
     finally:
@@ -114,6 +129,12 @@ def _break(run: Run, job: Job, faults: Sequence[Fault], group: Path | None, limi
     if outcome == "interrupted":
         raise KeyboardInterrupt
     return outcome
+
+
+def _stand_in(run: Run, job: Job) -> StandIn:
+    how = job.resilience
+    each = job.layout.world // how.nodes
+    return StandIn(run.path / "faults" / "devices", how.nodes + how.spares, each)
 
 
 @contextmanager
@@ -138,12 +159,13 @@ def _ended_after(seconds: float) -> Iterator[threading.Event]:
 
 
 @contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    os.environ[name] = value
+def _environment(told: Mapping[str, str]) -> Iterator[None]:
+    os.environ |= told
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in told:
+            del os.environ[name]
 
 
 def _undisturbed(job: Job, folder: Path, tell: Tell) -> Run:
