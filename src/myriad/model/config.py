@@ -131,8 +131,12 @@ class ModelConfig(Config):
             return float(s * s)
         return window * s - window * (window - 1) / 2
 
+    def layer_flops_per_token(self) -> list[float]:
+        """Model FLOPs of embedding (rows are looked up), blocks and head, as `flops_per_token` counts them."""
+        width = 2 * self.heads * self.head_width / self.sequence
+        blocks = [self._block_matrices + width * self.attended_pairs(layer) for layer in range(self.layers)]
+        return [6.0 * one for one in (0.0, *blocks, self.hidden * self.vocabulary)]
+
     def flops_per_token(self) -> float:
         """Model FLOPs (forward and backward, no recomputation) for one token of a full sequence."""
-        pairs = sum(self.attended_pairs(layer) for layer in range(self.layers))
-        attention = 2 * self.heads * self.head_width * pairs / self.sequence
-        return 6.0 * (self.layers * self._block_matrices + attention + self.hidden * self.vocabulary)
+        return sum(self.layer_flops_per_token())

@@ -12,6 +12,12 @@ no single step counts, whatever made it slow (its data, a collection, another pr
 and evaluations are outside of what is timed. Steps of more than six seconds: those of a minute, at least
 three. If all ranks of a node are slow, it is the node; if all of a stage are slower than they were, it is the
 work, and nobody is to blame.
+
+A stage that is on one node alone (one replica) has nobody to be compared with but itself, before: there the
+ratio is that of a micro-batch's seconds to those of the attempt's beginning, by that of the ranks of other
+stages in the same step. Work that grows everywhere, or a beginning in which somebody else was slow, is so
+nobody's fault; work that grows in this stage alone cannot be told from its node (`myriad.resilience.shifting`
+can: it moves layers). Who was slow from the beginning is not found.
 """
 
 from collections import defaultdict, deque
@@ -20,6 +26,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from myriad.resilience.before import Before
 from myriad.resilience.facts import RankSeen
 from myriad.resilience.incidents import told_ranks
 from myriad.resilience.work import Work
@@ -44,6 +51,8 @@ class Finding:
     """-1: no single one."""
     ratio: float
     """To others of the stage; of a whole stage, to what it was."""
+    alone: bool
+    """The stage has no others."""
     first_step: int
     last_step: int
     seconds: float
@@ -57,7 +66,8 @@ class Finding:
         if self.culprit == "stage":
             return f"a whole stage takes {self.ratio:.2f} times as long as before: {who}"
         what = f"node {self.node} ({who})" if self.culprit == "node" else f"{who} on node {self.node}"
-        return f"{what} computes {self.ratio:.2f} times as long as others of the same stage"
+        than = "before, as no other stage does" if self.alone else "others of the same stage"
+        return f"{what} computes {self.ratio:.2f} times as long as {than}"
 
 
 @dataclass(frozen=True)
@@ -75,20 +85,27 @@ class _Sample:
 class Stragglers:
     """Of one attempt."""
 
-    def __init__(self, work: Work, placement: Mapping[int, Sequence[int]], shares: Sequence[int]) -> None:
-        """``shares``: micro-batches of each replica in this attempt."""
+    def __init__(
+        self,
+        work: Work,
+        placement: Mapping[int, Sequence[int]],
+        shares: Sequence[int],
+        before: Mapping[int, float] | None = None,
+    ) -> None:
+        """``shares``: micro-batches of each replica in this attempt; ``before``: seconds of a micro-batch, by
+        rank, in an earlier attempt that was alike."""
         self._node_of = {rank: node for node, ranks in placement.items() for rank in ranks}
         world = len(self._node_of)
         places = {rank: work.place(rank, world) for rank in self._node_of}
         self.replica_of = {rank: replica for rank, (replica, _) in places.items()}
         self._share_of = {rank: shares[replica] for rank, replica in self.replica_of.items()}
-        self._stages: dict[int, list[int]] = defaultdict(list)
+        self.stages: dict[int, list[int]] = defaultdict(list)
         for rank, (_, stage) in places.items():
-            self._stages[stage].append(rank)
+            self.stages[stage].append(rank)
         self._samples: deque[_Sample] = deque(maxlen=_STEPS)
         self._first_step: int | None = None
-        self._before: dict[int, float] = {}
-        """Seconds of a micro-batch in this attempt's first steps, by rank."""
+        self.before = Before(self.stages, self._node_of, before or {})
+        """In this attempt's first steps."""
 
     def saw(self, seen: Sequence[RankSeen], now: float) -> bool:
         """All ranks of the attempt; whether that tells something new."""
@@ -103,8 +120,7 @@ class Stragglers:
             return False
         seconds = {one.rank: one.busy_seconds / self._share_of[one.rank] for one in seen}
         self._samples.append(_Sample(now, step, seconds, self._ratios(seconds)))
-        if not self._before and len(self._samples) == _STEPS:
-            self._before = {rank: self._usual(rank) for rank in self._node_of}
+        self.before.learn([one.seconds for one in self._samples], enough=len(self._samples) == _STEPS)
         return True
 
     @property
@@ -120,14 +136,14 @@ class Stragglers:
         return self._samples[-1].step
 
     def _ratios(self, seconds: Mapping[int, float]) -> dict[int, float]:
-        found = {}
-        for ranks in self._stages.values():
+        found = {rank: self.before.ratio(seconds, rank) for rank in self.before.others}
+        for ranks in self.stages.values():
             of_all = median(seconds[rank] for rank in ranks)
             for rank in ranks:
                 others = [] if len(ranks) >= _MANY else self._others(rank, ranks)
                 if others or len(ranks) >= _MANY:
                     usual = median(seconds[other] for other in others) if others else of_all
-                    found[rank] = seconds[rank] / usual
+                    found[rank] = max(seconds[rank] / usual, found.get(rank, 0.0))
         return found
 
     def _others(self, rank: int, ranks: Sequence[int]) -> list[int]:
@@ -135,7 +151,8 @@ class Stragglers:
         elsewhere = [other for other in ranks if self._node_of[other] != self._node_of[rank]]
         return elsewhere or [other for other in ranks if other != rank]
 
-    def _usual(self, rank: int) -> float:
+    def usual(self, rank: int) -> float:
+        """Seconds of a micro-batch."""
         return median(sample.seconds[rank] for sample in self._samples)
 
     def ratio(self, rank: int) -> float:
@@ -168,21 +185,24 @@ class Stragglers:
 
     def _slow_stage(self) -> Finding | None:
         """All ranks of a stage take longer than in the first steps, and none longer than others."""
-        if not self._before:
+        before = self.before
+        if not before.seconds:
             return None
         newest = self._samples[-1].seconds
-        for ranks in self._stages.values():
-            if any(newest[rank] < self._before[rank] for rank in ranks):
+        for ranks in self.stages.values():
+            if any(before.growth(newest, rank) < 1 for rank in ranks):
                 continue  # no need to look closer
-            ratio = min(self._usual(rank) / self._before[rank] for rank in ranks)
-            if ratio >= _RATIO:
-                usual = median(self._before[rank] for rank in ranks)
+            now = {rank: self.usual(rank) for rank in {*ranks, *before.others.get(ranks[0], ())}}
+            ratio = min(before.growth(now, rank) for rank in ranks)
+            by_itself = ranks[0] in before.others and before.of_others(now, ranks[0]) < _HARDLY_ANY_BELOW
+            if ratio >= _RATIO and not by_itself:
+                usual = median(before.seconds[rank] for rank in ranks)
                 return self._of("stage", ranks, -1, ratio, usual)
         return None
 
     def _finding(self, culprit: Literal["rank", "node"], ranks: Sequence[int], node: int) -> Finding:
         ratio = median(self.ratio(rank) for rank in ranks)
-        usual = median(self._usual(rank) for rank in ranks) / ratio
+        usual = median(self.usual(rank) for rank in ranks) / ratio
         return self._of(culprit, ranks, node, ratio, usual)
 
     def _of(
@@ -194,12 +214,13 @@ class Stragglers:
         usual: float,
     ) -> Finding:
         first, last = self._samples[0].step, self._samples[-1].step
-        seconds = median(self._usual(rank) for rank in ranks)
-        return Finding(culprit, tuple(sorted(ranks)), node, ratio, first, last, seconds, usual)
+        seconds = median(self.usual(rank) for rank in ranks)
+        alone = culprit != "stage" and all(rank in self.before.others for rank in ranks)
+        return Finding(culprit, tuple(sorted(ranks)), node, ratio, alone, first, last, seconds, usual)
 
     def paces(self) -> list[float]:
         """Seconds of a micro-batch of each replica: of its slowest rank."""
         found: dict[int, float] = defaultdict(float)
         for rank, replica in self.replica_of.items():
-            found[replica] = max(found[replica], self._usual(rank))
+            found[replica] = max(found[replica], self.usual(rank))
         return [found[replica] for replica in sorted(found)]
