@@ -132,7 +132,7 @@ class ModelConfig(Config):
         return window * s - window * (window - 1) / 2
 
     def layer_flops_per_token(self) -> list[float]:
-        """Model FLOPs of embedding (rows are looked up), blocks and head, as `flops_per_token` counts them."""
+        """Of embedding (rows are looked up), blocks and head, as `flops_per_token` counts them."""
         width = 2 * self.heads * self.head_width / self.sequence
         blocks = [self._block_matrices + width * self.attended_pairs(layer) for layer in range(self.layers)]
         return [6.0 * one for one in (0.0, *blocks, self.hidden * self.vocabulary)]

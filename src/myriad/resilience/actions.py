@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
 from myriad.resilience.facts import How
+from myriad.resilience.layers import Moved
 from myriad.resilience.numbers import Verdict
 
 __all__ = [
@@ -109,6 +110,8 @@ class TurnRanks(Action):
     epoch: int
     layout: AttemptLayout | None = None
     """Of the next one; ``None``: as it is."""
+    moved: Moved | None = None
+    """What is known of its layers, where they do not lie as in the job."""
     node: int = -1
     """That is to give way to a spare; -1: none."""
 

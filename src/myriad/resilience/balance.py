@@ -6,6 +6,9 @@
 Shares are whole micro-batches; of all that are allowed those with the shortest step. Ranks end after a step,
 with a snapshot in memory, and begin again with other shares: so it must pay for itself, and nobody moves
 again for five minutes. When the slow one is as fast as the others again, work moves back the same way.
+
+Where no other replica can take its work, as there is none, or all are on the slow node, the other stages of
+the pipeline take some of its layers (`myriad.resilience.shifting`), by the same thresholds.
 """
 
 import heapq
@@ -15,6 +18,9 @@ from dataclasses import replace
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.resilience.actions import TellSlow, TurnRanks
 from myriad.resilience.facts import RankSeen
+from myriad.resilience.incidents import told_ranks
+from myriad.resilience.layers import Moved
+from myriad.resilience.shifting import Better, Shifting
 from myriad.resilience.stragglers import Finding, Stragglers
 from myriad.resilience.work import Work
 
@@ -58,19 +64,37 @@ class Balance:
         self._told: set[tuple[str, tuple[int, ...]]] = set()
         self._move_at, self._began = 0.0, 0.0
         self._start_seconds: float | None = None
+        self._placement: dict[int, tuple[int, ...]] = {}
+        self._shifting = None if work.pipeline is None else Shifting(work.pipeline)
 
-    def begin(self, placement: Mapping[int, Sequence[int]], layout: AttemptLayout, now: float) -> None:
-        """A new attempt, or a new driver of one."""
-        self._layout, self._work = layout, self._job.in_attempt(layout)
-        shares = layout.shares or self._work.shares
-        if shares != self._shares and len(shares) == len(self._shares):
+    def begin(
+        self,
+        placement: Mapping[int, Sequence[int]],
+        layout: AttemptLayout,
+        now: float,
+        moved: Moved | None = None,
+    ) -> None:
+        """A new attempt, or a new driver of one; ``moved``: what was known when its layers were."""
+        ranks_of = {node: tuple(ranks) for node, ranks in placement.items()}
+        alike = ranks_of == self._placement and layout == self._layout and self._stragglers is not None
+        before = self._stragglers.before.seconds if alike and self._stragglers is not None else {}
+        shares = layout.shares or self._job.in_attempt(layout).shares
+        moved_shares = shares != self._shares and len(shares) == len(self._shares)
+        if moved_shares or layout.partition != self._layout.partition:
             self._move_at = now + _BETWEEN_SECONDS * self._patience
+        self._layout, self._work, self._placement = layout, self._job.in_attempt(layout), ranks_of
         self._shares, self._began, self._start_seconds = shares, now, None
-        self._stragglers = Stragglers(self._work, placement, shares)
+        self._stragglers = Stragglers(self._work, placement, shares, before)
+        if self._shifting is not None:
+            self._shifting.begin(layout, moved, judge=not before)
 
     def stand_still(self) -> None:
         """It is not known who has how much of this attempt: nobody is compared until the next one."""
         self._stragglers = None
+
+    def keep_layers(self) -> None:
+        """No layer is moved any more."""
+        self._shifting = None
 
     def saw(
         self, seen: Sequence[RankSeen], now: float, epoch: int, *, spares: bool
@@ -83,6 +107,8 @@ class Balance:
             self._start_seconds = max(_LEAST_START_SECONDS, now - self._began)
         if not stragglers.saw(seen, now) or not stragglers.is_sure:
             return
+        if self._shifting is not None and self._shifting.judge(stragglers) == "layers":
+            yield _tell_layers(self._shifting, stragglers)
         finding = stragglers.found()
         yield from self._tell(finding, stragglers)
         if self._work.on_slow != "tell" and now >= self._move_at:
@@ -99,7 +125,7 @@ class Balance:
             return
         self._told.add(key)
         yield TellSlow(
-            rule="a whole stage is slow" if finding.culprit == "stage" else "slower than others of its stage",
+            rule=_rule(finding),
             evidence=_evidence(finding),
             culprit=finding.culprit,
             ranks=finding.ranks,
@@ -117,16 +143,20 @@ class Balance:
             rule = "a node is slow, and a spare is there"
             yield TurnRanks(rule=rule, evidence=_evidence(finding), epoch=epoch, node=finding.node)
             return
+        turn = self._other_shares(stragglers, blamed=blamed) or self._other_layers(finding, stragglers)
+        if turn is not None:
+            self._move_at = now + _BETWEEN_SECONDS * self._patience
+            yield replace(turn, epoch=epoch)
+
+    def _other_shares(self, stragglers: Stragglers, *, blamed: bool) -> TurnRanks | None:
+        """Micro-batches from one replica to others."""
         if not blamed and self._shares == self._work.shares:
-            return
+            return None
         paces, depth = stragglers.paces(), self._work.pp
         shares = self._better(paces)
         old, new = (step_seconds(paces, each, depth) for each in (self._shares, shares))
-        gained = (old - new) * (self._work.steps - stragglers.step)
-        cost = _PAYS_TIMES * (self._start_seconds or _LEAST_START_SECONDS)
-        if old - new < _LEAST_GAIN_RATIO * old or gained < cost:
-            return
-        self._move_at = now + _BETWEEN_SECONDS * self._patience
+        if not self._pays(old, new, stragglers):
+            return None
         evidence = {
             "seconds_per_micro_batch": [round(pace, 6) for pace in paces],
             "shares_before": list(self._shares),
@@ -134,13 +164,66 @@ class Balance:
         }
         rule = "work moves away from slow ranks" if blamed else "ranks are as fast as others again"
         layout = replace(self._layout, shares=shares)
-        yield TurnRanks(rule=rule, evidence=evidence, epoch=epoch, layout=layout)
+        moved = None if self._shifting is None else self._shifting.moved
+        return TurnRanks(rule=rule, evidence=evidence, epoch=0, layout=layout, moved=moved)
+
+    def _other_layers(self, finding: Finding | None, stragglers: Stragglers) -> TurnRanks | None:
+        """Layers from one stage to others: what shares cannot do, or what is to be undone."""
+        shifting = self._shifting
+        blamed = finding is not None and finding.culprit != "stage"
+        alone = finding is not None and blamed and (finding.alone or self._work.dp == 1)
+        if shifting is None or not (alone or shifting.has_moved):
+            return None
+        better = shifting.better(stragglers, max(self._shares))
+        if better is None or not self._pays(better.old_seconds, better.new_seconds, stragglers):
+            return None
+        rule = "layers move away from slow ranks" if blamed else "ranks are as fast as before again"
+        layout = replace(self._layout, partition=shifting.partition(better.cuts))
+        moved = None if layout.partition is None else better.moved
+        return TurnRanks(rule=rule, evidence=_layers_evidence(better), epoch=0, layout=layout, moved=moved)
+
+    def _pays(self, old: float, new: float, stragglers: Stragglers) -> bool:
+        """Steps of so many seconds instead of so many."""
+        gained = (old - new) * (self._work.steps - stragglers.step)
+        cost = _PAYS_TIMES * (self._start_seconds or _LEAST_START_SECONDS)
+        return old - new >= _LEAST_GAIN_RATIO * old and gained >= cost
 
     def _better(self, paces: Sequence[float]) -> tuple[int, ...]:
         work = self._work
         best = best_shares(paces, sum(work.shares), work.most_share, work.pp)
         longest = _AS_GOOD_RATIO * step_seconds(paces, best, work.pp)
         return work.shares if step_seconds(paces, work.shares, work.pp) <= longest else best
+
+
+def _rule(finding: Finding) -> str:
+    if finding.culprit == "stage":
+        return "a whole stage is slow"
+    return "slower than before, unlike others" if finding.alone else "slower than others of its stage"
+
+
+def _tell_layers(shifting: Shifting, stragglers: Stragglers) -> TellSlow:
+    """They were moved, and are as slow where they are now."""
+    assert shifting.moved is not None, "it was judged"
+    layers, ranks = shifting.slow_layers(), sorted(rank for of in stragglers.stages.values() for rank in of)
+    text = f"{len(layers)} layers take as long on other ranks, too: it is their work ({told_ranks(ranks)})"
+    return TellSlow(
+        rule="slowness went along with layers",
+        evidence={"layers": list(layers)},
+        culprit="stage",
+        ranks=tuple(ranks),
+        node=-1,
+        step=stragglers.step,
+        problem=text,
+    )
+
+
+def _layers_evidence(better: Better) -> dict[str, object]:
+    return {
+        "seconds_per_micro_batch": [round(pace, 6) for pace in better.paces],
+        "times": [round(one, 3) for one in better.moved.times],
+        "cuts_before": list(better.moved.cuts),
+        "step_seconds": [round(better.old_seconds, 6), round(better.new_seconds, 6)],
+    }
 
 
 def _evidence(finding: Finding) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Ranks that nobody is like: how long each takes now, compared with itself before and with the others now. Pure.
+"""Ranks that nobody is like: what each takes, compared with what it took, and with others in the same. Pure.
 
     first     stage 0  10 ms     stage 1  14 ms     stage 2  10 ms
     now       stage 0  11 ms     stage 1  22 ms     stage 2  10 ms      stage 1: 1.57, others 1.05; ratio 1.5
@@ -23,8 +23,8 @@ class Before:
         """``seconds``: of a micro-batch, by rank, where an earlier attempt has told; else empty."""
         self.seconds = dict(seconds)
         self.others: dict[int, list[int]] = {}
-        """Of each rank of a stage that is on one node alone: ranks of other stages, on other nodes where there
-        are such."""
+        """Of each rank of a stage that is on one node alone: ranks of other stages, on other nodes where
+        there are such."""
         for ranks in stages.values() if len(stages) > 1 else ():
             nodes = {node_of[rank] for rank in ranks}
             elsewhere = [rank for rank in node_of if node_of[rank] not in nodes]

@@ -103,8 +103,8 @@ class Decider:
         self._growth = None if plan.fewer is None else Growth(plan.fewer, plan.patience, now)
         self._turn_by = now + _TURN_SECONDS * plan.patience
         self._compare_at = now
-        if self._balance is not None and self.state.placement and not is_partial(self.state, self._world):
-            self._balance.begin(self.state.placement, self.state.layout, now)
+        if self.state.placement and not is_partial(self.state, self._world):
+            self._begin_balance(now)
 
     @property
     def nodes(self) -> dict[int, NodeJoined]:
@@ -446,6 +446,13 @@ class Decider:
         elif found is not None:
             yield found
 
+    def _begin_balance(self, now: float) -> None:
+        state = self.state
+        if self._balance is not None:
+            if state.layers_stay:
+                self._balance.keep_layers()
+            self._balance.begin(state.placement, state.layout, now, state.moved)
+
     def _balanced(self, now: float) -> Iterator[Action]:
         """Somebody may be slow; the attempt ends after a step where it pays to go on otherwise."""
         if self._balance is None:
@@ -485,6 +492,8 @@ class Decider:
         self._turn_by = now + self._plan.patience * (_TURN_SECONDS + steps)
         self.state.turning, self.state.leaving, self.state.leaving_as = True, action.node, leaving_as
         self.state.next_layout = action.layout
+        if action.layout is not None:
+            self.state.moved = action.moved
 
     # What comes next
 
@@ -543,6 +552,7 @@ class Decider:
             turned = state.next_layout
             layout = state.layout if turned is None or turned.dp != layout.dp else turned
         state.layout, state.next_layout = layout, None
+        state.moved = state.moved if layout.partition is not None else None
         if layout.dp is None:
             state.full_places = tuple(placement)
         state.placement, state.turning = placement, False
@@ -553,8 +563,7 @@ class Decider:
         self._watch.begin(other_replicas=other_replicas)
         self._trains = False
         self._fitness.started(placement)
-        if self._balance is not None:
-            self._balance.begin(placement, state.layout, now)
+        self._begin_balance(now)
         if self._growth is not None:
             self._growth.begin(now)
         return StartAttempt(
@@ -591,6 +600,9 @@ class Decider:
             state.phase, self._since = "gathering", now
             if incident.cause == SPIKE:
                 self._numbers.go_back_before(incident.step)
+            if incident.cause in MEMORY_FULL and state.layout.partition is not None:
+                state.layout, state.next_layout = replace(state.layout, partition=None), None
+                state.layers_stay = True
             yield from self._swap(incident)
         if state.phase == "gathering" and (incident is None or state.asked is not None):
             yield from self._give_way()

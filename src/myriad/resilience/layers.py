@@ -3,10 +3,10 @@
     equal     stage 0  e b b b b   4 x 10 ms           stage 1  b b b b h   5 x 15 ms      75 ms a micro-batch
     moved     stage 0  e b b b b b b   6 x 10 ms       stage 1  b b h       3 x 15 ms      60 ms
 
-What a layer takes is known from what each rank of the pipeline took with the job's cuts (`layer_seconds`),
-how much slower a rank is now from what it takes now. Of all contiguous cuts those are best with which a step
-is shortest (`best_cuts`): mostly what the slowest rank takes for a micro-batch, times their number, and once
-what all of them take, while the pipeline fills and drains.
+What a layer takes is known from what each rank of the pipeline took at first (`layer_seconds`), how much
+slower a rank is from what it takes now. Of all contiguous cuts those are best with which a step is shortest
+(`best_cuts`): mostly what the slowest rank takes for a micro-batch, times their number, and once what all of
+them take, while the pipeline fills and drains.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from myriad.program.schedules import stage_owners
 if TYPE_CHECKING:
     from myriad.job import Job
 
-__all__ = ["Pipeline", "best_cuts", "layer_seconds", "pipeline_seconds"]
+__all__ = ["Moved", "Pipeline", "best_cuts", "layer_seconds", "pipeline_seconds"]
 
 _MOST_TIMES = 2
 """No rank gets more than so many times an equal number of layers: each takes memory."""
@@ -54,6 +54,9 @@ class Pipeline:
             from myriad.planner.costs import layer_parameters  # a driver does without numpy where it can
 
             costs = layer_parameters(model)
+            costs[-1] -= (
+                model.padded_vocabulary() * model.hidden if model.tied else 0
+            )  # counts where it is first
         stages = partition_layers(layout.partition, layout.num_stages, kinds, costs)
         owners = stage_owners(layout.schedule_name, layout.pp, layout.virtual_stages)
         cuts = tuple(layers.start for layers in stages[1:])
@@ -92,21 +95,35 @@ class Pipeline:
         return rising and max(self.counts(cuts)) <= self.most_layers
 
 
+@dataclass(frozen=True)
+class Moved:
+    """What was known when layers were moved."""
+
+    cuts: tuple[int, ...]
+    """Before."""
+    seconds: tuple[float, ...]
+    """Of each layer for a micro-batch, on a rank that is not slow."""
+    times: tuple[float, ...]
+    """How many times as long each rank of the pipeline took."""
+
+
 def pipeline_seconds(paces: Sequence[float], share: int, num_stages: int) -> float:
     """Of a step of ``share`` micro-batches: ``paces`` are what each rank takes for one of them."""
     return (share - 1) * max(paces) + sum(paces) * len(paces) / num_stages
 
 
-def layer_seconds(pipeline: Pipeline, paces: Sequence[float]) -> tuple[float, ...]:
-    """Of each layer, from what each rank takes for a micro-batch with the job's cuts; those of a rank add up
-    to it. Where embedding or head are, blocks take what they take elsewhere, the two take the rest."""
-    cuts, weights = pipeline.cuts, pipeline.weights
+def layer_seconds(pipeline: Pipeline, paces: Sequence[float], cuts: Sequence[int]) -> tuple[float, ...]:
+    """Of each layer, from what each rank takes for a micro-batch with such cuts; those of a rank add up to
+    it. Where embedding or head are, blocks take what they take elsewhere, the two take the rest."""
+    weights = pipeline.weights
     last = len(weights) - 1
     of_blocks = pipeline.sums([0.0, *weights[1:last], 0.0], cuts)
     of_all = pipeline.sums(weights, cuts)
     pure = [blocks / max(total, 1e-30) for blocks, total in zip(of_blocks, of_all, strict=True)]
     enough = min(_MOSTLY, max(pure))
-    rate = median(pace / total for pace, total, part in zip(paces, of_all, pure, strict=True) if part >= enough)
+    rate = median(
+        pace / total for pace, total, part in zip(paces, of_all, pure, strict=True) if part >= enough
+    )
     owner_of, found = pipeline.owner_of_layer(cuts), [0.0] * len(weights)
     for owner, pace in enumerate(paces):
         mine = [layer for layer in range(last + 1) if owner_of[layer] == owner]
@@ -171,7 +188,9 @@ def _within(
     return tuple(cuts[:-1]) if layer == len(seconds) else None
 
 
-def _downhill(pipeline: Pipeline, cuts: tuple[int, ...], cost: Callable[[Sequence[int]], float]) -> tuple[int, ...]:
+def _downhill(
+    pipeline: Pipeline, cuts: tuple[int, ...], cost: Callable[[Sequence[int]], float]
+) -> tuple[int, ...]:
     """Runs of cuts are moved by a layer while that makes a step shorter."""
     best = cost(cuts)
     while True:

@@ -9,6 +9,7 @@ from myriad.resilience.actions import Accused, Outcome
 from myriad.resilience.facts import EvictionAsked
 from myriad.resilience.fewer import Fewer
 from myriad.resilience.incidents import Incident
+from myriad.resilience.layers import Moved
 from myriad.resilience.numbers import OnNan, Trial
 from myriad.resilience.work import Work
 
@@ -102,6 +103,10 @@ class State:
     """Nodes in the order of their ranks, of the newest attempt with all replicas: where they go back to."""
     too_few: int = 0
     """With so many replicas memory was full: an attempt with fewer than the job's has more than these."""
+    moved: Moved | None = None
+    """What was known when its layers were moved, or when it was decided that they will be."""
+    layers_stay: bool = False
+    """With layers elsewhere than the job has them a rank had too little memory: none is moved any more."""
     turning: bool = False
     """It is to end after a step, for another one."""
     leaving: int = -1

@@ -136,14 +136,14 @@ class Stragglers:
         return self._samples[-1].step
 
     def _ratios(self, seconds: Mapping[int, float]) -> dict[int, float]:
-        found = {rank: self.before.ratio(seconds, rank) for rank in self.before.others}
+        found = {}
         for ranks in self.stages.values():
             of_all = median(seconds[rank] for rank in ranks)
             for rank in ranks:
                 others = [] if len(ranks) >= _MANY else self._others(rank, ranks)
                 if others or len(ranks) >= _MANY:
                     usual = median(seconds[other] for other in others) if others else of_all
-                    found[rank] = max(seconds[rank] / usual, found.get(rank, 0.0))
+                    found[rank] = seconds[rank] / usual
         return found
 
     def _others(self, rank: int, ranks: Sequence[int]) -> list[int]:
@@ -157,10 +157,17 @@ class Stragglers:
 
     def ratio(self, rank: int) -> float:
         """Median over the steps; 1 where there is nobody to compare with."""
-        return median(sample.ratios.get(rank, 1.0) for sample in self._samples)
+        return median(self._ratios_of(rank))
+
+    def _ratios_of(self, rank: int) -> list[float]:
+        """In each step, by whatever comparison is the worst."""
+        if rank not in self.before.others:
+            return [sample.ratios.get(rank, 1.0) for sample in self._samples]
+        ratio = self.before.ratio
+        return [max(one.ratios.get(rank, 0.0), ratio(one.seconds, rank)) for one in self._samples]
 
     def _is_slow(self, rank: int) -> bool:
-        ratios = [sample.ratios.get(rank, 1.0) for sample in self._samples]
+        ratios = self._ratios_of(rank)
         above = sum(ratio >= _HARDLY_ANY_BELOW for ratio in ratios)
         return above >= _SHARE_ABOVE * len(ratios) and median(ratios) >= _RATIO
 

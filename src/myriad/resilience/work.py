@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from myriad.comm.attempt_layout import AttemptLayout, equal_shares
+from myriad.resilience.layers import Pipeline
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -35,6 +36,8 @@ class Work:
     steps: int
     """Of the run."""
     on_slow: Literal["move", "swap", "tell"]
+    pipeline: Pipeline | None = None
+    """Whose layers can be moved."""
 
     @staticmethod
     def of(job: "Job", num_nodes: int = 1) -> "Work":
@@ -52,6 +55,7 @@ class Work:
             most_share=max(shares) if fixed else max(*shares, _MOST_TIMES * equal),
             steps=job.train.steps,
             on_slow=job.resilience.on_slow,
+            pipeline=Pipeline.of(job),
         )
 
     def in_attempt(self, layout: AttemptLayout) -> "Work":
