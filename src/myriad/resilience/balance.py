@@ -26,10 +26,13 @@ from myriad.resilience.work import Work
 
 __all__ = ["Balance", "best_shares", "step_seconds"]
 
-_LEAST_GAIN_RATIO = 0.1
+_LEAST_GAIN_RATIO, _LEAST_GAIN_BACK_RATIO = 0.1, 0.03
+"""Of a step; of going back to what the job says."""
 _AS_GOOD_RATIO = 1.05
 """Shares of the job that are nearly the best are taken before the best."""
 _BETWEEN_SECONDS = 300.0
+_LOOK_SECONDS = 5.0
+"""Between two looks for better cuts: with many layers and stages each takes a tenth of a second."""
 _LEAST_START_SECONDS, _PAYS_TIMES = 3.0, 2.0
 """A move must gain so many times what the start of an attempt takes, which is at least so long."""
 
@@ -62,7 +65,7 @@ class Balance:
         self._stragglers: Stragglers | None = None
         self._shares = work.shares
         self._told: set[tuple[str, tuple[int, ...]]] = set()
-        self._move_at, self._began = 0.0, 0.0
+        self._move_at, self._look_at, self._began = 0.0, 0.0, 0.0
         self._start_seconds: float | None = None
         self._placement: dict[int, tuple[int, ...]] = {}
         self._shifting = None if work.pipeline is None else Shifting(work.pipeline)
@@ -143,7 +146,10 @@ class Balance:
             rule = "a node is slow, and a spare is there"
             yield TurnRanks(rule=rule, evidence=_evidence(finding), epoch=epoch, node=finding.node)
             return
-        turn = self._other_shares(stragglers, blamed=blamed) or self._other_layers(finding, stragglers)
+        turn = self._other_shares(stragglers, blamed=blamed)
+        if turn is None and now >= self._look_at:
+            turn = self._other_layers(finding, stragglers)
+            self._look_at = now + _LOOK_SECONDS * (self._shifting is not None)
         if turn is not None:
             self._move_at = now + _BETWEEN_SECONDS * self._patience
             yield replace(turn, epoch=epoch)
@@ -175,18 +181,22 @@ class Balance:
         if shifting is None or not (alone or shifting.has_moved):
             return None
         better = shifting.better(stragglers, max(self._shares))
-        if better is None or not self._pays(better.old_seconds, better.new_seconds, stragglers):
+        if better is None:
+            return None
+        goes_back = not blamed and shifting.partition(better.cuts) is None
+        least = _LEAST_GAIN_BACK_RATIO if goes_back else _LEAST_GAIN_RATIO
+        if not self._pays(better.old_seconds, better.new_seconds, stragglers, least):
             return None
         rule = "layers move away from slow ranks" if blamed else "ranks are as fast as before again"
         layout = replace(self._layout, partition=shifting.partition(better.cuts))
         moved = None if layout.partition is None else better.moved
         return TurnRanks(rule=rule, evidence=_layers_evidence(better), epoch=0, layout=layout, moved=moved)
 
-    def _pays(self, old: float, new: float, stragglers: Stragglers) -> bool:
+    def _pays(self, old: float, new: float, stragglers: Stragglers, least: float = _LEAST_GAIN_RATIO) -> bool:
         """Steps of so many seconds instead of so many."""
         gained = (old - new) * (self._work.steps - stragglers.step)
         cost = _PAYS_TIMES * (self._start_seconds or _LEAST_START_SECONDS)
-        return old - new >= _LEAST_GAIN_RATIO * old and gained >= cost
+        return old - new >= least * old and gained >= cost
 
     def _better(self, paces: Sequence[float]) -> tuple[int, ...]:
         work = self._work

@@ -22,38 +22,42 @@ class Before:
     ) -> None:
         """``seconds``: of a micro-batch, by rank, where an earlier attempt has told; else empty."""
         self.seconds = dict(seconds)
-        self.others: dict[int, list[int]] = {}
-        """Of each rank of a stage that is on one node alone: ranks of other stages, on other nodes where
-        there are such."""
+        self._alone: list[tuple[list[int], list[int]]] = []
+        """Ranks of a stage that is on one node alone; ranks of other stages, on other nodes where there are
+        such."""
         for ranks in stages.values() if len(stages) > 1 else ():
             nodes = {node_of[rank] for rank in ranks}
-            elsewhere = [rank for rank in node_of if node_of[rank] not in nodes]
+            others = [rank for rank in node_of if node_of[rank] not in nodes]
             if len(ranks) == 1:
-                elsewhere = elsewhere or [rank for rank in node_of if rank not in ranks]
-            if len(nodes) == 1 and elsewhere:
-                self.others |= dict.fromkeys(ranks, elsewhere)
+                others = others or [rank for rank in node_of if rank not in ranks]
+            if len(nodes) == 1 and others:
+                self._alone.append((list(ranks), others))
+        self.alone = frozenset(rank for ranks, _ in self._alone for rank in ranks)
 
-    def learn(self, steps: Sequence[Mapping[int, float]], *, enough: bool) -> None:
-        """The newest steps' seconds; ``enough``: as many as a median is taken of."""
+    def learn(self, steps: Sequence[Mapping[int, float]], *, enough: bool) -> bool:
+        """The newest steps' seconds; ``enough``: as many as a median is taken of. Whether it is otherwise now
+        than was believed."""
         if not enough:
-            return
-        if not self.seconds:
+            return False
+        changed = not self.seconds
+        if changed:
             self.seconds = {rank: median(step[rank] for step in steps) for rank in steps[-1]}
-        for rank in self.others:
+        for rank in self.alone:
             if (most := max(step[rank] for step in steps)) < self.seconds[rank]:
-                self.seconds[rank] = most
+                self.seconds[rank], changed = most, True
+        return changed
 
     def growth(self, seconds: Mapping[int, float], rank: int) -> float:
         """Times that a rank takes as long as before."""
         return seconds[rank] / self.seconds[rank]
 
-    def of_others(self, seconds: Mapping[int, float], rank: int) -> float:
-        """The same of those it is compared with."""
-        return median(self.growth(seconds, other) for other in self.others[rank])
-
-    def ratio(self, seconds: Mapping[int, float], rank: int) -> float:
-        """1 where nothing is known."""
-        if not self.seconds or rank not in self.others:
-            return 1.0
-        own = self.growth(seconds, rank)
-        return min(own, own / self.of_others(seconds, rank))
+    def ratios(self, seconds: Mapping[int, float]) -> dict[int, float]:
+        """Of the ranks of stages that are alone, once anything is known."""
+        if not self.seconds or not self._alone:
+            return {}
+        growth = {rank: self.growth(seconds, rank) for rank in seconds}
+        found = {}
+        for ranks, others in self._alone:
+            of_others = median(growth[rank] for rank in others)
+            found |= {rank: min(growth[rank], growth[rank] / of_others) for rank in ranks}
+        return found

@@ -15,6 +15,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
+from myriad.model.config import ModelConfig
 from myriad.program.partition import partition_layers
 from myriad.program.schedules import stage_owners
 
@@ -49,14 +50,7 @@ class Pipeline:
         if layout.pp == 1 or layout.partition == "profile":
             return None
         kinds = ("Embedding", *("Block" for _ in range(model.layers)), "Head")
-        costs = None
-        if layout.partition == "parameters":
-            from myriad.planner.costs import layer_parameters  # a driver does without numpy where it can
-
-            costs = layer_parameters(model)
-            costs[-1] -= (
-                model.padded_vocabulary() * model.hidden if model.tied else 0
-            )  # counts where it is first
+        costs = _parameters(model) if layout.partition == "parameters" else None
         stages = partition_layers(layout.partition, layout.num_stages, kinds, costs)
         owners = stage_owners(layout.schedule_name, layout.pp, layout.virtual_stages)
         cuts = tuple(layers.start for layers in stages[1:])
@@ -105,6 +99,14 @@ class Moved:
     """Of each layer for a micro-batch, on a rank that is not slow."""
     times: tuple[float, ...]
     """How many times as long each rank of the pipeline took."""
+
+
+def _parameters(model: ModelConfig) -> list[float]:
+    """Of each layer; what two of them share counts where it is first."""
+    from myriad.planner.costs import layer_parameters  # a driver does without numpy where it can
+
+    *others, head = map(float, layer_parameters(model))
+    return [*others, head - model.padded_vocabulary() * model.hidden if model.tied else head]
 
 
 def pipeline_seconds(paces: Sequence[float], share: int, num_stages: int) -> float:

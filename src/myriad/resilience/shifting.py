@@ -83,13 +83,12 @@ class Shifting:
         self._to_judge = False
         paces = self._paces(stragglers)
         verdict = self._nearest(moved, paces)
-        if verdict == "node":
-            for stage, ranks in stragglers.stages.items():
-                times = moved.times[stage] if moved.times[stage] >= _SLOW_RATIO else 1.0
-                for rank in ranks:
-                    stragglers.before.seconds[rank] = stragglers.usual(rank) / times
-        elif verdict == "layers":
-            self.moved = replace(moved, seconds=tuple(self._longer(moved)))
+        if verdict == "layers":
+            self.moved = moved = replace(moved, seconds=tuple(self._longer(moved)))
+        usual = self._pipeline.sums(moved.seconds, self.cuts)
+        for stage, ranks in stragglers.stages.items():
+            if paces[stage] >= _SLOW_RATIO * usual[stage]:
+                stragglers.rebase(dict.fromkeys(ranks, usual[stage]))
         return verdict
 
     def slow_layers(self) -> tuple[int, ...]:

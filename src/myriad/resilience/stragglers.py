@@ -78,8 +78,8 @@ class _Sample:
     step: int
     seconds: Mapping[int, float]
     """Of a micro-batch, by rank."""
-    ratios: Mapping[int, float]
-    """To others, of ranks that have such."""
+    ratios: dict[int, float]
+    """To others, of ranks that have such; of those that have none, to what it was."""
 
 
 class Stragglers:
@@ -120,8 +120,18 @@ class Stragglers:
             return False
         seconds = {one.rank: one.busy_seconds / self._share_of[one.rank] for one in seen}
         self._samples.append(_Sample(now, step, seconds, self._ratios(seconds)))
-        self.before.learn([one.seconds for one in self._samples], enough=len(self._samples) == _STEPS)
+        if self.before.learn([one.seconds for one in self._samples], enough=len(self._samples) == _STEPS):
+            self._compare_anew()
         return True
+
+    def rebase(self, seconds: Mapping[int, float]) -> None:
+        """What each rank would take for a micro-batch if it were not slow is known better now."""
+        self.before.seconds |= seconds
+        self._compare_anew()
+
+    def _compare_anew(self) -> None:
+        for sample in self._samples:
+            sample.ratios.update(self._ratios(sample.seconds))
 
     @property
     def is_sure(self) -> bool:
@@ -136,14 +146,14 @@ class Stragglers:
         return self._samples[-1].step
 
     def _ratios(self, seconds: Mapping[int, float]) -> dict[int, float]:
-        found = {}
+        found = self.before.ratios(seconds)
         for ranks in self.stages.values():
             of_all = median(seconds[rank] for rank in ranks)
             for rank in ranks:
                 others = [] if len(ranks) >= _MANY else self._others(rank, ranks)
                 if others or len(ranks) >= _MANY:
                     usual = median(seconds[other] for other in others) if others else of_all
-                    found[rank] = seconds[rank] / usual
+                    found[rank] = max(seconds[rank] / usual, found.get(rank, 0.0))
         return found
 
     def _others(self, rank: int, ranks: Sequence[int]) -> list[int]:
@@ -157,17 +167,10 @@ class Stragglers:
 
     def ratio(self, rank: int) -> float:
         """Median over the steps; 1 where there is nobody to compare with."""
-        return median(self._ratios_of(rank))
-
-    def _ratios_of(self, rank: int) -> list[float]:
-        """In each step, by whatever comparison is the worst."""
-        if rank not in self.before.others:
-            return [sample.ratios.get(rank, 1.0) for sample in self._samples]
-        ratio = self.before.ratio
-        return [max(one.ratios.get(rank, 0.0), ratio(one.seconds, rank)) for one in self._samples]
+        return median(sample.ratios.get(rank, 1.0) for sample in self._samples)
 
     def _is_slow(self, rank: int) -> bool:
-        ratios = self._ratios_of(rank)
+        ratios = [sample.ratios.get(rank, 1.0) for sample in self._samples]
         above = sum(ratio >= _HARDLY_ANY_BELOW for ratio in ratios)
         return above >= _SHARE_ABOVE * len(ratios) and median(ratios) >= _RATIO
 
@@ -199,9 +202,8 @@ class Stragglers:
         for ranks in self.stages.values():
             if any(before.growth(newest, rank) < 1 for rank in ranks):
                 continue  # no need to look closer
-            now = {rank: self.usual(rank) for rank in {*ranks, *before.others.get(ranks[0], ())}}
-            ratio = min(before.growth(now, rank) for rank in ranks)
-            by_itself = ranks[0] in before.others and before.of_others(now, ranks[0]) < _HARDLY_ANY_BELOW
+            ratio = min(self.usual(rank) / before.seconds[rank] for rank in ranks)
+            by_itself = any(rank in before.alone and self.ratio(rank) >= _HARDLY_ANY_BELOW for rank in ranks)
             if ratio >= _RATIO and not by_itself:
                 usual = median(before.seconds[rank] for rank in ranks)
                 return self._of("stage", ranks, -1, ratio, usual)
@@ -222,7 +224,7 @@ class Stragglers:
     ) -> Finding:
         first, last = self._samples[0].step, self._samples[-1].step
         seconds = median(self.usual(rank) for rank in ranks)
-        alone = culprit != "stage" and all(rank in self.before.others for rank in ranks)
+        alone = culprit != "stage" and all(rank in self.before.alone for rank in ranks)
         return Finding(culprit, tuple(sorted(ranks)), node, ratio, alone, first, last, seconds, usual)
 
     def paces(self) -> list[float]:
