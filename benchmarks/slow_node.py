@@ -1,8 +1,8 @@
 """What a slow rank costs, and what is left of that when work has moved away from it.
 
-    python benchmarks/slow_node.py [--factor 1.5] [--seconds 20] [--folder FOLDER]
+    python benchmarks/slow_node.py [--pp 2] [--factor 1.5] [--seconds 20] [--folder FOLDER]
 
-Two ranks train, each on a core. After some seconds the kernel gives the second one only 1 / FACTOR of a core
+Two ranks train, each on a core: two replicas, or with --pp 2 the two stages of a pipeline, each a node. After some seconds the kernel gives the second one only 1 / FACTOR of a core
 (a control group with a quota: needs root), and gives its successors no more. Printed are the median times of
 a step before that, with it, and after work has moved, beside the least that both cores could take together;
 and how long it took to find the slow rank, and to move.
@@ -26,9 +26,14 @@ from myriad.resilience.faults.processes import Processes
 from myriad.run import Run
 
 JOB = [
-    "model.layers=4", "model.hidden=128", "model.sequence=128", "layout.dp=2", "layout.zero=2",
-    "train.global_batch=20", "train.threads=1", "train.steps=100000", "checkpoint.memory_seconds=0",
+    "model.hidden=128", "model.sequence=128", "train.threads=1", "train.steps=100000",
+    "checkpoint.memory_seconds=0",
 ]  # fmt: skip
+REPLICAS = ["layout.dp=2", "layout.zero=2", "model.layers=4", "train.global_batch=20"]
+STAGES = [
+    "layout.pp=2", "layout.partition=manual:13", "resilience.nodes=2", "model.layers=22", "train.global_batch=12",
+]  # fmt: skip
+"""Of these stages each takes as long: the head counts as two blocks and a half."""
 PERIOD_MICROSECONDS = 10_000
 SLOW_RANK = 1
 STEPS = 40
@@ -120,7 +125,8 @@ def report(run: Run, slowing: Slowing, factor: float) -> None:
     after = [line for line in lines if line["step"] > back]
     print(f"before                 {milliseconds(before)}")
     print(f"rank {SLOW_RANK} slow            {milliseconds(slow)}")
-    print(f"work moved             {milliseconds(after)}  shares {asked['shares']}")
+    told = f"shares {asked['shares']}" if "shares" in asked else f"layers {asked['partition']}"
+    print(f"work moved             {milliseconds(after)}  {told}")
     print(f"both cores, no loss    {2e3 * usual / (1 + 1 / factor):7.1f} ms")
     print(f"named after {named['time'] - slowing.slowed_at:.1f} s: {named['problem']}")
     ended, trains = asked["time"] - named["time"], start["time"] - asked["time"]
@@ -130,13 +136,14 @@ def report(run: Run, slowing: Slowing, factor: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--pp", type=int, choices=(1, 2), default=1)
     parser.add_argument("--factor", type=float, default=1.5)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--folder", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary, slow_core(given.factor) as quota:
         run = Run((given.folder or Path(temporary)) / "run")
-        run.create_or_resume(load_job("tiny", JOB))
+        run.create_or_resume(load_job("tiny", [*JOB, *(REPLICAS if given.pp == 1 else STAGES)]))
         slowing = Slowing(run, quota, given.seconds)
         slowing.start()
         run_local(run, 2, threads=1)

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from statistics import median
 
 import pytest
 from tiny_corpora import make_corpus
@@ -76,6 +77,45 @@ def test_a_slow_rank_is_named_and_its_work_moves(
     expected = [line["loss"] for line in undisturbed.read_metrics()[:steps]]
     assert [line["loss"] for line in lines[:restarted_after]] == expected[:restarted_after]
     assert [line["loss"] for line in lines[:steps]] == pytest.approx(expected, rel=1e-5)
+
+
+PIPELINE = [
+    "layout.pp=2", "resilience.nodes=2", "model.layers=8", "model.hidden=64", "model.sequence=32",
+    "model.vocabulary=320", "train.global_batch=8", "train.threads=1", "train.steps=100000",
+    "checkpoint.memory_seconds=0", "resilience.patience=4",
+]  # fmt: skip
+STEP_SECONDS = 0.13
+
+
+def test_layers_move_from_a_slow_node_of_a_pipeline(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ranks sleep most of a step, so that it takes as long on any machine; one of them later sleeps
+    three times as long. Without that the same steps take a moment."""
+    undisturbed = Run(tmp_path / "undisturbed")
+    undisturbed.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *PIPELINE]))
+    assert run_local(undisturbed, 2, threads=1, observer=Until(undisturbed, 200)) == "interrupted"
+    expected = undisturbed.read_metrics()
+
+    factor = 1 + STEP_SECONDS / median(line["step_seconds"] for line in expected[10:])
+    begins = (Fault(kind="slow", rank=rank, step=2, factor=factor) for rank in range(2))
+    faults = [*begins, Fault(kind="slow", rank=1, step=int(14 / STEP_SECONDS), factor=2 * factor)]
+    run = Run(tmp_path / "run")
+    run.create_or_resume(undisturbed.job())
+    monkeypatch.setenv(ARMED, str(plan_inside(run.path / "faults", faults, None)))
+    assert run_local(run, 2, threads=1, observer=Until(run)) == "interrupted"
+    told = [event for event in run.read_events() if event["event"] in _TOLD]
+    assert [event["event"] for event in told] == ["diagnosis", "move", "restart"], told
+    diagnosis, _, restart = told
+    assert (diagnosis["culprit"], diagnosis["ranks"], diagnosis["node"]) == ("rank", [1], 1)
+    (resume,) = (event for event in run.read_events() if event["event"] == "resume")
+    assert resume["source"] == "memory" and int(restart["partition"].removeprefix("manual:")) > 5
+    lines = run.read_metrics()
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "no step is lost"
+    losses, same = [line["loss"] for line in lines], min(len(lines), len(expected))
+    assert same >= resume["step"] + 15
+    assert losses[: resume["step"]] == [line["loss"] for line in expected[: resume["step"]]]
+    assert losses[:same] == pytest.approx([line["loss"] for line in expected[:same]], rel=1e-5)
 
 
 PRETENDS = """

@@ -147,9 +147,7 @@ class Balance:
             yield TurnRanks(rule=rule, evidence=_evidence(finding), epoch=epoch, node=finding.node)
             return
         turn = self._other_shares(stragglers, blamed=blamed)
-        if turn is None and now >= self._look_at:
-            turn = self._other_layers(finding, stragglers)
-            self._look_at = now + _LOOK_SECONDS * (self._shifting is not None)
+        turn = turn or self._other_layers(finding, stragglers, now)
         if turn is not None:
             self._move_at = now + _BETWEEN_SECONDS * self._patience
             yield replace(turn, epoch=epoch)
@@ -173,13 +171,14 @@ class Balance:
         moved = None if self._shifting is None else self._shifting.moved
         return TurnRanks(rule=rule, evidence=evidence, epoch=0, layout=layout, moved=moved)
 
-    def _other_layers(self, finding: Finding | None, stragglers: Stragglers) -> TurnRanks | None:
+    def _other_layers(self, finding: Finding | None, stragglers: Stragglers, now: float) -> TurnRanks | None:
         """Layers from one stage to others: what shares cannot do, or what is to be undone."""
         shifting = self._shifting
         blamed = finding is not None and finding.culprit != "stage"
         alone = finding is not None and blamed and (finding.alone or self._work.dp == 1)
-        if shifting is None or not (alone or shifting.has_moved):
+        if shifting is None or not (alone or shifting.has_moved) or now < self._look_at:
             return None
+        self._look_at = now + _LOOK_SECONDS
         better = shifting.better(stragglers, max(self._shares))
         if better is None:
             return None
