@@ -56,7 +56,7 @@ class Before:
         if not self.seconds or not self._alone:
             return {}
         growth = {rank: self.growth(seconds, rank) for rank in seconds}
-        found = {}
+        found: dict[int, float] = {}
         for ranks, others in self._alone:
             of_others = median(growth[rank] for rank in others)
             found |= {rank: min(growth[rank], growth[rank] / of_others) for rank in ranks}

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from myriad.comm.attempt_layout import AttemptLayout
 from myriad.job import load_job
 from myriad.model.gpt import GPT
 from myriad.program.schedules import stage_owners
@@ -117,7 +118,8 @@ def test_layers_move_from_a_slow_node_and_back_when_it_is_fast_again() -> None:
     line.slow = {}
     turn, again = line.train(60)
     assert isinstance(turn, TurnRanks) and "before again" in turn.rule
-    assert isinstance(again, StartAttempt) and not again.layout and line.state.moved is None
+    assert isinstance(again, StartAttempt) and again.layout == AttemptLayout()
+    assert line.state.moved is None
     assert line.train(3600) == []
 
 
@@ -232,7 +234,8 @@ def test_other_nodes_begin_as_the_job_says() -> None:
     line.train(60)
     line.did(line.decider.hear(RankExited(1, 2, 1, 1, "device", 5, "", "a.log"), line.now))
     line.exit_all("killed", -9)
-    assert 1 not in line.state.placement and not line.state.layout and line.state.moved is None
+    assert 1 not in line.state.placement and line.state.layout == AttemptLayout()
+    assert line.state.moved is None
 
 
 def test_layers_go_back_for_good_where_memory_did_not_last() -> None:
