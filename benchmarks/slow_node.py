@@ -2,7 +2,7 @@
 
     python benchmarks/slow_node.py [--pp 2] [--factor 1.5] [--seconds 20] [--folder FOLDER]
 
-Two ranks train, each on a core: two replicas, or with --pp 2 the stages of a pipeline, each on a node. After
+Two ranks train, each on a core: two replicas, or with --pp 2 the stages of a pipeline. After
 some seconds the kernel gives the second one only 1 / FACTOR of a core (a control group with a quota: needs
 root), and gives its successors no more. Printed are the median times of a step before that, with it, and
 after work has moved, beside the least that both cores could take together; and how long it took to find the
@@ -31,11 +31,7 @@ JOB = [
     "checkpoint.memory_seconds=0",
 ]  # fmt: skip
 REPLICAS = ["layout.dp=2", "layout.zero=2", "model.layers=4", "train.global_batch=20"]
-STAGES = [
-    "layout.pp=2", "layout.partition=manual:13", "resilience.nodes=2", "model.layers=22",
-    "train.global_batch=12",
-]  # fmt: skip
-"""Of these stages each takes as long: the head counts as two blocks and a half."""
+STAGES = ["layout.pp=2", "model.layers=22", "train.global_batch=12"]
 PERIOD_MICROSECONDS = 10_000
 SLOW_RANK = 1
 STEPS = 40
@@ -77,10 +73,10 @@ def slow_core(factor: float) -> Iterator[Quota]:
 class Slowing(threading.Thread):
     """Makes the rank slow when its time has come, and every rank that takes its place; ends the run."""
 
-    def __init__(self, run: Run, quota: Quota, seconds: float, num_nodes: int) -> None:
+    def __init__(self, run: Run, quota: Quota, seconds: float) -> None:
         super().__init__(daemon=True)
         self._run, self._quota, self._seconds = run, quota, seconds
-        self._processes = Processes(run, num_nodes)
+        self._processes = Processes(run)
         self.slowed_at, self.slowed_step = 0.0, 0
 
     def run(self) -> None:
@@ -146,7 +142,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary, slow_core(given.factor) as quota:
         run = Run((given.folder or Path(temporary)) / "run")
         run.create_or_resume(load_job("tiny", [*JOB, *(REPLICAS if given.pp == 1 else STAGES)]))
-        slowing = Slowing(run, quota, given.seconds, given.pp)
+        slowing = Slowing(run, quota, given.seconds)
         slowing.start()
         run_local(run, 2, threads=1)
         report(run, slowing, given.factor)

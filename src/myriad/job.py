@@ -109,8 +109,8 @@ class ResilienceConfig(Config):
     after."""
     on_slow: Literal["move", "swap", "tell"] = "move"
     """When a rank or a node computes 1.3 times as long as others do: move gives its replica fewer
-    micro-batches (where that pays), swap puts a spare node in its place (move where there is none), tell
-    writes the event alone."""
+    micro-batches, or its stage fewer layers (where that pays), swap puts a spare node in its place (move
+    where there is none), tell writes the event alone."""
     on_lost: Literal["fewer", "wait"] = "fewer"
     """When a node is lost and no spare is there: fewer goes on with fewer data-parallel replicas and the same
     batches until one is (where the layout allows it), wait waits. Under Slurm the job is requeued."""

@@ -151,6 +151,7 @@ def _event_line(event: Record) -> Text | None:
     if name == "restart":
         other = [f"{event['dp']} replicas"] if event.get("dp") else []
         other += [f"shares {event['shares']}"] if event.get("shares") else []
+        other += [f"layers cut at {event['partition']}"] if event.get("partition") else []
         told = f" with {', '.join(other)}" if other else ""
         return Text(f"attempt {event.get('epoch')} begins{told}", style="yellow")
     if name == "resume":

@@ -97,6 +97,20 @@ def test_a_stage_that_becomes_slow_is_the_works_fault() -> None:
     assert found is not None and (found.culprit, found.ranks, found.node) == ("stage", (1, 3, 5, 7), -1)
 
 
+def test_a_stage_on_a_node_of_its_own_is_compared_with_itself() -> None:
+    """One replica of two stages: tensor-parallel ranks of a stage are on one node, and slow together."""
+    work = replace(WORK, dp=1, pp=2, ranks_per_node=2, shares=(4,))
+    nodes = {0: (0, 1), 1: (2, 3)}
+    watched = Watched(work, nodes)
+    assert watched.watch(60) is None
+    found = watched.watch(60, slow([2, 3], 1.5))
+    assert found is not None and (found.culprit, found.ranks, found.alone) == ("node", (2, 3), True)
+    all_longer = Watched(work, nodes)
+    all_longer.watch(60)
+    found = all_longer.watch(60, slow([0, 1, 2, 3], 1.5))
+    assert found is not None and found.culprit == "stage", "all have more to do"
+
+
 def test_a_replica_with_more_micro_batches_is_not_slow_for_that() -> None:
     assert Watched(replace(WORK, shares=(6, 2, 4, 4))).watch(600) is None
 
@@ -131,14 +145,16 @@ def test_with_an_order_of_nodes_ranks_are_where_the_grid_has_them() -> None:
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)  # of noise without end some would be an alarm
-@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4]), st.booleans())
-@example(33906, 4, False)
-def test_hours_of_ordinary_noise_raise_no_alarm(seed: int, dp: int, same_node: bool) -> None:
+@given(st.integers(0, 2**32), st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2)]), st.booleans())
+@example(33906, (4, 1), False)
+@example(1, (1, 2), False)
+def test_hours_of_ordinary_noise_raise_no_alarm(seed: int, layout: tuple[int, int], same_node: bool) -> None:
     """Each step of each rank 8 % more or less, one in fifty up to ten times as long; a rank 8 % slower for
     good; an hour."""
     draw = random.Random(seed)
-    work = replace(WORK, dp=dp, pp=1, shares=(4,) * dp)
-    nodes: dict[int, Sequence[int]] = {0: range(dp)} if same_node else {n: (n,) for n in range(dp)}
+    dp, pp = layout
+    work = replace(WORK, dp=dp, pp=pp, shares=(4,) * dp)
+    nodes: dict[int, Sequence[int]] = {0: range(dp * pp)} if same_node else {n: (n,) for n in range(dp * pp)}
 
     def noise(rank: int, step: int) -> float:
         times = max(0.5, draw.gauss(1.0, 0.08)) * (1.08 if rank == 0 else 1.0)
