@@ -79,7 +79,7 @@ class Balance:
     ) -> None:
         """A new attempt, or a new driver of one; ``moved``: what was known when its layers were."""
         ranks_of = {node: tuple(ranks) for node, ranks in placement.items()}
-        alike = ranks_of == self._placement and layout == self._layout and self._stragglers is not None
+        alike = ranks_of == self._placement and layout == self._layout
         before = self._stragglers.before.seconds if alike and self._stragglers is not None else {}
         shares = layout.shares or self._job.in_attempt(layout).shares
         moved_shares = shares != self._shares and len(shares) == len(self._shares)
