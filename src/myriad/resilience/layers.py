@@ -26,7 +26,8 @@ __all__ = ["Moved", "Pipeline", "best_cuts", "layer_seconds", "pipeline_seconds"
 
 _MOST_TIMES = 2
 """No rank gets more than so many times an equal number of layers: each takes memory."""
-_MOSTLY = 0.9
+_MOSTLY, _LITTLE = 0.9, 0.01
+"""Of what a rank takes: blocks, where they tell what a block takes; embedding and head at least."""
 _HALVINGS = 40
 
 
@@ -130,11 +131,11 @@ def layer_seconds(pipeline: Pipeline, paces: Sequence[float], cuts: Sequence[int
     for owner, pace in enumerate(paces):
         mine = [layer for layer in range(last + 1) if owner_of[layer] == owner]
         ends = [layer for layer in mine if layer in (0, last)]
-        rest = max(0.0, pace - rate * of_blocks[owner]) if ends else 0.0
-        heads = sum(weights[layer] for layer in ends)
+        rest = max(_LITTLE * pace, pace - rate * of_blocks[owner]) if ends else 0.0
+        parts = {layer: max(weights[layer], _LITTLE * max(weights)) for layer in ends}
         for layer in mine:
             if layer in ends:
-                found[layer] = rest * (weights[layer] / heads if heads else 1 / len(ends))
+                found[layer] = rest * parts[layer] / sum(parts.values())
             else:
                 found[layer] = (pace - rest) * weights[layer] / of_blocks[owner]
     return tuple(found)

@@ -147,6 +147,18 @@ def test_another_node_that_becomes_slow_after_a_move_is_found() -> None:
     assert [action.node for action in told] == [3]
 
 
+@pytest.mark.parametrize("node", [0, 3])
+def test_a_node_that_hardly_goes_on_keeps_the_layer_that_it_must_have(node: int) -> None:
+    line = Line()
+    line.train(100)
+    line.slow = {node: 40.0}
+    line.train(700)
+    assert PIPELINE.counts(line.cuts)[node] == 1
+    line.slow = {}
+    line.train(700)
+    assert line.cuts == PIPELINE.cuts
+
+
 def test_layers_do_not_move_to_and_fro() -> None:
     line = Line()
     for _ in range(60):
