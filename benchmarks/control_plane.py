@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from control_plane_executors import Crowd, processor_seconds
-from myriad.resilience.journal import Journal
-from myriad.resilience.state import Plan
+from myriad.resilience.decide.state import Plan
+from myriad.resilience.drive.journal import Journal
 from myriad.run import Run
 
 HERE = Path(__file__).parent

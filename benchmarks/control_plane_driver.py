@@ -11,9 +11,9 @@ import time
 from array import array
 from pathlib import Path
 
-from myriad.resilience import driver
+from myriad.resilience.drive import driver
+from myriad.resilience.drive.scribe import Scribe
 from myriad.resilience.facts import Beat, Observation
-from myriad.resilience.scribe import Scribe
 from myriad.run import Run
 
 WRITE_SECONDS = 1.0

@@ -4,7 +4,8 @@
 
 A module imports its own room and lower floors only (also inside functions and for types), modules form no
 cycle, the rooms in TORCH_FREE can be imported without torch (so that planning is quick and `--help` quicker),
-and only `cli` prints. Read with `ast`: nothing is imported, so a broken tree is checked too.
+what decides knows neither clock nor files nor sockets, and only `cli` prints. Read with `ast`: nothing is
+imported, so a broken tree is checked too.
 """
 
 import ast
@@ -29,6 +30,20 @@ FLOORS = (
 TORCH_FREE = (
     "errors units config toml_text jsonl processes whole_file program network planner job recipes run cli"
 )
+
+PURE, KNOWN_TO_PURE = "resilience.decide.", ("resilience.facts", "resilience.causes")
+"""Modules that begin so use, of their room, only each other and these, and nothing of the world outside."""
+OUTSIDE = {
+    ":asyncio",
+    ":os",
+    ":pathlib",
+    ":random",
+    ":socket",
+    ":subprocess",
+    ":threading",
+    ":time",
+    ":torch",
+}
 
 PLACES = {
     name: (floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms for name in room.split()
@@ -162,6 +177,19 @@ def _with_parents(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
+def check_pure(modules: dict[str, Module]) -> Iterator[str]:
+    """Decisions that could not be made under another clock."""
+    for module in modules.values():
+        if not module.name.startswith(PURE):
+            continue
+        for found in module.imports:
+            of_room = found.target.startswith(f"{module.room}.")
+            mine = found.target.startswith((PURE, *KNOWN_TO_PURE))
+            if found.target.partition(".")[0] in OUTSIDE or (of_room and not mine):
+                what = found.target.lstrip(":")
+                yield f"{module.path}:{found.line}: {module.name} is pure, and imports {what}"
+
+
 def check_prints(modules: dict[str, Module]) -> Iterator[str]:
     """The library does not talk to the screen."""
     for module in modules.values():
@@ -173,7 +201,7 @@ def main(arguments: list[str]) -> int:
     """Checks the package folder given, or this repository's."""
     package = Path(arguments[0]) if arguments else Path(__file__).parents[1] / "src" / "myriad"
     modules = read_modules(package)
-    checks = (check_floors, check_cycles, check_torch_free, check_prints)
+    checks = (check_floors, check_cycles, check_torch_free, check_pure, check_prints)
     breaches = [line for check in checks for line in check(modules)]
     for line in breaches:
         print(line)

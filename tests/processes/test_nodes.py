@@ -54,7 +54,7 @@ def pids_of(run: Run, node: int) -> tuple[list[int], list[int]]:
             words = (path / "cmdline").read_text().split("\0")
         except OSError:
             continue
-        if "myriad.resilience.executor_process" in words and words[3:5] == [str(run.path), str(node)]:
+        if "myriad.resilience.node.executor_process" in words and words[3:5] == [str(run.path), str(node)]:
             executors.append(int(path.name))
         elif keeper_name(run.path, node) in words:
             keepers.append(int(path.name))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from mounted import disk_that_hangs
 
+from myriad.resilience.decide.state import Plan
+from myriad.resilience.drive.journal import Journal
 from myriad.resilience.facts import ORDERS, Beat, End, NodeJoined, RankExited, Start
-from myriad.resilience.journal import Journal
-from myriad.resilience.state import Plan
 from myriad.resilience.wire import Link, run_secret
 
 SECONDS = 60.0
@@ -50,7 +50,7 @@ def test_a_driver_whose_disk_hangs_sees_faults_and_repairs_them(tmp_path: Path) 
         journal = Journal(disk.path / "journal.jsonl")
         journal.begin(Plan(1, 1, first_epoch=1))
         secret = run_secret(disk.path / "secret")
-        command = [sys.executable, "-m", "myriad.resilience.driver", str(disk.path)]
+        command = [sys.executable, "-m", "myriad.resilience.drive.driver", str(disk.path)]
         environment = os.environ | {"MYRIAD_ENGINE_PID": str(os.getpid())}
         with (disk.path / "driver.log").open("ab") as log:
             driver = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log)

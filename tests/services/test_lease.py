@@ -14,14 +14,14 @@ from myriad.comm.store_address import redis_address
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.resilience.codec import plain
+from myriad.resilience.decide.state import Plan, State
+from myriad.resilience.drive.journal import Journal
+from myriad.resilience.drive.tenure import boot_seconds
 from myriad.resilience.engines.begin import begin_journal, check_journal
 from myriad.resilience.engines.standby import check_standby
-from myriad.resilience.journal import Journal
-from myriad.resilience.state import Plan, State
-from myriad.resilience.tenure import boot_seconds
 from myriad.run import Run
 
-redis_lease = pytest.importorskip("myriad.resilience.redis_lease", reason="needs the package redis")
+redis_lease = pytest.importorskip("myriad.resilience.drive.redis_lease", reason="needs the package redis")
 
 LONG = 60.0
 """Of a lease that nothing here waits for."""
@@ -137,7 +137,7 @@ def test_drivers_that_contend_write_one_after_the_other(server, tmp_path) -> Non
 @pytest.fixture
 def leased(server, tmp_path):
     """A driver's lease, kept by its thread."""
-    module = pytest.importorskip("myriad.resilience.leased")
+    module = pytest.importorskip("myriad.resilience.drive.leased")
     lease = lease_of(server, tmp_path, "a", 1.5)
     asked_at = boot_seconds()
     term = lease.take(by_force=True).term
@@ -224,7 +224,7 @@ def test_whoever_stands_by_drives_when_redis_has_forgotten_the_run_and_nobody_te
     server, tmp_path, interrupts
 ) -> None:
     """It has no disk, and was started again; the driver had ended, as it could not know that it was alone."""
-    candidates = pytest.importorskip("myriad.resilience.candidate")
+    candidates = pytest.importorskip("myriad.resilience.drive.candidate")
     journal = Journal(tmp_path / "journal.jsonl")
     journal.begin(Plan(1, 1, first_epoch=1), 4)
     journal.append(decision(6, 1) | {"state": plain(State("running", 1))})
@@ -237,7 +237,7 @@ def test_whoever_stands_by_drives_when_redis_has_forgotten_the_run_and_nobody_te
 
 
 def test_a_ctrl_c_ends_the_standing_by_and_not_the_run(server, tmp_path, interrupts) -> None:
-    candidates = pytest.importorskip("myriad.resilience.candidate")
+    candidates = pytest.importorskip("myriad.resilience.drive.candidate")
     driving = lease_of(server, tmp_path, "a")
     driving.take(by_force=True)
     journal, told = Journal(tmp_path / "journal.jsonl"), list[dict]()

@@ -103,7 +103,7 @@ def processes() -> Iterator[tuple[int, list[str]]]:
 
 def executor_of(run: Run, node: int) -> int | None:
     for pid, words in processes():
-        if "myriad.resilience.executor_process" in words and words[3:5] == [str(run.path), str(node)]:
+        if "myriad.resilience.node.executor_process" in words and words[3:5] == [str(run.path), str(node)]:
             return pid
     return None
 

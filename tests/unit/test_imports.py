@@ -40,6 +40,14 @@ def test_this_library_keeps_its_order() -> None:
             "load.py:2: checkpoint (floor 3) imports parallel (floor 3)",
         ),
         ({"shed/tools.py": ""}, "tools.py:1: shed stands on no floor"),
+        (
+            {"resilience/decide/now.py": "import time\n"},
+            "now.py:1: resilience.decide.now is pure, and imports time",
+        ),
+        (
+            {"resilience/decide/a.py": "from myriad.resilience.wire import b\n", "resilience/wire.py": ""},
+            "a.py:1: resilience.decide.a is pure, and imports resilience.wire",
+        ),
         ({"model/gpt.py": "from . import config\n"}, "gpt.py:1: relative import"),
         (
             {"model/a.py": "from myriad.model import b\n", "model/b.py": "import myriad.model.a\n"},

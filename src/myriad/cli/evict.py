@@ -11,7 +11,7 @@ from myriad.cli.runs import existing_run
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
-    from myriad.resilience.lemons import Lemons
+    from myriad.resilience.decide.lemons import Lemons
 
 __all__ = ["evict", "register"]
 
@@ -102,8 +102,8 @@ def _list() -> dict[str, Any]:
 
 
 def _pardon(name: str) -> dict[str, Any]:
+    from myriad.resilience.drive.lemon_file import clear, lemon_path
     from myriad.resilience.evict import person
-    from myriad.resilience.lemon_file import clear, lemon_path
 
     lemons = _read()
     machines = lemons.named(name)
@@ -119,7 +119,7 @@ def _pardon(name: str) -> dict[str, Any]:
 
 
 def _read() -> "Lemons":
-    from myriad.resilience.lemon_file import lemon_path, read_lemons
+    from myriad.resilience.drive.lemon_file import lemon_path, read_lemons
 
     try:
         return read_lemons()

@@ -35,7 +35,7 @@ def join(
 
     Exit code: 0 the run is over, 1 its driver was lost, 2 there is nothing to join.
     """
-    from myriad.resilience.join import join as join_run
+    from myriad.resilience.node.join import join as join_run
     from myriad.run import Run
 
     join_run(Run(run), node, wait_seconds=wait)

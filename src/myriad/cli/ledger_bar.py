@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from myriad.resilience.ledger import Kind
+from myriad.resilience.account.ledger import Kind
 
 __all__ = ["COLOURS", "ledger_bar"]
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from myriad.cli.summary import Summary, summarize
 from myriad.jsonl import JsonlTail
-from myriad.resilience.account import Account, Attempt, FaultSeen
-from myriad.resilience.accounting import account_of
-from myriad.resilience.ledger import KINDS, Kind
-from myriad.resilience.moments import in_order
+from myriad.resilience.account.account import Account, Attempt, FaultSeen
+from myriad.resilience.account.accounting import account_of
+from myriad.resilience.account.ledger import KINDS, Kind
+from myriad.resilience.account.moments import in_order
 from myriad.run import Run
 
 if TYPE_CHECKING:

@@ -158,7 +158,7 @@ def _ratio_rows(outcomes: "Sequence[Outcome]") -> list[list[str]]:
 
 def _ledger_rows(outcomes: "Sequence[Outcome]") -> list[list[str]]:
     """Classes in which no policy spends anything are left out."""
-    from myriad.resilience.ledger import KINDS
+    from myriad.resilience.account.ledger import KINDS
 
     shares = [one.shares for one in outcomes]
     rows = [["share of the wall time", *(one.title for one in outcomes)]]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 
 from myriad.cli.ledger_bar import COLOURS
-from myriad.resilience.ledger import KINDS
+from myriad.resilience.account.ledger import KINDS
 from myriad.resilience.weeks.study import Effect, Outcome
 
 __all__ = ["draw"]

@@ -5,7 +5,7 @@
 It is taken as late as possible: what happened to the bits while they were used shows, and the snapshot that
 was copied meanwhile is of the bits that the digest is of. The last step has none after it: its digest is
 taken when the run is over, from parameters that are gathered once more. Nobody waits for anybody: the
-executor reads the page, and the driver compares (`myriad.resilience.replicas`).
+executor reads the page, and the driver compares (`myriad.resilience.decide.replicas`).
 """
 
 import torch

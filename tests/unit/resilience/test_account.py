@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myriad.resilience.account import Account
-from myriad.resilience.accounting import account_of
-from myriad.resilience.ledger import Kind
-from myriad.resilience.moments import Moment, in_order
+from myriad.resilience.account.account import Account
+from myriad.resilience.account.accounting import account_of
+from myriad.resilience.account.ledger import Kind
+from myriad.resilience.account.moments import Moment, in_order
 
 NAMES = (
     "import", "corpus", "launch", "attempt", "restart", "start", "resume", "step", "validation",

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.job import load_job
-from myriad.resilience.actions import Action, Evict, StartAttempt, StopRanks, TellSlow, TurnRanks
-from myriad.resilience.balance import best_shares, step_seconds
 from myriad.resilience.codec import plain, read
-from myriad.resilience.decisions import Decider
+from myriad.resilience.decide.actions import Action, Evict, StartAttempt, StopRanks, TellSlow, TurnRanks
+from myriad.resilience.decide.balance import best_shares, step_seconds
+from myriad.resilience.decide.decisions import Decider
+from myriad.resilience.decide.state import Plan, State
+from myriad.resilience.decide.work import Work
 from myriad.resilience.facts import Beat, NodeJoined, RankExited, RankSeen, StopAsked
-from myriad.resilience.state import Plan, State
-from myriad.resilience.work import Work
 
 WORK = Work(
     dp=4, pp=1, ranks_per_node=1, node_order=(), shares=(8,) * 4, most_share=16, steps=10**6, on_slow="move"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from myriad.resilience.causes import cause_of
-from myriad.resilience.memory_kills import count_memory_kills
+from myriad.resilience.node.memory_kills import count_memory_kills
 
 
 @pytest.mark.parametrize(

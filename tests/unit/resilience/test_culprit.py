@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.resilience.culprit import find_suspects
+from myriad.resilience.decide.culprit import find_suspects
 from myriad.resilience.facts import RankSeen
 
 

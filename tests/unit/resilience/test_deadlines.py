@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from myriad.resilience.deadlines import Deadlines
+from myriad.resilience.decide.deadlines import Deadlines
 from myriad.resilience.facts import RankSeen
 
 ROW = RankSeen(0, 1, "S", "step", "", 1, 0, 0, 0.0, 0.0)

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.resilience.actions import Action, Blame, DumpStacks, EndRun, Evict, StartAttempt, StopRanks
 from myriad.resilience.codec import plain, read
-from myriad.resilience.decisions import Decider
+from myriad.resilience.decide.actions import Action, Blame, DumpStacks, EndRun, Evict, StartAttempt, StopRanks
+from myriad.resilience.decide.decisions import Decider
+from myriad.resilience.decide.incidents import told_ranks
+from myriad.resilience.decide.state import Plan, State
 from myriad.resilience.facts import Beat, NodeJoined, NodeLeft, RankExited, RankSeen, StopAsked
-from myriad.resilience.incidents import told_ranks
-from myriad.resilience.state import Plan, State
 
 WORLD = 4
 

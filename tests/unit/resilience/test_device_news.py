@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from myriad.resilience import device_watch
-from myriad.resilience.device_news import DeviceNews, News
-from myriad.resilience.device_watch import DeviceWatch
 from myriad.resilience.doctor.devices import DEVICES, DeviceState, SmiProvider, parse_states
+from myriad.resilience.node import device_watch
+from myriad.resilience.node.device_news import DeviceNews, News
+from myriad.resilience.node.device_watch import DeviceWatch
 
 
 def two(**second: object) -> list[DeviceState]:

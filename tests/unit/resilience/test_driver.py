@@ -14,9 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myriad.resilience import driver as driver_module
 from myriad.resilience.codec import encode
-from myriad.resilience.driver import Driver
+from myriad.resilience.decide.state import Plan
+from myriad.resilience.drive import driver as driver_module
+from myriad.resilience.drive.driver import Driver
+from myriad.resilience.drive.journal import Journal
+from myriad.resilience.drive.scribe import Scribe
+from myriad.resilience.drive.tenure import Alone
 from myriad.resilience.facts import (
     ORDERS,
     Beat,
@@ -30,10 +34,6 @@ from myriad.resilience.facts import (
     StopAsked,
 )
 from myriad.resilience.herald import read_address
-from myriad.resilience.journal import Journal
-from myriad.resilience.scribe import Scribe
-from myriad.resilience.state import Plan
-from myriad.resilience.tenure import Alone
 from myriad.resilience.wire import MAX_BYTES, VERSION, Link, frame, run_secret
 from myriad.run import Run
 

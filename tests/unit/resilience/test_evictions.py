@@ -7,9 +7,9 @@ from test_decisions import World, kinds
 
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import load_job
-from myriad.resilience.actions import Evict, StartAttempt, TurnRanks
+from myriad.resilience.decide.actions import Evict, StartAttempt, TurnRanks
+from myriad.resilience.decide.evictions import what_follows
 from myriad.resilience.evict import evict
-from myriad.resilience.evictions import what_follows
 from myriad.resilience.facts import EvictionAsked
 from myriad.run import Run
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout, equal_shares
 from myriad.job import load_job
-from myriad.resilience.actions import Action, Blame, EndRun, StartAttempt, TurnRanks
 from myriad.resilience.codec import plain, read
-from myriad.resilience.decisions import Decider
+from myriad.resilience.decide.actions import Action, Blame, EndRun, StartAttempt, TurnRanks
+from myriad.resilience.decide.decisions import Decider
+from myriad.resilience.decide.fewer import Fewer
+from myriad.resilience.decide.places import place_nodes
+from myriad.resilience.decide.state import Plan, State
+from myriad.resilience.decide.work import Work
 from myriad.resilience.facts import Beat, Digest, NodeJoined, NodeLeft, RankExited, RankSeen, StopAsked
-from myriad.resilience.fewer import Fewer
-from myriad.resilience.places import place_nodes
-from myriad.resilience.state import Plan, State
-from myriad.resilience.work import Work
 
 FEWER = Fewer(
     dp=3, num_micro_batches=8, replica_ranks=1, node_ranks=1, allowed=(1, 2), wait_seconds=30.0, steps=10**6

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from test_decisions import World, kinds, seen
 
-from myriad.resilience.actions import EndRun, Evict, Examine, StartAttempt, TellExamined, TurnRanks
+from myriad.resilience.decide.actions import EndRun, Evict, Examine, StartAttempt, TellExamined, TurnRanks
 from myriad.resilience.doctor.baseline import write_baseline
 from myriad.resilience.doctor.hardware import cpu_key
-from myriad.resilience.examination import Examination
 from myriad.resilience.facts import Beat, EvictionAsked, Examined, NodeJoined, RankSeen
+from myriad.resilience.node.examination import Examination
 
 
 def join(world: World, node: int, machine: str = "", by: str = "") -> list:

@@ -4,8 +4,8 @@ or a good node is given up for what a program did. Everything is under a clock o
 import pytest
 from test_decisions import World, kinds, seen
 
-from myriad.resilience.actions import Action, Blame, Evict, Notice, StartAttempt, TurnRanks
-from myriad.resilience.clocks import Clocks
+from myriad.resilience.decide.actions import Action, Blame, Evict, Notice, StartAttempt, TurnRanks
+from myriad.resilience.decide.clocks import Clocks
 from myriad.resilience.facts import Beat, DeviceTrouble, LinkSeen
 
 

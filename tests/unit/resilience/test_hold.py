@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.resilience.hold import Hold
-from myriad.resilience.journal import Journal, Newest
+from myriad.resilience.drive.hold import Hold
+from myriad.resilience.drive.journal import Journal, Newest
 
 SECONDS = 3.0
 

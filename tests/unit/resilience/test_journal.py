@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from myriad.resilience.actions import EndRun, StartAttempt
+from myriad.resilience.decide.actions import EndRun, StartAttempt
+from myriad.resilience.decide.incidents import Incident
+from myriad.resilience.decide.numbers import Trial
+from myriad.resilience.decide.state import Plan, State
+from myriad.resilience.drive.journal import Journal
 from myriad.resilience.facts import RankExited
-from myriad.resilience.incidents import Incident
-from myriad.resilience.journal import Journal
-from myriad.resilience.numbers import Trial
-from myriad.resilience.state import Plan, State
 
 PLAN = Plan(world=4, nodes=2, first_epoch=3, patience=0.5)
 ENDED = RankExited(0, 3, 1, 1, "user", 7, "ValueError: moon", "a.log")

@@ -15,13 +15,13 @@ from myriad.comm.attempt_layout import AttemptLayout
 from myriad.job import load_job
 from myriad.model.gpt import GPT
 from myriad.program.schedules import stage_owners
-from myriad.resilience.actions import Action, StartAttempt, TellSlow, TurnRanks
 from myriad.resilience.codec import plain, read
-from myriad.resilience.decisions import Decider
+from myriad.resilience.decide.actions import Action, StartAttempt, TellSlow, TurnRanks
+from myriad.resilience.decide.decisions import Decider
+from myriad.resilience.decide.layers import Pipeline, best_cuts, layer_seconds, pipeline_seconds
+from myriad.resilience.decide.state import Plan, State
+from myriad.resilience.decide.work import Work
 from myriad.resilience.facts import Beat, NodeJoined, RankExited, RankSeen
-from myriad.resilience.layers import Pipeline, best_cuts, layer_seconds, pipeline_seconds
-from myriad.resilience.state import Plan, State
-from myriad.resilience.work import Work
 from myriad.train.build import stage_layers
 
 NODES = 4

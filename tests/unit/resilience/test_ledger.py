@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.resilience.ledger import KINDS, Ledger
+from myriad.resilience.account.ledger import KINDS, Ledger
 
 shares = st.dictionaries(st.sampled_from(KINDS), st.integers(1, 9), min_size=1).map(
     lambda weights: {kind: weight / sum(weights.values()) for kind, weight in weights.items()}

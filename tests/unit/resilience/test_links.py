@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from myriad.resilience.facts import LinkSeen
-from myriad.resilience.links import LinkWatch, chosen_interfaces, parse_link, rdma_ports
+from myriad.resilience.node.links import LinkWatch, chosen_interfaces, parse_link, rdma_ports
 
 UP, LOWER_UP = 1, 1 << 16
 

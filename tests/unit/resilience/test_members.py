@@ -1,8 +1,8 @@
 """Which machine is which node: two that are one would take turns for ever, and a machine that comes back with
 another number would not find its snapshots."""
 
+from myriad.resilience.drive.members import Members
 from myriad.resilience.facts import NodeJoined
-from myriad.resilience.members import Members
 
 
 def joined(node: int, by: str) -> NodeJoined:

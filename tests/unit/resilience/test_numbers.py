@@ -4,8 +4,8 @@ ever."""
 import pytest
 from test_decisions import World, kinds, seen
 
-from myriad.resilience.actions import Action, Blame, Diagnose, EndRun, Evict, StartAttempt
 from myriad.resilience.causes import cause_of, first_not_finite
+from myriad.resilience.decide.actions import Action, Blame, Diagnose, EndRun, Evict, StartAttempt
 from myriad.resilience.facts import Beat
 
 SAID = "myriad: error: step {step}: loss is nan; first bad tensor is the gradient of a.b, on rank {rank}"

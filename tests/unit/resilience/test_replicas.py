@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from test_decisions import World, kinds, seen
 
 from myriad.job import load_job
-from myriad.resilience.actions import Blame, EndRun, Evict, StartAttempt
+from myriad.resilience.decide.actions import Blame, EndRun, Evict, StartAttempt
+from myriad.resilience.decide.replicas import Difference, Replicas
 from myriad.resilience.engines.replica_groups import replica_groups
 from myriad.resilience.facts import Beat, Digest, RankExited
-from myriad.resilience.replicas import Difference, Replicas
 
 FOUR = ((0, 1, 2, 3),)
 

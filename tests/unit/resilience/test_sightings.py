@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.resilience.deadlines import Deadlines
+from myriad.resilience.decide.deadlines import Deadlines
+from myriad.resilience.decide.sightings import Sightings
 from myriad.resilience.facts import RankSeen
-from myriad.resilience.sightings import Sightings
 
 PLACEMENT = {3: (0, 1, 2, 3), 1: (4, 5, 6, 7), 2: (8, 9, 10, 11)}
 

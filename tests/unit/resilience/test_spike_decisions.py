@@ -2,8 +2,8 @@
 
 from test_decisions import World
 
-from myriad.resilience.actions import Action, Blame, EndRun, Evict, StartAttempt
 from myriad.resilience.causes import cause_of, spike_text
+from myriad.resilience.decide.actions import Action, Blame, EndRun, Evict, StartAttempt
 
 SAID = (
     "myriad: error: step {step}: a spike, twice: gradient norm 100, the median of 128 steps is 1, the limit 2"

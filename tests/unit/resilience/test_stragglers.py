@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from myriad.resilience.decide.stragglers import Finding, Stragglers
+from myriad.resilience.decide.work import Work
 from myriad.resilience.facts import RankSeen
-from myriad.resilience.stragglers import Finding, Stragglers
-from myriad.resilience.work import Work
 
 WORK = Work(
     dp=4, pp=2, ranks_per_node=2, node_order=(), shares=(4,) * 4, most_share=8, steps=10**6, on_slow="move"

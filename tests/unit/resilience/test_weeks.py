@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from myriad.errors import BadInputError
 from myriad.recipes import recipe_names
-from myriad.resilience.ledger import Ledger
+from myriad.resilience.account.ledger import Ledger
 from myriad.resilience.weeks.cluster import VirtualCluster
 from myriad.resilience.weeks.faults import DAY, Fault, Kind, draw_faults, load_mix
 from myriad.resilience.weeks.rivals import rival_ledger

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, TypeVar
 from myriad.comm.store_address import RedisAddress, redis_address
 from myriad.errors import BadInputError
 from myriad.job import ResilienceConfig
-from myriad.resilience.journal import Journal
-from myriad.resilience.state import Plan
+from myriad.resilience.decide.state import Plan
+from myriad.resilience.drive.journal import Journal
 from myriad.resilience.wire import secret_place
 from myriad.run import Run
 
 if TYPE_CHECKING:
-    from myriad.resilience.redis_lease import RedisLease
+    from myriad.resilience.drive.redis_lease import RedisLease
 
 __all__ = ["begin_journal", "check_journal", "driver_options", "open_lease"]
 
@@ -32,7 +32,7 @@ def check_journal(run: Run, how: ResilienceConfig) -> None:
     `BadInputError`."""
     if how.journal == "file":
         return
-    from myriad.resilience.redis_lease import check_server
+    from myriad.resilience.drive.redis_lease import check_server
 
     answered(lambda: check_server(_address(how)), how)
     if secret_place(run.path / "secret").exists():
@@ -47,14 +47,14 @@ def _address(how: ResilienceConfig) -> RedisAddress:
 
 def open_lease(path: Path, how: ResilienceConfig, owner: str | None = None) -> "RedisLease":
     """Of a job with a journal in Redis."""
-    from myriad.resilience.redis_lease import RedisLease, lease_seconds, new_owner
+    from myriad.resilience.drive.redis_lease import RedisLease, lease_seconds, new_owner
 
     return RedisLease(_address(how), path, owner or new_owner(), lease_seconds(how.patience))
 
 
 def answered(ask: Callable[[], T], how: ResilienceConfig) -> T:
     """What Redis says. Raises `BadInputError`."""
-    from myriad.resilience.redis_lease import StoreAwayError
+    from myriad.resilience.drive.redis_lease import StoreAwayError
 
     try:
         return ask()

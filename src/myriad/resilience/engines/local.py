@@ -22,7 +22,7 @@ from myriad.resilience.engines.kept import Kept, of_module
 from myriad.resilience.engines.supervise import see_through
 from myriad.resilience.facts import STOP_ASKED
 from myriad.resilience.listen import check_listen
-from myriad.resilience.machine import MACHINE
+from myriad.resilience.node.machine import MACHINE
 from myriad.run import Run
 
 __all__ = ["LocalEngine", "check_cores", "check_local", "num_cores", "run_local"]
@@ -89,7 +89,7 @@ class LocalEngine:
             Kept(
                 run,
                 f"executor-{node}",
-                [*where(node), *of_module("executor_process", run.path, node, threads, *command)],
+                [*where(node), *of_module("node.executor_process", run.path, node, threads, *command)],
                 {MACHINE: ""} | ({NODE: str(node)} if several else {}),
             )
             for node in range(nodes + spares)

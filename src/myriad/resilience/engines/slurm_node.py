@@ -9,7 +9,7 @@ import sys
 
 from myriad.errors import MyriadError
 from myriad.resilience.engines.slurm import slurm
-from myriad.resilience.join import join
+from myriad.resilience.node.join import join
 from myriad.resilience.reach import DriverLostError
 from myriad.run import Run
 

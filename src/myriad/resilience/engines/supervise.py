@@ -17,17 +17,17 @@ from typing import Any, Literal
 
 from myriad.errors import RunFailedError
 from myriad.job import SPIKE_STEPS_AFTER, SPIKE_STEPS_BEFORE
+from myriad.resilience.decide.fewer import Fewer
+from myriad.resilience.decide.state import Plan
+from myriad.resilience.decide.work import Work
+from myriad.resilience.drive.journal import Journal
 from myriad.resilience.engines.begin import begin_journal
 from myriad.resilience.engines.engine import Engine, Observer, Outcome
 from myriad.resilience.engines.kept import Kept, of_module
 from myriad.resilience.engines.replica_groups import replica_groups
 from myriad.resilience.facts import STOP_ASKED
-from myriad.resilience.fewer import Fewer
-from myriad.resilience.journal import Journal
 from myriad.resilience.listen import check_listen
-from myriad.resilience.state import Plan
 from myriad.resilience.wire import run_secret
-from myriad.resilience.work import Work
 from myriad.run import Run
 
 __all__ = ["see_through", "supervise"]
@@ -97,7 +97,7 @@ def supervise(
 ) -> Outcome | Literal["left"]:
     """A driver and an engine, until the run is over, or until a person wants no more of a driver that only
     waits: ``left``. ``name``: of the driver's log. Raises `RunFailedError`."""
-    driver = Kept(run, name, [*of_module("driver", run.path), *driver_options])
+    driver = Kept(run, name, [*of_module("drive.driver", run.path), *driver_options])
     silent = _SILENT_SECONDS * max(1.0, patience)
     with _catch_signals() as caught, _Supervision(run, engine, driver, silent) as supervision:
         return _watch(supervision, caught, _Guarded(observer))

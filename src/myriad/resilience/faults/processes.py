@@ -15,8 +15,8 @@ from myriad.telemetry.progress_page import ROW_BYTES, ProgressPage, Seen
 __all__ = ["Processes"]
 
 _MODULES: dict[Target, str] = {
-    "driver": "myriad.resilience.driver",
-    "executor": "myriad.resilience.executor_process",
+    "driver": "myriad.resilience.drive.driver",
+    "executor": "myriad.resilience.node.executor_process",
     "loader": "myriad.data.loader_process",
     "keeper": "myriad.checkpoint.keeper_process",
 }

@@ -22,12 +22,12 @@ from functools import partial
 from math import inf
 from typing import Literal
 
-from myriad.resilience.actions import Action, EndRun, Evict, StartAttempt, StopRanks, TurnRanks
-from myriad.resilience.decisions import Decider
+from myriad.resilience.account.ledger import Kind as Doing
+from myriad.resilience.account.ledger import Ledger
+from myriad.resilience.decide.actions import Action, EndRun, Evict, StartAttempt, StopRanks, TurnRanks
+from myriad.resilience.decide.decisions import Decider
+from myriad.resilience.decide.state import Plan
 from myriad.resilience.facts import Beat, Cause, NodeJoined, RankExited, RankSeen, StopAsked
-from myriad.resilience.ledger import Kind as Doing
-from myriad.resilience.ledger import Ledger
-from myriad.resilience.state import Plan
 from myriad.resilience.weeks.clock import Clock
 from myriad.resilience.weeks.faults import Fault, Kind
 from myriad.resilience.weeks.rows import hung_row, starting_row, training_row

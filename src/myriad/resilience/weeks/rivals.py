@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import floor, inf
 
-from myriad.resilience.ledger import Kind as Doing
-from myriad.resilience.ledger import Ledger
+from myriad.resilience.account.ledger import Kind as Doing
+from myriad.resilience.account.ledger import Ledger
 from myriad.resilience.weeks.faults import Fault
 from myriad.resilience.weeks.times import RivalTimes, Times
 from myriad.resilience.weeks.work import Work

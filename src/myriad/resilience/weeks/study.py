@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, quantiles
 
-from myriad.resilience.ledger import KINDS, Kind, Ledger
+from myriad.resilience.account.ledger import KINDS, Kind, Ledger
 from myriad.resilience.weeks.cluster import VirtualCluster
 from myriad.resilience.weeks.faults import Fault, Mix, draw_faults
 from myriad.resilience.weeks.rivals import rival_ledger

@@ -5,10 +5,10 @@ Whether anybody takes notice is up to the decisions, which hear it with the beat
 
 from collections.abc import Mapping, Sequence
 
-from myriad.resilience.balance import step_seconds
+from myriad.resilience.decide.balance import step_seconds
+from myriad.resilience.decide.work import Work
 from myriad.resilience.facts import Digest
 from myriad.resilience.weeks.times import Times
-from myriad.resilience.work import Work
 
 __all__ = ["Symptoms"]
 

@@ -7,7 +7,7 @@ attempt goes on from an older step.
 from collections.abc import Mapping
 from math import floor
 
-from myriad.resilience.ledger import Kind, Ledger
+from myriad.resilience.account.ledger import Kind, Ledger
 from myriad.resilience.weeks.times import Times
 
 __all__ = ["Work"]

@@ -17,7 +17,7 @@ def execute(run: str, node: int, folder: str, threads: int, command: Sequence[st
 
     ``folder``: where the engine was started, which paths in the job may go from.
     """
-    words = ["myriad.resilience.executor_process", run, str(node), str(threads), *command]
+    words = ["myriad.resilience.node.executor_process", run, str(node), str(threads), *command]
     log = Run(run).logs_path / f"executor-{node}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:

@@ -1,0 +1,327 @@
+"""The account of a real run: the ledger of its time, its faults and its attempts, from what its files say.
+
+    launch ── restarting ──► start ── training, saving, validating ──► fault ── restarting ──► start ── ...
+                                          last sign ── detecting ──┘
+    finish or stop ── planned ──► launch            failed, or killed with its launcher ── person ──► launch
+
+The cursor of the ledger moves only at what begins or ends a class; everything else is a sign of life. A step
+is training until a later attempt begins before it: then it is lost, and doing it again is training. A step
+that nobody finished is lost, too. What no file tells is counted against the run: silence after the last sign,
+until somebody comes again, is a wait for a person.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import dropwhile
+
+from myriad.resilience.account.account import Account, Attempt, FaultSeen
+from myriad.resilience.account.ledger import Kind
+from myriad.resilience.account.moments import Moment
+
+__all__ = ["account_of"]
+
+
+@dataclass
+class _Done:
+    """Training that counts so far."""
+
+    step: int
+    seconds: float
+    tokens: int
+    whole: bool
+
+
+def account_of(moments: Sequence[Moment], now: float | None = None) -> Account:
+    """``now``: the run is at work; ``None``: it has ended with its last sign."""
+    known = list(dropwhile(lambda moment: moment.what == "import", moments))  # weights, days before
+    reader = _Reader(known[0].time if known else 0.0)
+    for moment in known:
+        reader.take(moment)
+    return reader.close(now)
+
+
+class _Reader:
+    """Of one run, moment by moment."""
+
+    def __init__(self, began: float) -> None:
+        self.account = Account(began)
+        self._ledger = self.account.ledger
+        self._doing: Kind = "person"
+        self._sign = 0.0
+        """Of life: the last."""
+        self._done: list[_Done] = []
+        self._saving, self._validating, self._diagnosed = 0.0, 0.0, -1.0
+        self._launching = self._watched = self._evicted = self._announced = False
+        self._open: list[FaultSeen] = []
+        """Faults from which the run has not come back."""
+        self._spares, self._spares_since = 0, 0.0
+        self._handlers: dict[str, Callable[[float, Moment], None]] = {
+            "corpus": self._launch,
+            "launch": self._launch,
+            "attempt": self._attempt,
+            "restart": self._attempt,
+            "start": self._start,
+            "resume": self._resume,
+            "step": self._step,
+            "validation": self._validation,
+            "diagnosis": self._diagnosis,
+            "eviction": self._eviction,
+            "fault": self._fault,
+            "interrupted": self._stop,
+            "finish": self._stop,
+            "end": self._end,
+            "spares": self._tell_spares,
+        }
+
+    def take(self, moment: Moment) -> None:
+        """In the order of time."""
+        at = max(moment.time - self.account.began, self._ledger.now)
+        handle = self._handlers.get(moment.what)
+        if handle is not None:
+            handle(at, moment)
+        self._sign = max(self._sign, at)
+
+    def close(self, now: float | None) -> Account:
+        """What is known when nothing more is told."""
+        account = self.account
+        account.running = now is not None and not self._stands
+        if account.running and now is not None:
+            self._go_on(max(now - account.began, self._ledger.now))
+        else:
+            self._go_on(max(self._sign, self._ledger.now))
+            self._drop_unfinished()
+        self._charge_spares(self._ledger.now)
+        whole = [one for one in self._done if one.whole]
+        account.steps = len(whole)
+        account.tokens = whole[-1].tokens if whole else 0
+        return account
+
+    # The launcher and its driver
+
+    def _launch(self, at: float, moment: Moment) -> None:
+        """Twice for one: `myriad train` has checked the job, and the engine has started."""
+        if self._launching and moment.what == "launch":
+            self._go_on(at)
+        else:
+            self._stand_still(at)
+        self._doing, self._launching = "restarting", moment.what == "corpus"
+        self._watched, self._evicted = moment.what == "launch", False
+        if moment.what == "launch":
+            self._ledger.attempt = moment.count("first_epoch", self._ledger.attempt)
+
+    def _attempt(self, at: float, moment: Moment) -> None:
+        """The journal and the events tell of the same one."""
+        if self._stands:
+            self._stand_still(at)
+        else:
+            self._go_on(at)
+        self._doing, self._evicted, self._launching = "restarting", False, False
+        self._ledger.attempt = moment.count("epoch", self._ledger.attempt)
+        for fault in self._open:
+            if fault.ending_seconds is None:
+                fault.ending_seconds = at - (fault.told - self.account.began)
+
+    def _end(self, at: float, moment: Moment) -> None:
+        outcome = moment.fields.get("outcome")
+        if self._stands or (self._doing == "training" and outcome != "failed"):
+            self._tail(at)
+        else:
+            self._go_on(at)
+        self._doing = "person" if outcome == "failed" else "planned"
+        self._charge_spares(at)
+        self._spares = 0
+        self._drop_unfinished()
+        self._end_attempt(str(outcome))
+
+    # The ranks
+
+    def _start(self, at: float, moment: Moment) -> None:
+        """Rank 0 is about to train."""
+        known = self._watched and self._doing == "training"
+        if self._doing == "training" and not known:
+            self._stand_still(at)
+        self._ledger.until(at, "restarting" if known else self._doing)
+        attempts, number = self.account.attempts, self._ledger.attempt
+        if not self._watched or number < 1 or (attempts and attempts[-1].number >= number):
+            number = attempts[-1].number + 1 if attempts else max(1, number)
+        self._ledger.attempt = number
+        self._end_attempt("replaced")
+        step = moment.count("resumed_from", 0)
+        world = moment.count("world", 0)
+        attempts.append(Attempt(number=number, began=moment.time, world=world, resumed_from=step))
+        lost = self._go_back(step)
+        for index, fault in enumerate(self._open):
+            fault.steps_lost = 0 if index else lost
+            begun = fault.told - self.account.began + (fault.ending_seconds or 0.0)
+            fault.ending_seconds = fault.ending_seconds or 0.0
+            fault.starting_seconds, fault.loading_seconds = max(0.0, at - begun), 0.0
+        self._announced, self._saving, self._validating = bool(self._open), 0.0, 0.0
+        self._doing, self._launching = "training", False
+
+    def _resume(self, at: float, moment: Moment) -> None:
+        """How much of the start was loading, told after it."""
+        for fault in self._open:
+            loading = min(moment.seconds("seconds"), fault.starting_seconds or 0.0)
+            fault.starting_seconds = (fault.starting_seconds or 0.0) - loading
+            fault.loading_seconds = loading
+        if self._announced:
+            self._open, self._announced = [], False
+
+    def _step(self, at: float, moment: Moment) -> None:
+        if self._announced:
+            self._open, self._announced = [], False
+        step = moment.count("step", 0)
+        self._saving += moment.seconds("checkpoint_wait_seconds")
+        if self._doing != "training":
+            self._step_unannounced(max(self._ledger.now, at - moment.seconds("step_seconds")))
+        if not (self._done and self._done[-1].step == step and not self._done[-1].whole):
+            self._go_back(step - 1)
+        self._train(at, step)
+        self._done[-1] = replace(self._done[-1], step=step, whole=True, tokens=moment.count("tokens", 0))
+        if self.account.attempts:
+            self.account.attempts[-1].last_step = step
+
+    def _step_unannounced(self, begun: float) -> None:
+        """Its attempt's start was not written down; or it was done while another rank's end was told."""
+        if any(fault.ending_seconds is None for fault in self._open):
+            return
+        if self._stands:
+            self._stand_still(begun)
+        else:
+            self._go_on(begun)
+        self._doing, self._open = "training", []
+
+    def _validation(self, at: float, moment: Moment) -> None:
+        self._validating += moment.seconds("seconds")
+
+    def _stop(self, at: float, moment: Moment) -> None:
+        """The last step is done, and saved."""
+        if self._doing == "training":
+            self._tail(at)
+        else:
+            self._go_on(at)
+        self._doing = "planned"
+        self._end_attempt("finished" if moment.what == "finish" else "interrupted")
+
+    # Faults
+
+    def _diagnosis(self, at: float, moment: Moment) -> None:
+        """Of a hang; who is slow goes on, and a verdict comes after its fault."""
+        if moment.fields.keys().isdisjoint(("verdict", "culprit")):
+            self._diagnosed = at
+
+    def _eviction(self, at: float, moment: Moment) -> None:
+        if self._doing == "restarting":
+            self._go_on(at)
+        self._evicted = True
+
+    def _fault(self, at: float, moment: Moment) -> None:
+        fields = moment.fields
+        fault = FaultSeen(
+            told=moment.time, problem=str(fields.get("problem", "")), cause=str(fields.get("cause", ""))
+        )
+        for name in ("rank", "node", "step"):
+            setattr(fault, name, moment.count(name, -1) if name in fields else None)
+        self.account.faults.append(fault)
+        if fault.cause:
+            self._stopped(at, moment, fault)
+
+    def _stopped(self, at: float, moment: Moment, fault: FaultSeen) -> None:
+        """All ranks are ended."""
+        evidence = moment.fields.get("evidence")
+        told = Moment(moment.time, "evidence", evidence if isinstance(evidence, dict) else {})
+        silent = max(told.seconds("idle_seconds"), told.seconds("silent_seconds"))
+        begun = max(self._ledger.now, at - silent)
+        self._go_on(begun)
+        if begun <= self._diagnosed <= at:
+            self._ledger.until(self._diagnosed, "detecting")
+            self._ledger.until(at, "diagnosing")
+            fault.detected_seconds = self._diagnosed - begun
+        else:
+            self._ledger.until(at, "detecting")
+            fault.detected_seconds = at - begun
+        self._doing = "restarting"
+        self._open = [] if self._announced else self._open
+        self._open.append(fault)
+        self._announced = False
+        self._end_attempt(fault.cause)
+
+    # Time
+
+    def _tell_spares(self, at: float, moment: Moment) -> None:
+        """So many stand by from now on; no second of the run's is theirs."""
+        self._charge_spares(at)
+        self._spares = max(0, moment.count("nodes", 0))
+
+    def _charge_spares(self, until: float) -> None:
+        self._ledger.spare_node_seconds += self._spares * max(0.0, until - self._spares_since)
+        self._spares_since = max(self._spares_since, until)
+
+    @property
+    def _stands(self) -> bool:
+        return self._doing in ("planned", "person")
+
+    def _go_on(self, at: float) -> None:
+        """With the same."""
+        if self._doing == "training":
+            self._train(at)
+        elif self._doing == "restarting" and self._evicted:
+            self._ledger.until(at, "waiting")
+        else:
+            self._ledger.until(at, self._doing)
+
+    def _stand_still(self, at: float) -> None:
+        """Until now nobody was there, since the last sign or since the run was stopped."""
+        kind: Kind = self._doing if self._stands else "person"
+        self._charge_spares(self._sign)
+        self._spares, self._spares_since = 0, at
+        self._go_on(max(self._sign, self._ledger.now))
+        self._ledger.until(max(at, self._ledger.now), kind)
+        self._drop_unfinished()
+        self._end_attempt("silence")
+        self._doing, self._open = kind, []
+
+    def _train(self, until: float, step: int | None = None) -> None:
+        """Of a step that is done now, or is not yet; what was waited for beside it is known by then."""
+        seconds = until - self._ledger.now
+        saving = min(seconds, self._saving)
+        validating = min(seconds - saving, self._validating)
+        self._saving = self._validating = 0.0
+        training = max(0.0, seconds - saving - validating)
+        if seconds > 0:
+            shares: dict[Kind, float] = {"saving": saving / seconds, "validating": validating / seconds}
+            self._ledger.until(until, {**shares, "training": max(0.0, 1.0 - sum(shares.values()))})
+        step = (self._done[-1].step + 1 if self._done else 1) if step is None else step
+        if self._done and not self._done[-1].whole:
+            self._done[-1].seconds += training
+        else:
+            tokens = self._done[-1].tokens if self._done else 0
+            self._done.append(_Done(step, training, tokens, whole=False))
+
+    def _tail(self, at: float) -> None:
+        """After the last step: validation, and the state is stored."""
+        seconds = at - self._ledger.now
+        validating = min(seconds, self._validating)
+        self._validating = self._saving = 0.0
+        if seconds > 0:
+            share = validating / seconds
+            self._ledger.until(at, {"validating": share, "saving": 1.0 - share})
+
+    def _go_back(self, step: int) -> int:
+        """What was done after it is lost."""
+        lost, seconds = 0, 0.0
+        while self._done and self._done[-1].step > step:
+            one = self._done.pop()
+            lost, seconds = lost + one.whole, seconds + one.seconds
+        self._ledger.lose(seconds)
+        self.account.steps_lost += lost
+        return lost
+
+    def _drop_unfinished(self) -> None:
+        if self._done and not self._done[-1].whole:
+            self._ledger.lose(self._done.pop().seconds)
+
+    def _end_attempt(self, by: str) -> None:
+        attempts = self.account.attempts
+        if attempts and not attempts[-1].ended:
+            attempts[-1].ended = by

@@ -1,0 +1,650 @@
+"""What to do about what happens to a run. Pure: no files, no sockets, no clock, no threads.
+
+    actions = decider.hear(observation, now)        something was seen
+    actions = decider.due(now)                      time has passed
+
+    gathering ──all nodes are there──► running ──fault──► ending ──all ranks are gone──► gathering, or over
+                                          └──all ranks are done──► over
+
+The driver writes `Decider.state` and the actions into its journal before it acts; a new driver begins with
+the last one written and hears from the executors what has become of the ranks. So an action may be done
+twice: each is for one epoch, and does nothing the second time. The same code runs under a virtual clock.
+
+Who is there is kept by `presence`, whether ranks go on by `watch`, what an incident asks for by `ladder`, all
+of this folder.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
+from myriad.resilience.causes import first_not_finite, spike_text
+from myriad.resilience.decide.actions import (
+    Accused,
+    Action,
+    EndRun,
+    Evict,
+    Notice,
+    Outcome,
+    StartAttempt,
+    StopRanks,
+    TurnRanks,
+)
+from myriad.resilience.decide.balance import Balance
+from myriad.resilience.decide.catch_up import NOWHERE, adopt, is_partial, place_missing, take_over
+from myriad.resilience.decide.evictions import (
+    BY_A_PERSON,
+    RULES_OF_LEAVING,
+    evidence_of,
+    machine_of,
+    why_left_out,
+    why_not,
+)
+from myriad.resilience.decide.fewer import MORE, Growth
+from myriad.resilience.decide.fitness import Fitness
+from myriad.resilience.decide.health import Broken, Health
+from myriad.resilience.decide.incidents import (
+    CORRUPTION,
+    MEMORY_FULL,
+    NOT_FINITE,
+    SPIKE,
+    Incident,
+    told_ranks,
+)
+from myriad.resilience.decide.ladder import accusation_of, count, is_of_the_node, why_hopeless
+from myriad.resilience.decide.places import place_nodes
+from myriad.resilience.decide.presence import Presence
+from myriad.resilience.decide.state import Plan, State
+from myriad.resilience.decide.watch import Stuck, Watch
+from myriad.resilience.decide.wrong_numbers import WrongNumbers
+from myriad.resilience.facts import (
+    Beat,
+    EvictionAsked,
+    Examined,
+    NodeJoined,
+    NodeLeft,
+    Observation,
+    RankExited,
+    StopAsked,
+)
+
+__all__ = ["Decider"]
+
+_BLAME_SECONDS = 1.5
+"""After an error that only says that a peer is gone: the peer's own death may be told later."""
+_COMPARE_SECONDS = 1.0
+"""How often ranks are compared: each look is at all of them."""
+_LOST = -9
+"""The code of ranks that nobody can tell of any more."""
+_REPEAT_SECONDS, _REPEATS = 3.0, 2
+"""After which ranks that were to be killed, and live, are to be killed again; then their executor is."""
+_TURN_SECONDS, _TURN_STEPS = 30.0, 3
+"""After which ranks that were to end after a step are killed."""
+
+
+class Decider:
+    """Of one run."""
+
+    def __init__(self, plan: Plan, now: float, state: State | None = None) -> None:
+        """``state``: as an earlier driver left it."""
+        self._plan = plan
+        self.state = state or State(
+            "gathering",
+            plan.first_epoch - 1,
+            newest_step=plan.newest_step,
+            skipped_steps=plan.skipped_steps,
+        )
+        self._numbers = WrongNumbers(plan, self.state)
+        self._presence = Presence(plan.patience, now)
+        self._watch = Watch(plan, self.state, self._presence)
+        self._fitness = Fitness(plan)
+        self._health = Health(plan.patience, self.state)
+        self._trains = False
+        """The ranks of this attempt, as far as this driver has heard."""
+        self._since = now
+        self._blame_at: float | None = None
+        self._enough_at: float | None = None
+        """Since when as many nodes are there as are needed."""
+        self._repeats = 0
+        self._balance = None if plan.work is None else Balance(plan.work, plan.patience)
+        self._growth = None if plan.fewer is None else Growth(plan.fewer, plan.patience, now)
+        self._turn_by = now + _TURN_SECONDS * plan.patience
+        self._compare_at = now
+        if self.state.placement and not is_partial(self.state, self._world):
+            self._begin_balance(now)
+
+    @property
+    def nodes(self) -> dict[int, NodeJoined]:
+        """Those that are there."""
+        return self._presence.there
+
+    @property
+    def silent_seconds(self) -> float:
+        """After which a node that says nothing is given up."""
+        return self._presence.silent_seconds
+
+    @property
+    def _world(self) -> int:
+        """Ranks of this attempt."""
+        return self._plan.world_of(self.state.layout)
+
+    @property
+    def _has_spare(self) -> bool:
+        """A sound one, that nobody who is missing needs."""
+        there, placed = self.nodes, self.state.placement
+        if not placed:
+            return len(self.usable) > self.needed
+        spares = [one for one in self.usable if one not in placed and self._health.unsound(one) is None]
+        return len(spares) > sum(node not in there for node in placed)
+
+    @property
+    def needed(self) -> int:
+        """Nodes of the attempt; before the first, those of the job."""
+        return len(self.state.placement) or self._plan.nodes
+
+    @property
+    def usable(self) -> list[int]:
+        """Nodes that are there, but not those that the doctor found unfit, unless they have ranks, nor any on
+        which nothing can run now."""
+        had, first = self.state.placement, self._is_first
+        there = (node for node in sorted(self.nodes) if self._health.why_useless(node) is None)
+        return [node for node in there if node in had or self._fitness.may_start(node, first=first)]
+
+    @property
+    def _preferred(self) -> list[int]:
+        """The same, and none that is unfit or unsound where there are enough others."""
+        usable = self.usable
+        sound = [node for node in usable if self._health.unsound(node) is None]
+        for better in ([node for node in sound if not self._fitness.is_unfit(node)], sound):
+            if len(better) >= self._plan.nodes:
+                return better
+        fit = [node for node in usable if not self._fitness.is_unfit(node)]
+        return fit if len(fit) >= self._plan.nodes else usable
+
+    @property
+    def _is_first(self) -> bool:
+        """No rank has been started yet."""
+        return self.state.epoch < self._plan.first_epoch
+
+    def hear(self, observation: Observation, now: float) -> list[Action]:
+        """Something was seen, by the driver's own clock at ``now``."""
+        if self.state.phase == "over":
+            return []
+        if isinstance(observation, NodeJoined):
+            return [*self._node_joined(observation, now), *self._go_on(now)]
+        if isinstance(observation, NodeLeft):
+            self._presence.leave(observation.node, now)
+            return []
+        if isinstance(observation, StopAsked):
+            self.state.stop_asked = True
+            return [*self._go_on(now)]
+        if isinstance(observation, RankExited):
+            return [*self._rank_exited(observation, now), *self._go_on(now)]
+        if isinstance(observation, EvictionAsked):
+            return [*self._evict_asked(observation, now), *self._go_on(now)]
+        if isinstance(observation, Examined):
+            return [*self._examined(observation, now), *self._go_on(now)]
+        return self._beat(observation, now)
+
+    # Nodes
+
+    def _node_joined(self, joined: NodeJoined, now: float) -> Iterator[Action]:
+        self._presence.join(joined, now)
+        self._fitness.joined(joined)
+        self._health.join(joined)
+        self._watch.drop(joined.node)
+        state = self.state
+        state.stop_asked |= joined.stop_asked
+        if joined.epoch > state.epoch:
+            self._take_over(joined, now)
+        if joined.epoch == state.epoch and is_partial(state, self._world):
+            adopt(state, joined, self._world)
+        if joined.running and joined.epoch != state.epoch:
+            yield StopRanks(rule="ranks of another epoch", epoch=joined.epoch)
+        mine = state.placement.get(joined.node, ()) if state.phase in ("running", "ending") else ()
+        if joined.epoch == state.epoch:
+            for ended in joined.exits:
+                yield from self._rank_exited(ended, now)
+        known = {*joined.running, *state.exits} if joined.epoch == state.epoch else set(state.exits)
+        if lost := tuple(sorted(set(mine) - known)):
+            yield from self._lose(joined.node, lost, 0.0, now)
+
+    def _take_over(self, joined: NodeJoined, now: float) -> None:
+        """The journal does not know of what the executors have been told."""
+        take_over(self.state, joined.epoch, joined.layout)
+        self._presence.expect(now)
+        self._watch.begin()
+        self._since, self._blame_at = now, None
+        if self._balance is not None:
+            self._balance.stand_still()
+
+    def _beat(self, beat: Beat, now: float) -> list[Action]:
+        if not self._presence.heard(beat, now):
+            return []
+        passed = list(self._tended(self._health.heard(beat, now), now))
+        if beat.epoch != self.state.epoch:
+            return passed
+        self._watch.heard(beat, now)
+        if self.state.phase == "running":
+            passed += self._went_on(max([one.step for one in beat.ranks], default=-1))
+        for one in beat.ranks:
+            self._numbers.saw(one.rank, one.digests)
+        return [*passed, *self._compare_replicas(now)]
+
+    def _went_on(self, step: int) -> Iterator[Action]:
+        """Some rank trains this step: so all have loaded what they go on from, and the numbers of the step
+        before were finite."""
+        if step >= 0:
+            self._trains = True
+            self.state.best_step, self.state.newest_step = max(self.state.best_step, step), None
+        yield from self._carry_out(self._numbers.passed(step))
+
+    def _compare_replicas(self, now: float) -> Iterator[Action]:
+        if self.state.phase == "running" and (found := self._numbers.compare()) is not None:
+            incident, evidence = found
+            yield from self._end_attempt(incident, now, **evidence)
+
+    def _compare_last(self) -> Iterator[Action]:
+        """What ranks that have ended had told nobody yet."""
+        known = self.state.incident
+        if (known is None or known.cause != CORRUPTION) and (found := self._numbers.compare()) is not None:
+            incident, evidence = found
+            yield incident.blame(**evidence)
+            self.state.incident = known or incident
+
+    def _carry_out(self, actions: Iterable[Action]) -> Iterator[Action]:
+        """What follows from wrong numbers."""
+        for action in actions:
+            if isinstance(action, Evict):
+                yield self._evict(action.node, action.rule, action.accused)
+            elif isinstance(action, EndRun):
+                yield self._end_run(action.rule, action.outcome, action.reason)
+            else:
+                yield action
+
+    # Faults
+
+    def _rank_exited(self, ended: RankExited, now: float) -> Iterator[Action]:
+        state = self.state
+        if (
+            ended.epoch != state.epoch
+            or ended.rank in state.exits
+            or ended.rank not in state.placement.get(ended.node, ())
+            or state.phase not in ("running", "ending")
+        ):
+            return
+        state.exits[ended.rank] = ended.code
+        self._watch.changed(ended.node)
+        self._numbers.saw(ended.rank, ended.digests)
+        if state.phase == "running":
+            yield from self._went_on(ended.step)
+        asked_and_obeyed = state.stop_asked and ended.cause == "interrupted"
+        turned = state.turning and ended.cause == "turned"
+        if state.phase == "ending" or ended.code == 0 or asked_and_obeyed or turned:
+            return
+        if ended.cause == "device" and self._health.blames_program(ended.node, ended.rank):
+            ended = replace(ended, cause="user")
+        if ended.cause == "peer":
+            if state.incident is None:
+                state.incident = Incident.of_exit(ended, "a peer was lost", after_stop=state.stop_asked)
+                self._blame_at = now + _BLAME_SECONDS
+            return
+        incident = Incident.of_exit(ended, "a rank ended", after_stop=state.stop_asked)
+        if ended.cause == NOT_FINITE:  # whoever is told to have ended first, each says who made it
+            rank, text = first_not_finite(ended.error)
+            if rank < self._world:
+                text += f" (log: {ended.log})"
+                incident = replace(incident, rank=rank, node=self.state.node_of(rank), text=text)
+        elif ended.cause == SPIKE:
+            text = f"step {ended.step}: {spike_text(ended.error)}"
+            incident = replace(incident, rank=-1, node=-1, text=text)
+        yield from self._end_attempt(incident, now)
+
+    def _end_attempt(self, incident: Incident, now: float, **evidence: object) -> Iterator[Action]:
+        """The others cannot go on: none of them is asked to, as their snapshots are in the node's memory."""
+        self.state.incident, self.state.phase = incident, "ending"
+        self._fitness.suspect(incident)
+        self._since, self._blame_at, self._repeats = now, None, 0
+        yield incident.blame(**evidence)
+        yield StopRanks(rule=incident.rule, epoch=self.state.epoch)
+
+    def _tended(self, found: Iterable[Notice | Broken], now: float) -> Iterator[Action]:
+        """Of links and devices."""
+        for one in found:
+            if not isinstance(one, Broken):
+                yield one
+            elif self.state.phase == "running":
+                yield from self._end_attempt(one.incident, now, **one.evidence)
+
+    def due(self, now: float) -> list[Action]:
+        """What the time asks for."""
+        phase = self.state.phase
+        if phase == "over":
+            return []
+        self._presence.forgive(now)
+        actions = [*self._silent_nodes(now), *self._absent_nodes(now), *self._examine(now)]
+        actions += self._tended(self._health.due(now), now)
+        if phase == "running" and self.state.phase == "running":
+            actions += self._overdue_ranks(now)
+        elif phase == "ending" and now - self._since > _REPEAT_SECONDS:
+            self._since = now
+            actions += self._end_again(now)
+        elif phase == "gathering" and now - self._since > self._plan.gather_seconds * self._plan.patience:
+            useless = map(self._health.why_useless, sorted(self.nodes))
+            reason = f"{self._plan.nodes} nodes are needed, and only {self.usable} came"
+            reason += "".join(f"; {why}" for why in useless if why is not None)
+            actions.append(self._end_run("nodes did not come", "failed", reason))
+        return [*actions, *self._go_on(now)]
+
+    def _end_again(self, now: float) -> Iterator[Action]:
+        """Ranks that were to end live, or nobody says that they do not."""
+        self._repeats += 1
+        if self._repeats <= _REPEATS:
+            yield StopRanks(rule="ranks that were to end still live", epoch=self.state.epoch)
+            return
+        for number, ranks in self.state.placement.items():
+            if number in self._presence and set(ranks) - set(self.state.exits):
+                yield self._evict(number, "a node cannot end its ranks")
+                yield from self._lose(number, ranks, 0.0, now)
+
+    def _evict(self, node: int, rule: str, accused: Accused = "", **evidence: object) -> Evict:
+        """``accused``: of what it is the cause; then neither it nor its machine takes part again."""
+        known = self._presence.known
+        machine = machine_of(node, known) if accused else ""
+        if accused and (name := machine or (known[node].by if node in known else "")):
+            self.state.left_out[name] = f"node {node} was evicted from this run: {rule}"
+        self._presence.forget(node)
+        return Evict(rule=rule, evidence=dict(evidence), node=node, accused=accused, machine=machine)
+
+    def why_left_out(self, joined: NodeJoined) -> str:
+        """Of the run; empty: it may be a node."""
+        return why_left_out(self.state, joined)
+
+    def why_not_evict(self, asked: EvictionAsked) -> str:
+        """What keeps it from being done; empty: nothing."""
+        return why_not(asked, self.state, self.nodes, self.usable, self.needed)
+
+    def _evict_asked(self, asked: EvictionAsked, now: float) -> Iterator[Action]:
+        """A node without ranks leaves at once, one with ranks after the step under way."""
+        state = self.state
+        if self.why_not_evict(asked):
+            return
+        if state.phase == "gathering" or asked.node not in state.placement:
+            yield self._evict(asked.node, BY_A_PERSON, "person", **evidence_of(asked))
+            return
+        state.asked, state.leaving, state.leaving_as = asked, asked.node, "person"
+        if state.phase == "running" and not state.turning:
+            evidence = evidence_of(asked)
+            turn = TurnRanks(rule=BY_A_PERSON, evidence=evidence, epoch=state.epoch, node=asked.node)
+            self._turn(turn, now, "person")
+            yield turn
+
+    def _examine(self, now: float) -> Iterator[Action]:
+        """Whoever the doctor is to see, and the end of a run that would start on none but unfit nodes."""
+        state, first = self.state, self._is_first
+        training = state.phase == "running" and self._trains
+        at_work = () if first else state.placement
+        yield from self._fitness.due(self.nodes, at_work, now, first=first, training=training)
+        if first and state.phase == "gathering" and (why := self._fitness.why_no_start(self.nodes, now)):
+            yield self._end_run("nodes are unfit", "failed", why)
+
+    def _examined(self, examined: Examined, now: float) -> Iterator[Action]:
+        """A node with ranks that is unfit gives way to a spare, after the step under way."""
+        state, node = self.state, examined.node
+        has_ranks = state.phase in ("running", "ending") and node in state.placement
+        yield from self._fitness.heard(examined, now, at_work=has_ranks)
+        may_turn = state.phase == "running" and not state.turning and not state.stop_asked
+        if has_ranks and may_turn and self._fitness.is_unfit(node) and self._has_spare:
+            turn = TurnRanks(rule=RULES_OF_LEAVING["doctor"], epoch=state.epoch, node=node)
+            self._turn(turn, now, "doctor")
+            yield turn
+
+    def _silent_nodes(self, now: float) -> Iterator[Action]:
+        for number, silent in self._presence.silent(now):
+            yield self._evict(number, "a node was silent", silent_seconds=silent)
+            ranks = self.state.placement.get(number, ())
+            if self.state.phase in ("running", "ending"):
+                yield from self._lose(number, ranks, silent, now)
+
+    def _absent_nodes(self, now: float) -> Iterator[Action]:
+        """They have ranks, and were lost with the last driver: this one has never heard of them."""
+        state, absent = self.state, self._presence.waited(now)
+        if state.phase not in ("running", "ending") or absent is None:
+            return
+        if is_partial(state, self._world):
+            place_missing(state, self._world)
+        for number, ranks in list(state.placement.items()):
+            if number in self._presence or all(rank in state.exits for rank in ranks):
+                continue
+            if number != NOWHERE:
+                yield self._evict(number, "a node was silent", silent_seconds=absent)
+            yield from self._lose(number, ranks, absent, now)
+
+    def _lose(self, node: int, ranks: tuple[int, ...], silent: float, now: float) -> Iterator[Action]:
+        name = "a node" if node == NOWHERE else f"node {node}"
+        text = f"{name} with {told_ranks(ranks)} was lost"
+        self._watch.drop(node)
+        for rank in ranks:
+            self.state.exits.setdefault(rank, _LOST)
+        if ranks and self.state.phase == "running":
+            incident = Incident("a node was lost", "node", -1, node, -1, text, text, self.state.stop_asked)
+            yield from self._end_attempt(incident, now, silent_seconds=silent)
+
+    def _overdue_ranks(self, now: float) -> Iterator[Action]:
+        state, waited = self.state, self.state.incident
+        if waited is not None and self._blame_at is not None:
+            # a node that is away is about to be back, or to be given up: then that is what its peers miss
+            if now >= self._blame_at and not self._presence.any_away(state.placement):
+                yield from self._end_attempt(waited, now)
+            return
+        if is_partial(state, self._world):
+            return
+        if state.turning and now >= self._turn_by:
+            state.phase, self._since, self._repeats = "ending", now, 0
+            yield StopRanks(rule="ranks did not end after their step", epoch=state.epoch)
+            return
+        if now >= self._compare_at and self._watch.few():
+            self._compare_at = now + _COMPARE_SECONDS
+            if not (state.turning or state.stop_asked):
+                yield from self._replaced(now) or self._grown(now) or self._balanced(now)
+        found = self._watch.overdue(now)
+        if isinstance(found, Stuck):
+            yield from self._end_attempt(found.incident, now, **found.evidence)
+        elif found is not None:
+            yield found
+
+    def _begin_balance(self, now: float) -> None:
+        state = self.state
+        if self._balance is not None:
+            if state.layers_stay:
+                self._balance.keep_layers()
+            self._balance.begin(state.placement, state.layout, now, state.moved)
+
+    def _balanced(self, now: float) -> Iterator[Action]:
+        """Somebody may be slow; the attempt ends after a step where it pays to go on otherwise."""
+        if self._balance is None:
+            return
+        for action in self._balance.saw(self._watch.all(), now, self.state.epoch, spares=self._has_spare):
+            if isinstance(action, TurnRanks):
+                self._turn(action, now, "slow")
+            yield action
+
+    def _replaced(self, now: float) -> list[TurnRanks]:
+        """A node that may fail gives way before it does."""
+        failing = ((node, self._health.unsound(node)) for node in self.state.placement)
+        node, why = next((one for one in failing if one[1] is not None), (-1, None))
+        if why is None or not self._has_spare:
+            return []
+        turn = TurnRanks(rule=RULES_OF_LEAVING[why], epoch=self.state.epoch, node=node)
+        self._turn(turn, now, why)
+        return [turn]
+
+    def _grown(self, now: float) -> list[TurnRanks]:
+        """There are nodes for more replicas again."""
+        state, fewer, growth = self.state, self._plan.fewer, self._growth
+        if fewer is None or growth is None or state.layout.dp is None:
+            return []
+        found = fewer.largest(len(self.usable), state.too_few) or state.layout
+        before, after = state.layout.dp, fewer.replicas(found)
+        if not growth.saw(self._watch.few(), now, before, after):
+            return []
+        evidence = {"replicas": [before, after]}
+        turn = TurnRanks(rule=MORE, evidence=evidence, epoch=state.epoch, layout=found)
+        self._turn(turn, now)
+        return [turn]
+
+    def _turn(self, action: TurnRanks, now: float, leaving_as: Accused = "") -> None:
+        """Ranks end after their step; ``leaving_as``: what the node is accused of that then leaves."""
+        steps = _TURN_STEPS * max([one.step_seconds for one in self._watch.few()], default=0.0)
+        self._turn_by = now + self._plan.patience * (_TURN_SECONDS + steps)
+        self.state.turning, self.state.leaving, self.state.leaving_as = True, action.node, leaving_as
+        self.state.next_layout = action.layout
+        if action.layout is not None:
+            self.state.moved = action.moved
+
+    # What comes next
+
+    def _go_on(self, now: float) -> Iterator[Action]:
+        state = self.state
+        all_gone = len(state.exits) == self._world
+        if state.phase == "running" and all_gone and state.incident is not None:
+            yield from self._end_attempt(state.incident, now)
+        if state.phase in ("running", "ending") and all_gone:
+            yield from self._judge(now)
+        if state.phase != "gathering":
+            return
+        if state.stop_asked:
+            yield self._end_run("a stop was asked for", "interrupted", "")
+            return
+        layout = self._fitting(now)
+        if layout is None:
+            self._enough_at = None
+        elif not self._is_early(there := self._preferred, now):
+            yield self._start(there, layout, now)
+
+    def _fitting(self, now: float) -> AttemptLayout | None:
+        """In which the next attempt begins on the nodes that are there; ``None``: they are too few."""
+        plan, fewer = self._plan, self._plan.fewer
+        if len(self._presence) >= plan.nodes and len(self.usable) >= plan.nodes:
+            return AS_THE_JOB
+        if fewer is None or not self.state.placement or len(self._presence) < fewer.least_nodes:
+            return None
+        state = self.state
+        return fewer.instead(state.layout, len(self.usable), now - self._since, state.too_few)
+
+    def _is_early(self, there: list[int], now: float) -> bool:
+        """At the very start a spare that came first takes nobody's place."""
+        self._enough_at = now if self._enough_at is None else self._enough_at
+        meant = self.state.placement or set(range(self._plan.nodes)) <= set(there)
+        return not meant and now - self._enough_at < self._plan.late_seconds * self._plan.patience
+
+    def _start(self, there: list[int], layout: AttemptLayout, now: float) -> StartAttempt:
+        """On the nodes of the last attempt, as far as they are there."""
+        state, plan = self.state, self._plan
+        each, fewer = plan.world // plan.nodes, plan.fewer
+        needed = plan.world_of(layout) // each
+        before = list(state.placement) or there[:needed]
+        per_replica = 1 if fewer is None else fewer.nodes_per_replica
+        places = place_nodes(state.full_places, before, there, needed, per_replica)
+        chosen = self._numbers.order(*places)[:needed]
+        placement = {
+            number: tuple(range(place * each, (place + 1) * each)) for place, number in enumerate(chosen)
+        }
+        rule = "ranks ended as they were asked to" if state.turning else "all nodes are there"
+        evidence: dict[str, object] = {}
+        other_replicas = layout.dp != state.layout.dp
+        if fewer is not None and other_replicas:
+            rule, evidence = fewer.why(state.layout, layout, list(placement))
+        elif list(placement) == list(state.placement):  # else others may be slow there, or nobody
+            turned = state.next_layout
+            layout = state.layout if turned is None or turned.dp != layout.dp else turned
+        state.layout, state.next_layout = layout, None
+        state.moved = state.moved if layout.partition is not None else None
+        if layout.dp is None:
+            state.full_places = tuple(placement)
+        state.placement, state.turning = placement, False
+        state.leaving, state.leaving_as, state.asked = -1, "", None
+        state.epoch, state.phase, state.exits, state.incident = state.epoch + 1, "running", {}, None
+        self._numbers.begin()
+        self._since, self._blame_at = now, None
+        self._watch.begin(other_replicas=other_replicas)
+        self._trains = False
+        self._fitness.started(placement)
+        self._begin_balance(now)
+        if self._growth is not None:
+            self._growth.begin(now)
+        return StartAttempt(
+            rule=rule,
+            evidence=evidence,
+            epoch=state.epoch,
+            placement=dict(placement),
+            again=state.epoch > plan.first_epoch,
+            newest_step=state.newest_step,
+            skipped_steps=state.skipped_steps,
+            layout=state.layout,
+        )
+
+    def _judge(self, now: float) -> Iterator[Action]:
+        """All ranks are gone."""
+        yield from self._compare_last()
+        state = self.state
+        if state.incident is None and not state.stop_asked and not self._turned:
+            yield from self._carry_out(self._numbers.passed())
+        incident = state.incident
+        if incident is None and self._turned:
+            state.phase, self._since = "gathering", now
+        elif incident is None or (state.stop_asked and not incident.after_stop):
+            outcome: Outcome = "interrupted" if state.stop_asked else "finished"
+            yield self._end_run("all ranks are gone", outcome, "")
+        elif incident.after_stop:
+            yield self._end_run("a fault after a stop was asked for", "failed", incident.text)
+        elif (rule := self._why_hopeless(incident)) is not None:
+            yield self._end_run(rule, "failed", incident.text)
+        elif incident.cause == NOT_FINITE:
+            state.phase, self._since = "gathering", now
+            yield from self._carry_out(self._numbers.judge(incident, len(self.nodes)))
+        else:
+            state.phase, self._since = "gathering", now
+            if incident.cause == SPIKE:
+                self._numbers.go_back_before(incident.step)
+            if incident.cause in MEMORY_FULL and state.layout.partition is not None:
+                state.layout, state.next_layout = replace(state.layout, partition=None), None
+                state.layers_stay = True
+            yield from self._swap(incident)
+        if state.phase == "gathering" and (incident is None or state.asked is not None):
+            yield from self._give_way()
+
+    @property
+    def _turned(self) -> bool:
+        """The ranks ended because they were asked to, and not as the run was done."""
+        state = self.state
+        return state.turning and not state.stop_asked and any(state.exits.values())
+
+    def _give_way(self) -> Iterator[Action]:
+        node, asked = self.state.leaving, self.state.asked
+        if asked is not None:
+            if node in self._presence and (self._has_spare or asked.anyway):
+                yield self._evict(node, BY_A_PERSON, "person", **evidence_of(asked))
+        elif self._has_spare and node in self.nodes:
+            yield self._evict(node, RULES_OF_LEAVING[self.state.leaving_as], self.state.leaving_as)
+
+    def _swap(self, incident: Incident) -> Iterator[Action]:
+        """A spare stands ready, and another try on the same node could only cost more than it does."""
+        likely, again = is_of_the_node(self.state, incident)
+        if likely and self._has_spare and incident.node in self.nodes:
+            rule = "the node may be the cause, and a spare is there"
+            accused = accusation_of(incident.cause)
+            yield self._evict(incident.node, rule, accused, cause=incident.cause, again=again)
+
+    def _why_hopeless(self, incident: Incident) -> str | None:
+        state = self.state
+        wrong = incident.cause == CORRUPTION
+        if state.layout.dp is not None and incident.cause in MEMORY_FULL:
+            state.too_few = max(state.too_few, state.layout.dp)
+        progressed = self._numbers.count(incident) if wrong else state.best_step > state.fault_step
+        count(state, incident, progressed=progressed)
+        return why_hopeless(state, incident, self._plan.restarts)
+
+    def _end_run(self, rule: str, outcome: Outcome, reason: str) -> EndRun:
+        self.state.phase, self.state.outcome, self.state.reason = "over", outcome, reason
+        return EndRun(rule=rule, outcome=outcome, reason=reason)

@@ -1,0 +1,444 @@
+"""``python -m myriad.resilience.drive.driver RUN``: decides what becomes of a run, and has it done.
+
+    executors ──what they see──► decisions ──► journal, then events.jsonl, then ──► executors and the engine
+                        ▲ the clock
+
+One a run, no torch, one thread. What it knows is in the journal (what was decided) and with the executors
+(what is): a new one goes on where the last was killed, and training does not notice. It is found by
+RUN/driver.json. To the engine it speaks in lines of JSON on its output: {} each second, {"replace": NODE},
+{"end": OUTCOME, "reason": ...}. A SIGINT tells it that the run is to save and stop.
+
+With a lease (`tenure.py`) several can be there: one drives, the others wait. One that has lost its lease
+does nothing more and ends.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from myriad.resilience.decide.actions import (
+    Action,
+    Blame,
+    Diagnose,
+    DumpStacks,
+    EndRun,
+    Evict,
+    Examine,
+    Notice,
+    StartAttempt,
+    StopRanks,
+    TellExamined,
+    TellSlow,
+    TurnRanks,
+)
+from myriad.resilience.decide.clocks import Clocks
+from myriad.resilience.decide.decisions import Decider
+from myriad.resilience.decide.evictions import what_follows
+from myriad.resilience.decide.fitness import told
+from myriad.resilience.drive.gate import Gate
+from myriad.resilience.drive.journal import Journal
+from myriad.resilience.drive.members import HEAR_SECONDS, Members
+from myriad.resilience.drive.scribe import Scribe, ScribeHandler
+from myriad.resilience.drive.tenure import Alone, Tenure
+from myriad.resilience.engines.child import die_with_parent
+from myriad.resilience.facts import (
+    OBSERVED,
+    STOP_ASKED,
+    Agreed,
+    Beat,
+    Dump,
+    End,
+    EvictionAnswer,
+    EvictionAsked,
+    Examined,
+    ExamineNode,
+    How,
+    Leave,
+    NodeJoined,
+    NodeLeft,
+    NodeNumber,
+    NodeRefused,
+    NodeTaken,
+    NodeWanted,
+    Observation,
+    Observed,
+    Order,
+    Start,
+    Stop,
+    StopAsked,
+    Turn,
+)
+from myriad.resilience.herald import Herald
+from myriad.resilience.listen import split_listen
+from myriad.resilience.wire import Link, Refused, run_secret
+from myriad.run import Run
+
+__all__ = ["Driver", "main"]
+
+_LOG = logging.getLogger(__name__)
+_DUE_SECONDS = 0.25
+_ALIVE_SECONDS = 1.0
+_LEAVE_SECONDS = 2.0
+_MOST_WAITING = 4096
+"""Connections that are not accepted yet: all executors come at once when there is a new driver."""
+
+
+class Driver:
+    """Everything but the decisions."""
+
+    def __init__(
+        self, run: Run, scribe: Scribe, tenure: Tenure | None = None, listen: str | None = None
+    ) -> None:
+        """``listen``: where, if not where the plan says."""
+        self._run = run
+        self._journal = Journal(run.path / "journal.jsonl")
+        self.tenure = tenure or Alone(self._journal)
+        plan, state = self.tenure.replay()
+        self._listen = listen or plan.listen
+        self._plan, self._decider = plan, Decider(plan, time.monotonic(), state)
+        self._secret = run_secret(run.path / "secret")
+        self._scribe = scribe
+        self._links: dict[int, Link] = {}
+        self._members, self._began = Members(), time.monotonic()
+        self._gate = Gate(run, scribe, lambda node: _tell_engine({"replace": node}))
+        self._clocks = Clocks()
+        self._over = asyncio.Event()
+        self.is_lost = False
+        """It has ended because another drives, or may."""
+        self._spares = 0
+        self._told_agreed: tuple[Agreed, tuple[int, ...]] | None = None
+
+    async def drive(self) -> None:
+        """Until the run is over."""
+        listen = split_listen(self._listen)
+        server = await asyncio.start_server(self._serve, *listen, backlog=_MOST_WAITING)
+        host, port = server.sockets[0].getsockname()[:2]
+        address = {"host": host, "port": port, "pid": os.getpid(), **self._how_long(), **self._term()}
+        herald = Herald(self._run.path, address)
+        if self.tenure.term:
+            herald.repeat(self.tenure.holds, self.tenure.lose)
+        self._hear_of_stop()
+        async with server:
+            if self._decider.state.phase == "over":  # decided, and perhaps not told
+                state = self._decider.state
+                assert state.outcome is not None
+                self._do(EndRun(rule="it was over", outcome=state.outcome, reason=state.reason))
+            tell_at = 0.0
+            while not self._over.is_set():
+                if not self.tenure.holds():
+                    return self._lose()
+                self._act(self._decider.due(time.monotonic()))
+                self._tell_agreed()
+                if time.monotonic() >= tell_at:
+                    tell_at = time.monotonic() + _ALIVE_SECONDS
+                    _tell_engine({})
+                    self._tell_spares()
+                await asyncio.sleep(_DUE_SECONDS)
+            await self._let_leave()
+
+    def _how_long(self) -> dict[str, float]:
+        """This driver waits for an executor that is silent, and executors without any for another driver."""
+        silent = self._decider.silent_seconds
+        return {"silent_seconds": silent, "alone_seconds": silent + self.tenure.takeover_seconds}
+
+    def _term(self) -> dict[str, int]:
+        return {"term": self.tenure.term} if self.tenure.term else {}
+
+    def _lose(self) -> None:
+        """Another drives, or may: nobody is told to leave, or anything."""
+        _LOG.warning("the lease on driving this run is lost: this driver ends")
+        self.is_lost = True
+        self._over.set()
+        for link in list(self._links.values()):
+            link.abort()
+
+    def _tell_spares(self) -> None:
+        """For the account of the run: they stand, and cost."""
+        state = self._decider.state
+        if state.phase != "running":
+            return
+        spares = len(self._decider.nodes.keys() - state.placement.keys())
+        if spares != self._spares:
+            self._spares = spares
+            self._run.append_event("spares", nodes=spares)
+
+    def _hear_of_stop(self) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._ask_to_stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the engine has blocked it until now
+        if STOP_ASKED in os.environ:
+            self._ask_to_stop()
+
+    def _ask_to_stop(self) -> None:
+        self._send_all(Stop())
+        self._hear(StopAsked(-1))
+
+    async def _let_leave(self) -> None:
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while self._links and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One executor, until it is gone or says what cannot be."""
+        link, node = Link(reader, writer), None
+        try:
+            await link.prove(self._secret, "driver", "executor")
+            joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked, Examined))
+            if isinstance(joined, Examined):
+                self._note_left(joined)
+                return
+            if not isinstance(joined, NodeJoined):
+                link.send(await self._answer(joined))
+                return
+            if refused := await self._why_refused(joined):
+                link.send(refused)
+                return
+            if (other := self._members.other_than(joined, time.monotonic())) is not None:
+                link.send(NodeTaken(other))
+                return
+            node = joined.node
+            self._let_in(joined, link)
+            while True:
+                heard: Observed = await link.receive(OBSERVED)
+                if heard.node != node:
+                    raise Refused(f"node {node} speaks for node {heard.node}")
+                self._hear(heard)
+                self._members.heard(node, time.monotonic())
+        except Refused as error:
+            _LOG.warning("a connection was refused: %s", error)
+        except (OSError, TimeoutError):
+            pass  # it is gone: told below
+        finally:
+            link.close()
+            if node is not None and self._links.get(node) is link:
+                del self._links[node]
+                self._members.left(node)
+                self._hear(NodeLeft(node))
+
+    def _let_in(self, joined: NodeJoined, link: Link) -> None:
+        if joined.node in self._links:
+            self._links[joined.node].close()
+        self._links[joined.node] = link
+        self._members.joined(joined, time.monotonic())
+        if self._decider.state.stop_asked:
+            link.send(Stop())
+        self._hear(joined)
+
+    async def _why_refused(self, joined: NodeJoined) -> NodeRefused | None:
+        """One that is at work is no matter of earlier runs any more. Who is left out of this one is examined,
+        as it has nothing else to do."""
+        if why := self._decider.why_left_out(joined):
+            others = [one.machine for one in self._decider.nodes.values()]
+            how: How = "short" if joined.machine in others else "full"
+            return NodeRefused(why, None if self._plan.doctor == "off" else how)
+        why = "" if joined.epoch else await self._gate.why_not(joined.machine, joined.node)
+        return NodeRefused(why) if why else None
+
+    def _note_left(self, examined: Examined) -> None:
+        """Of a node that was evicted: for people, and for later runs."""
+        self._note(told(examined, "the doctor has seen a node that was evicted"))
+        if examined.verdict == "unfit" and examined.how == "full":
+            rule = "the doctor found what is wrong"
+            node, machine = examined.node, examined.machine
+            self._gate.remember(Evict(rule=rule, node=node, machine=machine, accused="doctor"))
+
+    async def _answer(self, asked: NodeWanted | EvictionAsked) -> NodeNumber | NodeRefused | EvictionAnswer:
+        """To who is no node yet, or to a person; a new driver hears of its nodes first."""
+        if isinstance(asked, EvictionAsked) or asked.node < 0:
+            await asyncio.sleep(max(0.0, self._began + HEAR_SECONDS - time.monotonic()))
+        if isinstance(asked, EvictionAsked):
+            return self._answer_person(asked)
+        left_out = self._decider.state.left_out.get(asked.machine, "") if asked.machine else ""
+        if why := left_out or await self._gate.why_not(asked.machine, asked.node):
+            return NodeRefused(why)
+        taken, now = {*self._links, *self._decider.state.placement}, time.monotonic()
+        return NodeNumber(asked.node if asked.node >= 0 else self._members.number_for(asked.host, taken, now))
+
+    def _answer_person(self, asked: EvictionAsked) -> EvictionAnswer:
+        decider = self._decider
+        if refused := decider.why_not_evict(asked):
+            return EvictionAnswer(refused, "")
+        told = what_follows(asked, decider.state, decider.nodes, decider.usable, decider.needed)
+        self._hear(asked)
+        return EvictionAnswer("", told)
+
+    def _hear(self, observation: Observation) -> None:
+        if isinstance(observation, Beat):
+            wrong = self._clocks.heard(observation.node, observation.clock_seconds, time.time())
+            self._act([wrong] if wrong is not None else [])
+        self._act(self._decider.hear(observation, time.monotonic()))
+
+    def _act(self, actions: Sequence[Action]) -> None:
+        if self.is_lost:
+            return
+        if actions:
+            entry = self.tenure.mark(self._journal.entry(actions, self._decider.state))
+            if not self.tenure.allows(entry):
+                return self._lose()
+            self._scribe.enter("a decision", partial(self._journal.append, entry))
+            for action in actions:
+                self._note(action)
+            if not self._scribe.settle():
+                _LOG.warning("acting on what is not in the journal yet: its disk hangs")
+        for action in actions:
+            self._do(action)
+
+    def _note(self, action: Action) -> None:
+        """For people."""
+        if isinstance(action, StartAttempt) and action.again:
+            self._event("restart", action, "epoch", "layout")
+        elif isinstance(action, Blame):
+            self._event("fault", action, "cause", "rank", "node", "step", "problem")
+        elif isinstance(action, Diagnose):
+            self._event("diagnosis", action, "verdict", "cause", "step", "rank", "node")
+        elif isinstance(action, TellSlow):
+            self._event("diagnosis", action, "culprit", "ranks", "node", "step", "problem")
+        elif isinstance(action, TellExamined):
+            self._event("diagnosis", action, "verdict", "node", "problem")
+        elif isinstance(action, Notice):
+            self._event("health", action, "what", "node", "rank", "problem")
+        elif isinstance(action, TurnRanks):
+            self._event("move", action, "layout", "node")
+        elif isinstance(action, DumpStacks):
+            self._event("diagnosis", action, "ranks")
+        elif isinstance(action, Evict):
+            self._event("eviction", action, "node", "accused", "machine")
+            self._gate.remember(action)
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, StartAttempt):
+            self._start(action)
+        elif isinstance(action, DumpStacks):
+            self._dump(action)
+        elif isinstance(action, StopRanks):
+            self._send_all(End(action.epoch))
+        elif isinstance(action, TurnRanks):
+            self._send_all(Turn(action.epoch))
+        elif isinstance(action, Examine):
+            if action.node in self._links:
+                self._links[action.node].send(ExamineNode(action.how))
+        elif isinstance(action, Evict):
+            if (link := self._links.get(action.node)) is not None:
+                link.abort()
+            _tell_engine({"replace": action.node})
+        elif isinstance(action, EndRun):
+            _tell_engine({"end": action.outcome, "reason": action.reason, "rule": action.rule})
+            self._send_all(Leave())
+            self._over.set()
+
+    def _start(self, action: StartAttempt) -> None:
+        nodes = self._decider.nodes
+        first = nodes[next(iter(action.placement))]
+        for node, ranks in action.placement.items():
+            order = Start(
+                action.epoch,
+                self._plan.world_of(action.layout),
+                ranks,
+                first.host,
+                first.port,
+                action.newest_step,
+                action.skipped_steps,
+                action.layout,
+            )
+            if node in self._links:
+                self._links[node].send(order)
+
+    def _dump(self, action: DumpStacks) -> None:
+        """To each its own: all 12,288 ranks may be meant."""
+        meant = set(action.ranks)
+        for node, ranks in self._decider.state.placement.items():
+            own = tuple(rank for rank in ranks if rank in meant)
+            if own and node in self._links:
+                self._links[node].send(Dump(action.epoch, own))
+
+    def _tell_agreed(self) -> None:
+        """Which steps can be gone back to, to nodes that do not know it."""
+        state = self._decider.state
+        told = Agreed(state.epoch, state.agreed_step), tuple(self._links)
+        if state.agreed_step >= 0 and told != self._told_agreed:
+            self._told_agreed = told
+            self._send_all(told[0])
+
+    def _send_all(self, order: Order) -> None:
+        for link in self._links.values():
+            link.send(order)
+
+    def _event(self, event: str, action: Action, *names: str) -> None:
+        values = asdict(action)
+        told = (*names, "rule", "evidence")
+        fields = {name: values[name] for name in told if values[name] not in (-1, "", {}, (), None)}
+        fields |= {key: value for key, value in fields.pop("layout", {}).items() if value not in (None, ())}
+        write = partial(self._run.append_event, event, time=time.time(), **fields)
+        self._scribe.enter(f"an event ({event})", write)
+
+
+def _tell_engine(message: dict[str, Any]) -> None:
+    line = (json.dumps(message) + "\n").encode()
+    os.set_blocking(1, bool(message))  # an engine that is stopped for a night does not read that all is well
+    with suppress(BlockingIOError):
+        os.write(1, line)
+
+
+def main(arguments: list[str]) -> int:
+    """Drives one run."""
+    if engine := os.environ.get("MYRIAD_ENGINE_PID"):
+        die_with_parent(int(engine))
+    given = _parser().parse_args(arguments)
+    scribe, run = Scribe(), Run(given.run)
+    handlers = [ScribeHandler(scribe)]
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", handlers=handlers)
+    _raise_file_limit()
+    try:
+        tenure = None if given.journal == "file" else _wait_for_tenure(run, given)
+        if given.journal == "file" or tenure is not None:
+            _drive(Driver(run, scribe, tenure, given.listen))
+    finally:
+        scribe.settle()
+    return 0
+
+
+def _drive(driver: Driver) -> None:
+    try:
+        asyncio.run(driver.drive())
+    finally:
+        driver.tenure.release()  # the run is over, or this driver no good: another may have it at once
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run")
+    parser.add_argument("--listen")
+    parser.add_argument("--journal", default="file")
+    parser.add_argument("--owner", default="")
+    parser.add_argument("--lease-seconds", type=float, default=0.0)
+    return parser
+
+
+def _wait_for_tenure(run: Run, given: argparse.Namespace) -> Tenure | None:
+    """Once the lease is this driver's; ``None``: nobody waits any more."""
+    from myriad.resilience.drive.candidate import Candidate
+
+    journal = Journal(run.path / "journal.jsonl")
+    candidate = Candidate(run, journal, given.journal, given.owner, given.lease_seconds)
+    return candidate.wait(_tell_engine)
+
+
+def _raise_file_limit() -> None:
+    """A connection for each executor: by default a process may have 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,217 @@
+"""The ranks of a node, as its executor has them."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from myriad.comm.attempt_layout import AS_THE_JOB, ATTEMPT_LAYOUT, AttemptLayout
+from myriad.processes import process_state
+from myriad.resilience.causes import cause_of
+from myriad.resilience.engines.logs import error_excerpt
+from myriad.resilience.facts import Digest, RankExited, RankSeen, Start
+from myriad.resilience.node.memory_kills import count_memory_kills
+from myriad.resilience.node.warm_parent import WarmParent
+from myriad.resilience.reach import interface_of
+from myriad.run import Run
+from myriad.telemetry.progress_page import PROGRESS, ProgressPage, Seen
+
+__all__ = ["Crew"]
+
+_STOPPED_LOOKS = 3
+_MOVING_NS = 400_000_000
+"""A rank whose row changed so lately runs: the kernel is not asked."""
+_ERROR_CHARACTERS = 4096
+"""Of a rank's last words, the newest: messages have a limit."""
+
+
+@dataclass
+class _Rank:
+    number: int
+    row: int
+    log: Path
+    began_ns: int
+    pid: int = 0
+
+
+class Crew:
+    """Starts, watches, ends."""
+
+    def __init__(
+        self, run: Run, node: int, page: ProgressPage, warm: WarmParent, start_warm: Callable[[], WarmParent]
+    ) -> None:
+        """``start_warm``: another one, when ``warm`` is gone."""
+        self._run, self._node, self._page = run, node, page
+        self._warm, self._start_warm = warm, start_warm
+        self._ranks: dict[int, _Rank] = {}
+        self._waiting: Start | None = None
+        self._stopped_looks = 0
+        self._memory_kills = count_memory_kills()
+        self.epoch = 0
+        """Of the newest ranks; 0: there were none."""
+        self.layout = AttemptLayout()
+        """Of that epoch."""
+        self.host = "127.0.0.1"
+        """By which ranks of other nodes reach those of this one."""
+        self.exits: dict[int, RankExited] = {}
+        """Of that epoch."""
+
+    def living(self) -> list[int]:
+        """Ranks."""
+        return sorted(self._ranks)
+
+    def start(self, order: Start) -> None:
+        """Ranks of a newer epoch; those that still live are ended first."""
+        if order.epoch <= self.epoch:
+            return
+        if self._ranks:
+            self._waiting = order
+            self.signal_all(signal.SIGKILL)
+            return
+        self._waiting, self.epoch, self.exits = None, order.epoch, {}
+        self.layout = order.layout
+        for row, number in enumerate(order.ranks):
+            self._page.clear(row)
+            log = self._run.log_path(number, order.epoch)
+            self._ranks[number] = _Rank(number, row, log, time.monotonic_ns())
+            self._warm.fork(number, self._environment(order, row), log)
+
+    def _environment(self, order: Start, row: int) -> dict[str, str]:
+        mine = {
+            "RANK": order.ranks[row],
+            "WORLD_SIZE": order.world,
+            "LOCAL_RANK": row,
+            "LOCAL_WORLD_SIZE": len(order.ranks),
+            "GROUP_RANK": order.ranks[row] // len(order.ranks),
+            "MASTER_ADDR": order.host,
+            "MASTER_PORT": order.port,
+            "MYRIAD_EPOCH": order.epoch,
+            "MYRIAD_ATTEMPT_ID": f"{self._run.path.name}.{order.epoch}.{order.port}",
+            "PYTHONFAULTHANDLER": 1,
+            PROGRESS: self._page.address(row),
+            "MYRIAD_SKIP_STEPS": " ".join(map(str, order.skipped_steps)),
+            "MYRIAD_NEWEST_STEP": "" if order.newest_step is None else order.newest_step,
+        }
+        if order.layout != AS_THE_JOB:
+            mine[ATTEMPT_LAYOUT] = order.layout.text
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(self.host)) is not None:
+            mine["GLOO_SOCKET_IFNAME"] = interface  # else gloo looks up the host's name: it may not resolve
+        return {key: str(value) for key, value in mine.items()}
+
+    def send_signal(self, ranks: Iterable[int], number: signal.Signals) -> None:
+        """To these and what they have started."""
+        self._warm.signal([rank for rank in ranks if rank in self._ranks], number)
+
+    def turn(self) -> None:
+        """All are to end after the step under way, for another attempt."""
+        for rank in self._ranks.values():
+            self._page.turn(rank.row)
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """To all."""
+        self.send_signal(self.living(), number)
+
+    def tell_agreed(self, step: int) -> None:
+        """Ranks may forget the states before."""
+        for rank in self._ranks.values():
+            self._page.agree(rank.row, step)
+
+    async def told(self) -> None:
+        """Returns when the warm parent has told something."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._warm.channel, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(self._warm.channel)
+
+    def take(self) -> list[RankExited | int]:
+        """Ranks that have ended, and numbers of those that have begun."""
+        messages = self._warm.receive()
+        if messages is None:
+            return self._lose_warm()
+        found: list[RankExited | int] = []
+        for message in messages:
+            if "forked" in message:
+                self._ranks[message["forked"]].pid = message["pid"]
+                found.append(message["forked"])
+            else:
+                found.append(self._ended(message["ended"], message["code"]))
+        self._start_waiting()
+        return found
+
+    def _ended(self, number: int, code: int) -> RankExited:
+        rank = self._ranks.pop(number)
+        error = error_excerpt(rank.log)[-_ERROR_CHARACTERS:] if code else ""
+        kills = count_memory_kills() if code == -signal.SIGKILL else self._memory_kills
+        cause = cause_of(code, error, memory_killed=kills > self._memory_kills)
+        self._memory_kills = kills
+        seen = self._page.read(rank.row)
+        step = seen.step if seen.pid else -1
+        digests, log = _digests(seen), str(rank.log)
+        ended = RankExited(self._node, self.epoch, number, code, cause, step, error, log, digests)
+        self.exits[number] = ended
+        return ended
+
+    def _lose_warm(self) -> list[RankExited | int]:
+        """The process that they were forked from has died, and they with it."""
+        self._warm.close()
+        self._warm = self._start_warm()
+        lost: list[RankExited | int] = [self._ended(number, -signal.SIGKILL) for number in self.living()]
+        self._start_waiting()
+        return lost
+
+    def _start_waiting(self) -> None:
+        if self._waiting is not None and not self._ranks:
+            self.start(self._waiting)
+
+    def look(self) -> tuple[RankSeen, ...]:
+        """What each rank that lives is doing."""
+        self._look_at_warm()
+        now = time.monotonic_ns()
+        return tuple(self._look_at(rank, now) for rank in self._ranks.values())
+
+    def _look_at_warm(self) -> None:
+        """Stopped, it neither forks nor tells who has ended: it is given up with its ranks."""
+        self._stopped_looks = self._stopped_looks + 1 if process_state(self._warm.pid) == "T" else 0
+        if self._stopped_looks > _STOPPED_LOOKS:
+            self._warm.kill()
+
+    def _look_at(self, rank: _Rank, now: int) -> RankSeen:
+        seen: Any = self._page.read(rank.row)
+        idle = max(0, now - max(seen.changed_ns, rank.began_ns))
+        return RankSeen(
+            rank=rank.number,
+            pid=rank.pid,
+            state="R" if idle < _MOVING_NS else process_state(rank.pid),
+            phase=seen.phase,
+            activity=seen.activity,
+            step=seen.step if seen.pid else -1,
+            entered=seen.entered,
+            left=seen.left,
+            idle_seconds=idle / 1e9,
+            step_seconds=seen.step_ns / 1e9,
+            busy_seconds=seen.busy_ns / 1e9,
+            digests=_digests(seen),
+        )
+
+    def close(self) -> None:
+        """None of them is left, nor what they have started."""
+        self.signal_all(signal.SIGKILL)
+        deadline = time.monotonic() + 2.0
+        while self._ranks and time.monotonic() < deadline:
+            time.sleep(0.005)
+            messages = self._warm.receive()
+            if messages is None:
+                break
+            for message in messages:
+                self._ranks.pop(message.get("ended", -1), None)
+        self._warm.close()
+
+
+def _digests(seen: Seen) -> tuple[Digest, ...]:
+    return tuple(Digest(*one) for one in seen.digests)

@@ -1,0 +1,96 @@
+"""A machine becomes a node of a run: what `myriad join` does.
+
+RUN/driver.json ──► the driver ──a number, if none was given──► executor, until the run is over
+"""
+
+import asyncio
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from myriad.checkpoint.keeper_start import NODE
+from myriad.errors import BadInputError, RunFailedError
+from myriad.job import Job
+from myriad.resilience.facts import NodeNumber, NodeRefused, NodeWanted
+from myriad.resilience.node.executor_process import run_node
+from myriad.resilience.node.machine import machine_name
+from myriad.resilience.reach import Reach
+from myriad.resilience.wire import Refused, secret_place
+from myriad.run import Run
+
+__all__ = ["join"]
+
+_RETRY_SECONDS = 0.2
+_LONELY_SECONDS = 300.0
+"""How long a node without ranks waits for another driver."""
+
+
+def join(
+    run: Run,
+    node: int | None = None,
+    *,
+    wait_seconds: float = 60.0,
+    lonely_seconds: float = _LONELY_SECONDS,
+) -> None:
+    """Until the run is over. ``node``: off: as the driver says. Raises `BadInputError` when there is nothing
+    to join, `DriverLostError` when there was no driver for ``lonely_seconds``, `RunFailedError`."""
+    job = run.job()
+    number = asyncio.run(_find(run, node, wait_seconds))
+    os.environ[NODE] = str(number)
+    problem = run_node(run.path, number, _threads(job), lonely_seconds=lonely_seconds)
+    if problem is not None:
+        raise RunFailedError(problem)
+
+
+def _threads(job: Job) -> int:
+    here = job.layout.world // job.resilience.nodes
+    return job.train.threads or max(1, len(os.sched_getaffinity(0)) // here)
+
+
+async def _find(run: Run, node: int | None, wait_seconds: float) -> int:
+    """Once a driver is there: the number."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        if (problem := _unreadable(secret_place(run.path / "secret"))) is not None:
+            raise BadInputError("RUN", str(run.path), problem)
+        with suppress(OSError, KeyError, ValueError):
+            return await _ask(run, node)
+        if time.monotonic() > deadline:
+            raise BadInputError("RUN", str(run.path), await _why_not(run, wait_seconds))
+        await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _unreadable(secret: Path) -> str | None:
+    try:
+        secret.read_bytes()
+    except FileNotFoundError:
+        return None  # it is made when the run is started
+    except OSError as error:
+        return f"its secret cannot be read: {error.strerror}; join as the user who trains it"
+    return None
+
+
+async def _ask(run: Run, node: int | None) -> int:
+    if not secret_place(run.path / "secret").exists():
+        raise FileNotFoundError("there is no run yet")
+    async with Reach(run.path).link() as link:
+        machine = machine_name()
+        link.send(NodeWanted(socket.gethostname(), machine, -1 if node is None else node))
+        answer: NodeNumber | NodeRefused = await link.receive((NodeNumber, NodeRefused))
+        if isinstance(answer, NodeRefused):
+            raise BadInputError("machine", machine, answer.why)
+        return answer.node
+
+
+async def _why_not(run: Run, wait_seconds: float) -> str:
+    if not secret_place(run.path / "secret").exists() or not (run.path / "driver.json").exists():
+        return f"no driver has begun it within {wait_seconds:g} s; `myriad train` does"
+    try:
+        await _ask(run, 0)
+    except Refused as error:
+        return f"its driver does not take this machine: {error}"
+    except (OSError, KeyError, ValueError) as error:
+        return f"its driver did not answer within {wait_seconds:g} s: {error}"
+    return "its driver answered too late"
