@@ -10,17 +10,16 @@ The driver writes `Decider.state` and the actions into its journal before it act
 the last one written and hears from the executors what has become of the ranks. So an action may be done
 twice: each is for one epoch, and does nothing the second time. The same code runs under a virtual clock.
 
-Who is there is kept by `presence`, whether ranks go on by `watch`, what an incident asks for by `ladder`, all
-of this folder.
+Who is there is kept by `presence`, who may have ranks by `roster`, whether they go on by `watch`, when
+another attempt would be better by `turns`, what an incident asks for by `ladder`, all of this folder.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
+from myriad.comm.attempt_layout import AttemptLayout
 from myriad.resilience.causes import first_not_finite, spike_text
 from myriad.resilience.decide.actions import (
-    Accused,
     Action,
     EndRun,
     Evict,
@@ -28,19 +27,15 @@ from myriad.resilience.decide.actions import (
     Outcome,
     StartAttempt,
     StopRanks,
-    TurnRanks,
 )
-from myriad.resilience.decide.balance import Balance
 from myriad.resilience.decide.catch_up import NOWHERE, adopt, is_partial, place_missing, take_over
 from myriad.resilience.decide.evictions import (
     BY_A_PERSON,
     RULES_OF_LEAVING,
     evidence_of,
-    machine_of,
     why_left_out,
     why_not,
 )
-from myriad.resilience.decide.fewer import MORE, Growth
 from myriad.resilience.decide.fitness import Fitness
 from myriad.resilience.decide.health import Broken, Health
 from myriad.resilience.decide.incidents import (
@@ -52,9 +47,10 @@ from myriad.resilience.decide.incidents import (
     told_ranks,
 )
 from myriad.resilience.decide.ladder import accusation_of, count, is_of_the_node, why_hopeless
-from myriad.resilience.decide.places import place_nodes
 from myriad.resilience.decide.presence import Presence
+from myriad.resilience.decide.roster import Roster
 from myriad.resilience.decide.state import Plan, State
+from myriad.resilience.decide.turns import Turns
 from myriad.resilience.decide.watch import Stuck, Watch
 from myriad.resilience.decide.wrong_numbers import WrongNumbers
 from myriad.resilience.facts import (
@@ -72,14 +68,10 @@ __all__ = ["Decider"]
 
 _BLAME_SECONDS = 1.5
 """After an error that only says that a peer is gone: the peer's own death may be told later."""
-_COMPARE_SECONDS = 1.0
-"""How often ranks are compared: each look is at all of them."""
 _LOST = -9
 """The code of ranks that nobody can tell of any more."""
 _REPEAT_SECONDS, _REPEATS = 3.0, 2
 """After which ranks that were to be killed, and live, are to be killed again; then their executor is."""
-_TURN_SECONDS, _TURN_STEPS = 30.0, 3
-"""After which ranks that were to end after a step are killed."""
 
 
 class Decider:
@@ -99,6 +91,8 @@ class Decider:
         self._watch = Watch(plan, self.state, self._presence)
         self._fitness = Fitness(plan)
         self._health = Health(plan.patience, self.state)
+        self._roster = Roster(plan, self.state, self._presence, self._fitness, self._health)
+        self._turns = Turns(plan, self.state, self._roster, self._watch, self._health, now)
         self._trains = False
         """The ranks of this attempt, as far as this driver has heard."""
         self._since = now
@@ -106,12 +100,8 @@ class Decider:
         self._enough_at: float | None = None
         """Since when as many nodes are there as are needed."""
         self._repeats = 0
-        self._balance = None if plan.work is None else Balance(plan.work, plan.patience)
-        self._growth = None if plan.fewer is None else Growth(plan.fewer, plan.patience, now)
-        self._turn_by = now + _TURN_SECONDS * plan.patience
-        self._compare_at = now
         if self.state.placement and not is_partial(self.state, self._world):
-            self._begin_balance(now)
+            self._turns.take_up(now)
 
     @property
     def nodes(self) -> dict[int, NodeJoined]:
@@ -129,42 +119,14 @@ class Decider:
         return self._plan.world_of(self.state.layout)
 
     @property
-    def _has_spare(self) -> bool:
-        """A sound one, that nobody who is missing needs."""
-        there, placed = self.nodes, self.state.placement
-        if not placed:
-            return len(self.usable) > self.needed
-        spares = [one for one in self.usable if one not in placed and self._health.unsound(one) is None]
-        return len(spares) > sum(node not in there for node in placed)
-
-    @property
     def needed(self) -> int:
         """Nodes of the attempt; before the first, those of the job."""
-        return len(self.state.placement) or self._plan.nodes
+        return self._roster.needed
 
     @property
     def usable(self) -> list[int]:
-        """Nodes that are there, but not those that the doctor found unfit, unless they have ranks, nor any on
-        which nothing can run now."""
-        had, first = self.state.placement, self._is_first
-        there = (node for node in sorted(self.nodes) if self._health.why_useless(node) is None)
-        return [node for node in there if node in had or self._fitness.may_start(node, first=first)]
-
-    @property
-    def _preferred(self) -> list[int]:
-        """The same, and none that is unfit or unsound where there are enough others."""
-        usable = self.usable
-        sound = [node for node in usable if self._health.unsound(node) is None]
-        for better in ([node for node in sound if not self._fitness.is_unfit(node)], sound):
-            if len(better) >= self._plan.nodes:
-                return better
-        fit = [node for node in usable if not self._fitness.is_unfit(node)]
-        return fit if len(fit) >= self._plan.nodes else usable
-
-    @property
-    def _is_first(self) -> bool:
-        """No rank has been started yet."""
-        return self.state.epoch < self._plan.first_epoch
+        """Nodes that are there and may have ranks."""
+        return self._roster.usable
 
     def hear(self, observation: Observation, now: float) -> list[Action]:
         """Something was seen, by the driver's own clock at ``now``."""
@@ -215,8 +177,7 @@ class Decider:
         self._presence.expect(now)
         self._watch.begin()
         self._since, self._blame_at = now, None
-        if self._balance is not None:
-            self._balance.stand_still()
+        self._turns.stand_still()
 
     def _beat(self, beat: Beat, now: float) -> list[Action]:
         if not self._presence.heard(beat, now):
@@ -256,7 +217,7 @@ class Decider:
         """What follows from wrong numbers."""
         for action in actions:
             if isinstance(action, Evict):
-                yield self._evict(action.node, action.rule, action.accused)
+                yield self._roster.evict(action.node, action.rule, action.accused)
             elif isinstance(action, EndRun):
                 yield self._end_run(action.rule, action.outcome, action.reason)
             else:
@@ -344,17 +305,8 @@ class Decider:
             return
         for number, ranks in self.state.placement.items():
             if number in self._presence and set(ranks) - set(self.state.exits):
-                yield self._evict(number, "a node cannot end its ranks")
+                yield self._roster.evict(number, "a node cannot end its ranks")
                 yield from self._lose(number, ranks, 0.0, now)
-
-    def _evict(self, node: int, rule: str, accused: Accused = "", **evidence: object) -> Evict:
-        """``accused``: of what it is the cause; then neither it nor its machine takes part again."""
-        known = self._presence.known
-        machine = machine_of(node, known) if accused else ""
-        if accused and (name := machine or (known[node].by if node in known else "")):
-            self.state.left_out[name] = f"node {node} was evicted from this run: {rule}"
-        self._presence.forget(node)
-        return Evict(rule=rule, evidence=dict(evidence), node=node, accused=accused, machine=machine)
 
     def why_left_out(self, joined: NodeJoined) -> str:
         """Of the run; empty: it may be a node."""
@@ -370,18 +322,15 @@ class Decider:
         if self.why_not_evict(asked):
             return
         if state.phase == "gathering" or asked.node not in state.placement:
-            yield self._evict(asked.node, BY_A_PERSON, "person", **evidence_of(asked))
+            yield self._roster.evict(asked.node, BY_A_PERSON, "person", **evidence_of(asked))
             return
         state.asked, state.leaving, state.leaving_as = asked, asked.node, "person"
         if state.phase == "running" and not state.turning:
-            evidence = evidence_of(asked)
-            turn = TurnRanks(rule=BY_A_PERSON, evidence=evidence, epoch=state.epoch, node=asked.node)
-            self._turn(turn, now, "person")
-            yield turn
+            yield self._turns.leave(asked.node, BY_A_PERSON, now, "person", **evidence_of(asked))
 
     def _examine(self, now: float) -> Iterator[Action]:
         """Whoever the doctor is to see, and the end of a run that would start on none but unfit nodes."""
-        state, first = self.state, self._is_first
+        state, first = self.state, self._roster.is_first
         training = state.phase == "running" and self._trains
         at_work = () if first else state.placement
         yield from self._fitness.due(self.nodes, at_work, now, first=first, training=training)
@@ -394,14 +343,12 @@ class Decider:
         has_ranks = state.phase in ("running", "ending") and node in state.placement
         yield from self._fitness.heard(examined, now, at_work=has_ranks)
         may_turn = state.phase == "running" and not state.turning and not state.stop_asked
-        if has_ranks and may_turn and self._fitness.is_unfit(node) and self._has_spare:
-            turn = TurnRanks(rule=RULES_OF_LEAVING["doctor"], epoch=state.epoch, node=node)
-            self._turn(turn, now, "doctor")
-            yield turn
+        if has_ranks and may_turn and self._fitness.is_unfit(node) and self._roster.has_spare:
+            yield self._turns.leave(node, RULES_OF_LEAVING["doctor"], now, "doctor")
 
     def _silent_nodes(self, now: float) -> Iterator[Action]:
         for number, silent in self._presence.silent(now):
-            yield self._evict(number, "a node was silent", silent_seconds=silent)
+            yield self._roster.evict(number, "a node was silent", silent_seconds=silent)
             ranks = self.state.placement.get(number, ())
             if self.state.phase in ("running", "ending"):
                 yield from self._lose(number, ranks, silent, now)
@@ -417,7 +364,7 @@ class Decider:
             if number in self._presence or all(rank in state.exits for rank in ranks):
                 continue
             if number != NOWHERE:
-                yield self._evict(number, "a node was silent", silent_seconds=absent)
+                yield self._roster.evict(number, "a node was silent", silent_seconds=absent)
             yield from self._lose(number, ranks, absent, now)
 
     def _lose(self, node: int, ranks: tuple[int, ...], silent: float, now: float) -> Iterator[Action]:
@@ -439,68 +386,16 @@ class Decider:
             return
         if is_partial(state, self._world):
             return
-        if state.turning and now >= self._turn_by:
+        if self._turns.is_late(now):
             state.phase, self._since, self._repeats = "ending", now, 0
             yield StopRanks(rule="ranks did not end after their step", epoch=state.epoch)
             return
-        if now >= self._compare_at and self._watch.few():
-            self._compare_at = now + _COMPARE_SECONDS
-            if not (state.turning or state.stop_asked):
-                yield from self._replaced(now) or self._grown(now) or self._balanced(now)
+        yield from self._turns.due(now)
         found = self._watch.overdue(now)
         if isinstance(found, Stuck):
             yield from self._end_attempt(found.incident, now, **found.evidence)
         elif found is not None:
             yield found
-
-    def _begin_balance(self, now: float) -> None:
-        state = self.state
-        if self._balance is not None:
-            if state.layers_stay:
-                self._balance.keep_layers()
-            self._balance.begin(state.placement, state.layout, now, state.moved)
-
-    def _balanced(self, now: float) -> Iterator[Action]:
-        """Somebody may be slow; the attempt ends after a step where it pays to go on otherwise."""
-        if self._balance is None:
-            return
-        for action in self._balance.saw(self._watch.all(), now, self.state.epoch, spares=self._has_spare):
-            if isinstance(action, TurnRanks):
-                self._turn(action, now, "slow")
-            yield action
-
-    def _replaced(self, now: float) -> list[TurnRanks]:
-        """A node that may fail gives way before it does."""
-        failing = ((node, self._health.unsound(node)) for node in self.state.placement)
-        node, why = next((one for one in failing if one[1] is not None), (-1, None))
-        if why is None or not self._has_spare:
-            return []
-        turn = TurnRanks(rule=RULES_OF_LEAVING[why], epoch=self.state.epoch, node=node)
-        self._turn(turn, now, why)
-        return [turn]
-
-    def _grown(self, now: float) -> list[TurnRanks]:
-        """There are nodes for more replicas again."""
-        state, fewer, growth = self.state, self._plan.fewer, self._growth
-        if fewer is None or growth is None or state.layout.dp is None:
-            return []
-        found = fewer.largest(len(self.usable), state.too_few) or state.layout
-        before, after = state.layout.dp, fewer.replicas(found)
-        if not growth.saw(self._watch.few(), now, before, after):
-            return []
-        evidence = {"replicas": [before, after]}
-        turn = TurnRanks(rule=MORE, evidence=evidence, epoch=state.epoch, layout=found)
-        self._turn(turn, now)
-        return [turn]
-
-    def _turn(self, action: TurnRanks, now: float, leaving_as: Accused = "") -> None:
-        """Ranks end after their step; ``leaving_as``: what the node is accused of that then leaves."""
-        steps = _TURN_STEPS * max([one.step_seconds for one in self._watch.few()], default=0.0)
-        self._turn_by = now + self._plan.patience * (_TURN_SECONDS + steps)
-        self.state.turning, self.state.leaving, self.state.leaving_as = True, action.node, leaving_as
-        self.state.next_layout = action.layout
-        if action.layout is not None:
-            self.state.moved = action.moved
 
     # What comes next
 
@@ -516,21 +411,11 @@ class Decider:
         if state.stop_asked:
             yield self._end_run("a stop was asked for", "interrupted", "")
             return
-        layout = self._fitting(now)
+        layout = self._roster.fitting(now - self._since)
         if layout is None:
             self._enough_at = None
-        elif not self._is_early(there := self._preferred, now):
+        elif not self._is_early(there := self._roster.preferred, now):
             yield self._start(there, layout, now)
-
-    def _fitting(self, now: float) -> AttemptLayout | None:
-        """In which the next attempt begins on the nodes that are there; ``None``: they are too few."""
-        plan, fewer = self._plan, self._plan.fewer
-        if len(self._presence) >= plan.nodes and len(self.usable) >= plan.nodes:
-            return AS_THE_JOB
-        if fewer is None or not self.state.placement or len(self._presence) < fewer.least_nodes:
-            return None
-        state = self.state
-        return fewer.instead(state.layout, len(self.usable), now - self._since, state.too_few)
 
     def _is_early(self, there: list[int], now: float) -> bool:
         """At the very start a spare that came first takes nobody's place."""
@@ -540,13 +425,9 @@ class Decider:
 
     def _start(self, there: list[int], layout: AttemptLayout, now: float) -> StartAttempt:
         """On the nodes of the last attempt, as far as they are there."""
-        state, plan = self.state, self._plan
-        each, fewer = plan.world // plan.nodes, plan.fewer
-        needed = plan.world_of(layout) // each
-        before = list(state.placement) or there[:needed]
-        per_replica = 1 if fewer is None else fewer.nodes_per_replica
-        places = place_nodes(state.full_places, before, there, needed, per_replica)
-        chosen = self._numbers.order(*places)[:needed]
+        state, plan, fewer = self.state, self._plan, self._plan.fewer
+        each = plan.world // plan.nodes
+        chosen = self._numbers.order(*self._roster.places(there, layout))[: plan.nodes_of(layout)]
         placement = {
             number: tuple(range(place * each, (place + 1) * each)) for place, number in enumerate(chosen)
         }
@@ -570,9 +451,7 @@ class Decider:
         self._watch.begin(other_replicas=other_replicas)
         self._trains = False
         self._fitness.started(placement)
-        self._begin_balance(now)
-        if self._growth is not None:
-            self._growth.begin(now)
+        self._turns.begin(now)
         return StartAttempt(
             rule=rule,
             evidence=evidence,
@@ -623,18 +502,18 @@ class Decider:
     def _give_way(self) -> Iterator[Action]:
         node, asked = self.state.leaving, self.state.asked
         if asked is not None:
-            if node in self._presence and (self._has_spare or asked.anyway):
-                yield self._evict(node, BY_A_PERSON, "person", **evidence_of(asked))
-        elif self._has_spare and node in self.nodes:
-            yield self._evict(node, RULES_OF_LEAVING[self.state.leaving_as], self.state.leaving_as)
+            if node in self._presence and (self._roster.has_spare or asked.anyway):
+                yield self._roster.evict(node, BY_A_PERSON, "person", **evidence_of(asked))
+        elif self._roster.has_spare and node in self.nodes:
+            yield self._roster.evict(node, RULES_OF_LEAVING[self.state.leaving_as], self.state.leaving_as)
 
     def _swap(self, incident: Incident) -> Iterator[Action]:
         """A spare stands ready, and another try on the same node could only cost more than it does."""
         likely, again = is_of_the_node(self.state, incident)
-        if likely and self._has_spare and incident.node in self.nodes:
+        if likely and self._roster.has_spare and incident.node in self.nodes:
             rule = "the node may be the cause, and a spare is there"
             accused = accusation_of(incident.cause)
-            yield self._evict(incident.node, rule, accused, cause=incident.cause, again=again)
+            yield self._roster.evict(incident.node, rule, accused, cause=incident.cause, again=again)
 
     def _why_hopeless(self, incident: Incident) -> str | None:
         state = self.state

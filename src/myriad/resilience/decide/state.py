@@ -55,6 +55,10 @@ class Plan:
         """Ranks of an attempt."""
         return self.world if layout.dp is None else self.world // self.dp * layout.dp
 
+    def nodes_of(self, layout: AttemptLayout) -> int:
+        """That its ranks fill."""
+        return self.world_of(layout) // (self.world // self.nodes)
+
     def replicas_of(self, layout: AttemptLayout) -> Sequence[Sequence[int]]:
         """Ranks of an attempt that are to hold the same."""
         if layout.dp is None or not self.replicas:
