@@ -18,12 +18,12 @@ train: $(VENV)/.installed
 	@$(BIN)/myriad train
 
 # A file of tests/unit needs one core, with one thread: as many run at once as there are cores. Files whose tests start
-# processes wait for them half of the time: two at once. All others (links of tests/hosts carry what they carry) have
+# processes wait for them half of the time: three at once. All others (links of tests/hosts carry what they carry) have
 # the machine for themselves. What fails ends it; `pytest` alone runs everything, one after another.
 test: check services
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile tests/unit
 	@$(BIN)/python -m pytest --ignore tests/unit --ignore tests/processes --ignore tests/services
-	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/processes tests/services
+	@$(BIN)/python -m pytest -n 3 --dist loadfile tests/processes tests/services
 
 # tests/services use these; where they cannot be installed the tests are skipped and say so. No service is started.
 services:

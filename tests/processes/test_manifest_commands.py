@@ -41,7 +41,7 @@ class Pods:
             one["name"]: one["template"]["spec"] for one in self._objects["JobSet"]["spec"]["replicatedJobs"]
         }
         (container,) = jobs[role]["template"]["spec"]["containers"]
-        told = {"status.podIP": "127.0.0.1", "metadata.annotations": str(node)}
+        told = {"status.podIP": "127.0.0.1", "spec.nodeName": f"m{node}", "metadata.annotations": str(node)}
         variables = {one["name"]: self._value(one, told) for one in container["env"]}
         words = [self._here(word) for word in container["command"]]
         for name, value in variables.items():
