@@ -16,7 +16,15 @@ import numpy as np
 from myriad.planner.cluster import Cluster
 from myriad.planner.operators import Number
 
-__all__ = ["Group", "group_along", "half_sum_seconds", "message_seconds", "sum_seconds", "tensor_group"]
+__all__ = [
+    "Group",
+    "begin_seconds",
+    "group_along",
+    "half_sum_seconds",
+    "message_seconds",
+    "sum_seconds",
+    "tensor_group",
+]
 
 
 _SMALL_LOSS = 0.37
@@ -34,6 +42,8 @@ class Group:
     launch_seconds: Number
     busy_ratio: Number
     """Of the time of a transfer, what it takes from compute."""
+    skew_seconds: Number = 0.0
+    """That all wait for the last of them, once for each tensor."""
 
 
 def group_along(cluster: Cluster, size: Number, stride: Number) -> Group:
@@ -63,8 +73,7 @@ def tensor_group(cluster: Cluster, size: Number) -> Group:
     """Neighbours that cut matrices among them."""
     group, link = group_along(cluster, size, 1.0), cluster.links.tensor
     if link is None:
-        skew = cluster.links.node.skew_seconds
-        return replace(group, launch_seconds=np.asarray(group.launch_seconds) + skew)
+        return replace(group, skew_seconds=cluster.links.node.skew_seconds)
     # between nodes the copies come on top of the way
     crosses = np.asarray(size) > cluster.accelerators_per_node
     both = 1 / (1 / np.asarray(group.bytes_per_second) + 1 / link.bytes_per_second)
@@ -81,7 +90,13 @@ def half_sum_seconds(group: Group, num_bytes: Number) -> Number:
     """Of an all-gather that ends with, or a reduce-scatter that begins with, ``num_bytes`` on each rank."""
     steps = np.asarray(group.size) - 1
     moved = num_bytes * steps / group.size / group.bytes_per_second
-    return np.where(steps > 0, group.launch_seconds + steps * group.latency_seconds + moved, 0.0)
+    begun = begin_seconds(group) + group.skew_seconds
+    return np.where(steps > 0, begun + moved, 0.0)
+
+
+def begin_seconds(group: Group) -> Number:
+    """Of a gather or a reduce-scatter of nothing: what each part of a tensor that is cut takes anew."""
+    return group.launch_seconds + (np.asarray(group.size) - 1) * group.latency_seconds
 
 
 def sum_seconds(group: Group, num_bytes: Number) -> Number:
@@ -90,7 +105,8 @@ def sum_seconds(group: Group, num_bytes: Number) -> Number:
     ring = 2 * steps * (group.latency_seconds + num_bytes / group.size / group.bytes_per_second)
     depth = 2 * np.log2(np.maximum(group.size, 2))
     tree = depth * group.latency_seconds + 2 * num_bytes / group.bytes_per_second
-    return np.where(steps > 0, group.launch_seconds + np.minimum(ring, tree), 0.0)
+    begun = group.launch_seconds + group.skew_seconds
+    return np.where(steps > 0, begun + np.minimum(ring, tree), 0.0)
 
 
 def message_seconds(group: Group, num_bytes: Number) -> Number:

@@ -21,7 +21,7 @@ import numpy as np
 from myriad.model.config import ModelConfig
 from myriad.model.parts import num_parts
 from myriad.planner.cluster import Accelerator, Cluster
-from myriad.planner.collectives import half_sum_seconds, sum_seconds, tensor_group
+from myriad.planner.collectives import begin_seconds, half_sum_seconds, sum_seconds, tensor_group
 from myriad.planner.operators import Number, flash_seconds, matmul_seconds, peak_flops, stream_seconds
 from myriad.planner.parts import Parts
 from myriad.planner.work import Practice
@@ -98,7 +98,7 @@ def block_times(model: ModelConfig, where: Slice, pairs: float) -> LayerTimes:
     """``pairs``: query-key pairs that each sequence computes in this block."""
     tokens = where.micro_batch * model.sequence
     share = tokens / where.tp if where.practice.sequence_parallel else tokens
-    entries = 1 if model.block == "parallel" else 2
+    entries = _entries(model)
     products = _products(model, where, tokens)
     passes = _UNFUSED if not where.practice.fused else 1.0
     value, inner = where.value_bytes, tokens * model.ffn_width / where.tp
@@ -127,6 +127,11 @@ def block_times(model: ModelConfig, where: Slice, pairs: float) -> LayerTimes:
         Parts(products[2]),
         again,
     )
+
+
+def _entries(model: ModelConfig) -> int:
+    """Into the part of a block that is cut among tensor-parallel ranks."""
+    return 1 if model.block == "parallel" else 2
 
 
 def _products(model: ModelConfig, where: Slice, tokens: Number) -> tuple[Number, Number, Number]:
@@ -189,10 +194,15 @@ def _tensor(model: ModelConfig, where: Slice, tokens: Number, entries: int) -> t
 
 def _exposed(model: ModelConfig, where: Slice, comm: Number, behind: Number) -> Number:
     """Of communication cut in parts behind compute: the first part, what is longer than the compute, and
-    what it takes from the compute."""
-    hidden = np.minimum(comm * (1 - 1 / _parts(model, where)), behind)
-    busy = tensor_group(where.cluster, where.tp).busy_ratio
-    return np.where(where.hides, comm - hidden + busy * hidden, comm)
+    what it takes from the compute. Each of Myriad's parts begins anew; those of others are steps of a ring
+    inside the product's own operator (`Practice.tensor_parts`)."""
+    group, parts, cut = tensor_group(where.cluster, where.tp), _parts(model, where), comm
+    if where.practice.tensor_parts is None:
+        crossings = _entries(model) * (2 if where.practice.sequence_parallel else 1)
+        again = np.where(np.asarray(where.tp) > 1, crossings * begin_seconds(group), 0.0)
+        cut = comm + (parts - 1) * again
+    hidden = np.minimum(cut * (1 - 1 / parts), behind)
+    return np.where(where.hides, cut - hidden + group.busy_ratio * hidden, comm)
 
 
 def _parts(model: ModelConfig, where: Slice) -> Number:

@@ -30,17 +30,23 @@ __all__ = [
     "LayerTime",
     "Line",
     "ProductTime",
+    "TensorTime",
     "TypeFit",
     "TypeTimes",
     "block_seconds",
     "fit_accelerator",
     "fit_line",
+    "fit_tensor",
     "fit_type",
     "head_seconds",
 ]
 
 _Floats = npt.NDArray[np.float64]
 _ENDLESS = 1e30
+_EXPOSED_CROSSINGS, _HIDDEN_CROSSINGS = 8.0, 2.0
+"""Of a block: a gather and a scatter for attention and MLP each, in both directions, and in the backward what
+the gathers brought, again."""
+_TENSOR_TURNS, _MOST_BUSY = 5, 2.0
 _SATURATIONS = np.concatenate([[0.0], np.geomspace(0.5, 2048, 97)])
 
 
@@ -74,6 +80,21 @@ class LayerTime:
     micro_batch: int
     seconds: float
     """Forward and backward."""
+
+
+@dataclass(frozen=True)
+class TensorTime:
+    """What crossings add to one block and micro-batch, forward and backward, cut among two ranks."""
+
+    num_bytes: float
+    """Of the tensor that crosses, whole."""
+    compute_seconds: float
+    """Of the block without crossings."""
+    added_seconds: float
+    """When each is waited for where it is posted."""
+    num_parts: float
+    added_overlapped_seconds: float
+    """When so many parts take turns, and one's crossing travels behind another's compute."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +134,34 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
     """``empty + bytes / rate``."""
     empty, each = _non_negative(np.stack([np.ones(len(sizes)), np.asarray(sizes)], 1), np.asarray(seconds))
     return Line(float(empty), float(1 / max(each, 1 / _ENDLESS)))
+
+
+def fit_tensor(times: Sequence[TensorTime], node: Link) -> Link:
+    """Tensor-parallel crossings as they are in blocks, as `myriad.planner.layers` counts them: cut in parts,
+    each part begins anew, and all but the first travel behind compute."""
+    halves = np.array([one.num_bytes / 2 for one in times])
+    parts = np.array([one.num_parts for one in times])
+    least = 1e-3 * np.array([one.added_seconds for one in times]).max()
+    added, overlapped = (
+        np.maximum([getattr(one, name) for one in times], least)
+        for name in ("added_seconds", "added_overlapped_seconds")
+    )
+    compute, busy = np.array([one.compute_seconds for one in times]), node.busy_ratio
+    for _ in range(_TENSOR_TURNS):
+        count = _EXPOSED_CROSSINGS + _HIDDEN_CROSSINGS * busy
+        empty, each = _non_negative(count * np.stack([np.ones(len(times)), halves], 1), added)
+        whole = _EXPOSED_CROSSINGS * (empty * parts + each * halves)
+        behind = np.minimum(whole * (1 - 1 / parts), 2 / 3 * compute)  # forward, gradients of inputs
+        ratios = (overlapped - whole + behind) / (behind + _HIDDEN_CROSSINGS * (empty + each * halves))
+        if (parts > 1).any():
+            busy = float(np.clip(np.median(ratios[parts > 1]), 0.0, _MOST_BUSY))
+    return node.model_copy(
+        update={
+            "bytes_per_second": 1 / max(each, 1 / _ENDLESS),
+            "launch_seconds": max(0.0, empty - node.latency_seconds),
+            "busy_ratio": busy,
+        }
+    )
 
 
 def fit_type(times: TypeTimes, sweep_bytes_per_second: float) -> TypeFit:

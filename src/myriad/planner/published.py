@@ -196,6 +196,7 @@ def _megascale_step(cells: _Cells, clusters: Clusters) -> Iterator[Row]:
         update={"tensor": step >= 3, "pipeline": step >= 4, "data": step >= 5}
     )
     practice = MEGASCALE.practice if step >= 6 else MEGATRON_2023.practice
+    practice = replace(practice, tensor_parts=MEGASCALE.practice.tensor_parts)
     if step == 6:
         practice = replace(practice, host_seconds=MEGATRON_2023.practice.host_seconds)
     layout = Layout(dp=4, zero=2 if step >= 5 else 1, **_MEGASCALE_LAYOUT)

@@ -33,14 +33,17 @@ from myriad.planner.machine import (
     AttentionTime,
     LayerTime,
     ProductTime,
+    TensorTime,
     TypeTimes,
     fit_accelerator,
     fit_line,
+    fit_tensor,
     fit_type,
 )
 from myriad.train.cluster_file import CLUSTER_NAME, find_cluster_file, processor_name, write_cluster
 from myriad.train.measure_compute import Pace, sweep_bytes_per_second, time_type, turns_ratio
 from myriad.train.measure_links import LinkTimes, time_links
+from myriad.train.measure_tensor import time_tensors
 
 __all__ = ["find_cluster_file", "measure_cluster", "write_cluster"]
 
@@ -61,6 +64,7 @@ class _Answer:
     bfloat16: TypeTimes
     sweep_bytes_per_second: float
     links: LinkTimes
+    tensors: Sequence[TensorTime]
     turns_ratio: float
     pace_seconds: float
 
@@ -88,7 +92,7 @@ def _fit(answers: Sequence[_Answer], cores: int) -> Cluster:
         nodes=1,
         accelerators_per_node=_RANKS_PER_CORE * cores,
         accelerator=accelerator,
-        links=_links([answer.links for answer in answers]),
+        links=_links([answer.links for answer in answers], [answer.tensors for answer in answers]),
         turns_ratio=max(0.0, statistics.median(answer.turns_ratio for answer in answers)),
         shared_cores=cores,
         core_speeds=tuple(pace / answers[core % len(answers)].pace_seconds for core in range(cores)),
@@ -110,7 +114,13 @@ def _together(times: Sequence[TypeTimes]) -> TypeTimes:
     )
 
 
-_Time = TypeVar("_Time", ProductTime, AttentionTime, LayerTime)
+def _same(ranks: Sequence[Sequence[TensorTime]]) -> list[TensorTime]:
+    """The mean rank's."""
+    names = "added_seconds", "added_overlapped_seconds"
+    return [_mean(same, names) for same in zip(*ranks, strict=True)]
+
+
+_Time = TypeVar("_Time", ProductTime, AttentionTime, LayerTime, TensorTime)
 
 
 def _mean(same: Sequence[_Time], names: Sequence[str]) -> _Time:
@@ -119,14 +129,9 @@ def _mean(same: Sequence[_Time], names: Sequence[str]) -> _Time:
     return replace(same[0], **means)
 
 
-def _links(ranks: Sequence[LinkTimes]) -> Links:
+def _links(ranks: Sequence[LinkTimes], tensors: Sequence[Sequence[TensorTime]]) -> Links:
     node = _link(ranks)
-    crossing = fit_line(*zip(*(row for rank in ranks for row in rank.crossings), strict=True))
-    tensor = {
-        "bytes_per_second": crossing.bytes_per_second / 2,
-        "launch_seconds": max(0.0, crossing.empty_seconds - node.latency_seconds),
-    }
-    return Links(node=node, tensor=node.model_copy(update=tensor))
+    return Links(node=node, tensor=fit_tensor(_same(tensors), node))
 
 
 def _link(ranks: Sequence[LinkTimes]) -> Link:
@@ -217,7 +222,11 @@ def _measure_rank(world: int, tell: Tell) -> _Answer:
     together = groups.along("dp", "tp")
     tell("transfers between ranks", 0.05)
     links = time_links(groups)
-    tell("memory", 0.3)
+    tell("tensor-parallel blocks", 0.2)
+    pair = groups.along("tp")
+    assert pair is not None, "two ranks at least"
+    tensors = time_tensors(pair)
+    tell("memory", 0.35)
     dist.barrier(together)
     pace = Pace()
     sweep = sweep_bytes_per_second(together, pace)
@@ -228,4 +237,4 @@ def _measure_rank(world: int, tell: Tell) -> _Answer:
     tell("two ranks on a core", 0.95)
     turns = turns_ratio(together)
     close_world()
-    return _Answer(float32, bfloat16, sweep, links, turns, pace.nominal_seconds)
+    return _Answer(float32, bfloat16, sweep, links, tensors, turns, pace.nominal_seconds)

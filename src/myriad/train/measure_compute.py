@@ -30,7 +30,7 @@ from myriad.model.definition import Context
 from myriad.model.gpt import GPT
 from myriad.planner.machine import AttentionTime, LayerTime, ProductTime, TypeTimes
 
-__all__ = ["Pace", "sweep_bytes_per_second", "time_type", "turns_ratio"]
+__all__ = ["Pace", "stack_of_blocks", "sweep_bytes_per_second", "time_type", "turns_ratio"]
 
 _ROWS = (64, 256, 1024)
 _MATRICES = ((64, 64), (128, 256), (256, 256), (768, 256), (256, 1024), (1024, 1024))
@@ -191,21 +191,30 @@ def _layer(
     """One block among others, so that its weights are in no cache when it begins; its gradients go where a
     runtime sends them."""
     model = _model(hidden, sequence)
-    definition = GPT(model.model_copy(update={"layers": _STACK}), seed=1)
-    layers = [_build(definition, number, dtype) for number in range(1, _STACK + 1)]
-    x = torch.randn(micro_batch, sequence, hidden).to(dtype).requires_grad_()
-    tokens = torch.zeros(micro_batch, sequence, dtype=torch.int64)
-    context, gradient = Context(targets=tokens, samples=tokens[:, 0]), torch.randn(x.shape).to(dtype)
+    x = torch.randn(micro_batch, sequence, hidden)
+    iterate = stack_of_blocks(model.model_copy(update={"layers": _STACK}), dtype, Boundary(), x)
     if together is not None:
         dist.barrier(together)
+    return LayerTime(model, micro_batch, clock(iterate) / _STACK)
+
+
+def stack_of_blocks(
+    model: ModelConfig, dtype: torch.dtype, boundary: Boundary, x: torch.Tensor
+) -> Callable[[], None]:
+    """Computes all of a model's blocks, forward and backward. ``x``: ``[B, S / boundary.size, H]``."""
+    definition = GPT(model, seed=1)
+    blocks = [_build(definition, number, dtype, boundary) for number in range(1, model.layers + 1)]
+    x = x.to(dtype).requires_grad_()
+    tokens = torch.zeros(x.shape[0], model.sequence, dtype=torch.int64)
+    context, gradient = Context(targets=tokens, samples=tokens[:, 0]), torch.randn(x.shape).to(dtype)
 
     def iterate() -> None:
         out = x
-        for layer in layers:
-            out = layer(out, context)
+        for block in blocks:
+            out = block(out, context)
         out.backward(gradient)
 
-    return LayerTime(model, micro_batch, clock(iterate) / _STACK)
+    return iterate
 
 
 def _head(
@@ -218,7 +227,7 @@ def _head(
     pace: Pace,
 ) -> LayerTime:
     model = _model(hidden, sequence).model_copy(update={"vocabulary": vocabulary})
-    head = _build(GPT(model, seed=1), model.layers + 1, dtype)
+    head = _build(GPT(model, seed=1), model.layers + 1, dtype, Boundary())
     x = torch.randn(micro_batch, sequence, hidden).to(dtype).requires_grad_()
     tokens = torch.randint(vocabulary, (micro_batch, sequence))
     context = Context(targets=tokens, samples=tokens[:, 0])
@@ -226,10 +235,10 @@ def _head(
     return LayerTime(model, micro_batch, pace.usual(lambda: head(x, context).backward()))
 
 
-def _build(definition: GPT, number: int, dtype: torch.dtype) -> nn.Module:
-    layer = definition.build(number, Boundary())
+def _build(definition: GPT, number: int, dtype: torch.dtype, boundary: Boundary) -> nn.Module:
+    layer = definition.build(number, boundary)
     for name, values in definition.initial(number).items():
         parameter = layer.get_parameter(name)
-        parameter.data = values.to(dtype)
+        parameter.data = values[tuple(map(slice, parameter.shape))].to(dtype, copy=True)
         set_sink(parameter, GradientSink(torch.zeros(parameter.shape)))
     return layer

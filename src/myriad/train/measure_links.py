@@ -6,7 +6,7 @@ The clock's seconds, the median of several: a rank that waits for its peer has n
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,14 +16,12 @@ from torch.nn import functional as F
 
 from myriad.comm.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from myriad.comm.groups import Group, Groups
-from myriad.parallel.tensor import GroupBoundary
-from myriad.telemetry.spans import Recorder
 
 __all__ = ["LinkTimes", "time_links"]
 
 _ELEMENTS = (2**8, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22)
 _REPEATS = 7
-_WIDTH, _CROSSING_ROWS, _CROSSINGS = 256, (64, 256, 1024, 2048), 40
+_WIDTH = 256
 _TAG = 2**21
 _BESIDE_ELEMENTS, _BESIDE_SECONDS, _COMPUTES = 2**20, 0.3, 20
 """Size of transfers and for how long something computes beside them, and how many times alone."""
@@ -37,8 +35,6 @@ class LinkTimes:
     """Sent and received at the same time."""
     half_sums: Sequence[tuple[float, float]]
     """Gathers and reduce-scatters, by the bytes of the whole; all-reduces, as two of them."""
-    crossings: Sequence[tuple[float, float]]
-    """Gathers and scatters as tensor parallelism does them, copies included, by the bytes of the whole."""
     busy_ratio: float
     """Seconds by which a second of large transfers, as long as they take alone, delays what computes beside
     them."""
@@ -59,22 +55,7 @@ def time_links(groups: Groups) -> LinkTimes:
         for function, weight in collectives:
             halves.append((4.0 * count, weight * _usual(function, pair)))
         messages.append((4.0 * count, _usual(partial(_swap, whole, other, pair), pair)))
-    return LinkTimes(messages, halves, list(_crossings(pair)), _taken_ratio(pair))
-
-
-def _crossings(pair: Group) -> Iterator[tuple[float, float]]:
-    boundary = GroupBoundary(pair, pair.rank(), 2, Recorder())
-    for rows in _CROSSING_ROWS:
-        whole, part = torch.zeros(1, rows, _WIDTH), torch.zeros(1, rows // 2, _WIDTH)
-        for start, tensor in ((boundary.start_enter, part), (boundary.start_leave, whole)):
-            found = []
-            for _ in range(_CROSSINGS):
-                fresh = tensor + 1
-                dist.barrier(pair)
-                begun = time.perf_counter()
-                start(fresh).wait()
-                found.append(time.perf_counter() - begun)
-            yield 4.0 * rows * _WIDTH, statistics.median(found)
+    return LinkTimes(messages, halves, _taken_ratio(pair))
 
 
 def _gather(whole: torch.Tensor, part: torch.Tensor, pair: Group) -> None:

@@ -5,18 +5,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myriad.model.config import ModelConfig
-from myriad.planner.cluster import Accelerator
+from myriad.model.parts import num_parts
+from myriad.planner.cluster import Accelerator, Cluster, Link, Links
+from myriad.planner.layers import Slice, block_times
 from myriad.planner.machine import (
     AttentionTime,
     LayerTime,
     ProductTime,
+    TensorTime,
     TypeTimes,
     block_seconds,
     fit_line,
+    fit_tensor,
     fit_type,
     head_seconds,
 )
 from myriad.planner.operators import flash_seconds, matmul_seconds
+from myriad.planner.work import Practice
+from myriad.program.config import OverlapConfig
 
 SWEEP = 12e9
 LAYERS = ((64, 64, 1), (64, 64, 8), (256, 256, 1), (256, 256, 4), (512, 512, 2))
@@ -121,3 +127,58 @@ def test_timings_that_fall_with_size_never_give_negative_constants():
     found = fit_line([1e3, 1e4, 1e5], [3e-3, 2e-3, 1e-3])
     assert found.empty_seconds > 0
     assert found.bytes_per_second > 0
+
+
+def tensor_time(core, link, hidden, sequence, micro_batch):
+    """What crossings add to a block, on a machine that does exactly what the model says."""
+    overlap = OverlapConfig()
+
+    def seconds(used, hides):
+        cluster = Cluster(
+            name="pair",
+            nodes=1,
+            accelerators_per_node=2,
+            accelerator=core,
+            links=Links(node=NODE, tensor=used),
+        )
+        model = ModelConfig(layers=1, hidden=hidden, heads=hidden // 64, sequence=sequence)
+        where = Slice(cluster, Practice(), 2.0, float(micro_batch), 4, overlap, hides)
+        times = block_times(model, where, micro_batch * sequence * sequence / 2)
+        parts = times.forward, times.backward_input, times.backward_weight
+        return float(sum(part.total for part in parts))
+
+    nothing = Link(
+        bytes_per_second=1e30, latency_seconds=1e-12, launch_seconds=0.0, skew_seconds=0.0, busy_ratio=0.5
+    )
+    free = seconds(nothing, 0.0) - (8 + 2 * NODE.busy_ratio) * NODE.latency_seconds
+    parts = num_parts(
+        micro_batch,
+        sequence / 2,
+        hidden * 4,
+        chunks=overlap.tensor_chunks,
+        message_bytes=overlap.tensor_message,
+    )
+    num_bytes = 4.0 * micro_batch * sequence * hidden
+    waited, behind = seconds(link, 0.0) - free, seconds(link, 1.0) - free
+    return TensorTime(num_bytes, free, waited, float(parts), behind)
+
+
+NODE = Link(bytes_per_second=1e9, latency_seconds=5e-5, launch_seconds=0.0, skew_seconds=0.0, busy_ratio=0.5)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(launch=st.floats(1e-5, 1e-3), rate=st.floats(2e8, 2e9), busy=st.floats(0.05, 1.5))
+def test_crossings_of_a_known_machine_are_found(launch, rate, busy):
+    """Plans with tensor parallelism would be judged by crossings that nobody sees."""
+    core = make_core(2e10, 10.0, 1e-5, 1e10, 0.5, 100.0, 2.0, 5e9)
+    link = NODE.model_copy(update={"launch_seconds": launch, "bytes_per_second": rate, "busy_ratio": busy})
+    shapes = ((128, 128, 2), (256, 256, 1), (256, 256, 4), (512, 256, 2))
+    found = fit_tensor([tensor_time(core, link, *shape) for shape in shapes], NODE)
+    assert found.launch_seconds == pytest.approx(launch, rel=0.1, abs=3e-5)
+    assert found.bytes_per_second == pytest.approx(rate, rel=0.1)
+    assert found.busy_ratio == pytest.approx(busy, rel=0.2, abs=0.1)
+
+
+def test_crossings_that_cost_nothing_are_no_reason_to_fail():
+    times = [TensorTime(1e6, 1e-3, -1e-4, 2.0, -2e-4), TensorTime(4e6, 4e-3, 1e-4, 4.0, 1e-4)]
+    assert fit_tensor(times, NODE).bytes_per_second > 0
