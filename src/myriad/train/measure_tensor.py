@@ -31,7 +31,7 @@ __all__ = ["time_tensors"]
 _SHAPES = ((128, 128, 2), (256, 256, 1), (256, 256, 4), (512, 256, 2))
 """Hidden, sequence, micro-batch."""
 _STACK = 2
-_ROUNDS, _CALLS = 9, 2
+_ROUNDS, _CALLS = 5, 2
 
 
 class _Nobody(Boundary):
