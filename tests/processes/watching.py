@@ -30,9 +30,8 @@ def process_of(what: str, pid: int | None = None) -> int:
             words = Path(f"/proc/{one}/cmdline").read_text().split("\0")
         except OSError:
             continue
-        if name == f"myriad-{what}" or (
-            f"myriad.resilience.{what}" in words and not name.startswith("myriad-rank")
-        ):
+        of_module = any(word.startswith("myriad.resilience.") and word.endswith(f".{what}") for word in words)
+        if name == f"myriad-{what}" or (of_module and not name.startswith("myriad-rank")):
             return one
     raise AssertionError(f"no process {what}")
 
