@@ -36,12 +36,17 @@ def test_many_layouts_at_once_are_cut_as_each_alone():
     assert together.tolist() == alone == [1, 2, 3, 4]  # 24 KiB, 1 MiB, 1.5 MiB, 4 MiB in messages of 256 KiB
 
 
-def exposed_seconds(micro_batch: int, **overlap: int) -> float:
-    layout = Layout(tp=8, micro_batch=micro_batch)
-    work = Work(MODEL, layout, 16, OverlapConfig(**overlap))
+def exposed_seconds(micro_batch: int, sequence: int = 2048, **overlap: int) -> float:
+    layout, model = Layout(tp=8, micro_batch=micro_batch), MODEL.model_copy(update={"sequence": sequence})
+    work = Work(model, layout, 16, OverlapConfig(**overlap))
     return float(Costs(work, load_cluster("megascale-256xa100")).stages[0].parts.tensor)
 
 
 def test_a_prediction_follows_the_job_s_chunks_and_messages():
     assert exposed_seconds(4, tensor_chunks=4) < exposed_seconds(4, tensor_chunks=2)
-    assert exposed_seconds(1, tensor_message=2**30) > exposed_seconds(1)
+    assert exposed_seconds(1, 8192, tensor_message=2**30) > exposed_seconds(1, 8192)
+
+
+def test_small_parts_cost_more_than_they_hide():
+    """Each begins anew: else a plan would cut what the runtime is quicker without."""
+    assert exposed_seconds(1, 1024, tensor_message=2**18) > exposed_seconds(1, 1024, tensor_message=2**30)
