@@ -1,9 +1,8 @@
 """What freed memory becomes on a CPU.
 
 glibc gives the memory of a large tensor back to the kernel when it is freed, and each next one of the size is
-made of new pages, cleared one fault at a time: a quarter of an iteration and more. Whether it does depends on
-what happens to lie above in the heap, so that of two equal ranks one is often the slower. Kept, the memory is
-used again at once.
+made of new pages, cleared one fault at a time. Whether it does depends on what happens to lie above in the
+heap, so that of two equal ranks one is often the slower. Kept, the memory is used again at once.
 """
 
 import ctypes

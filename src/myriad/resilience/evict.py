@@ -6,13 +6,13 @@ RUN/driver.json, RUN/secret ──► the driver, which proves itself and is ask
 
 import asyncio
 import getpass
-import json
 import os
 import socket
 import time
 
 from myriad.errors import BadInputError, RunFailedError
 from myriad.resilience.facts import EvictionAnswer, EvictionAsked
+from myriad.resilience.herald import read_address
 from myriad.resilience.reach import Reach
 from myriad.resilience.wire import Refused, secret_place
 from myriad.run import Run
@@ -73,9 +73,9 @@ def _check(run: Run) -> None:
 
 def _not_there(run: Run, error: Exception) -> BadInputError | RunFailedError:
     try:
-        address = json.loads((run.path / "driver.json").read_text())
+        address = read_address(run.path)
         place = f"{address['host']}:{address['port']}"
-    except (OSError, KeyError, ValueError, TypeError):
+    except (OSError, KeyError, ValueError):
         place = "the address in driver.json"
     if isinstance(error, ConnectionRefusedError) and not run.is_locked:
         return BadInputError(

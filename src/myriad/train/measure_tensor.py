@@ -4,9 +4,9 @@
     the same with the peer, each tensor waited for      + what a crossing takes
     the same with parts that take turns                 + what a crossing takes that travels behind compute
 
-In a block a crossing takes up to three times as long as alone: the peers are never ready at the same moment,
-what carries it takes turns with compute on the cores, and caches hold other data afterwards. So this is the
-difference of clocks of whole blocks, forward and backward, taken in turns; the median.
+In a block a crossing takes longer than alone: the peers are never ready at the same moment, what carries it
+takes turns with compute on the cores, and caches hold other data afterwards. So this is the difference of
+clocks of whole blocks, forward and backward, taken in turns; the median.
 """
 
 import statistics

@@ -181,4 +181,5 @@ def test_crossings_of_a_known_machine_are_found(launch, rate, busy):
 
 def test_crossings_that_cost_nothing_are_no_reason_to_fail():
     times = [TensorTime(1e6, 1e-3, -1e-4, 2.0, -2e-4), TensorTime(4e6, 4e-3, 1e-4, 4.0, 1e-4)]
-    assert fit_tensor(times, NODE).bytes_per_second > 0
+    found = fit_tensor(times, NODE)
+    assert Link.model_validate(found.model_dump()) == found, "a cluster file with it could not be read"

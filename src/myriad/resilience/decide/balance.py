@@ -17,9 +17,10 @@ from dataclasses import replace
 
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.resilience.decide.actions import TellSlow, TurnRanks
+from myriad.resilience.decide.evictions import RULES_OF_LEAVING
 from myriad.resilience.decide.incidents import told_ranks
 from myriad.resilience.decide.layers import Moved
-from myriad.resilience.decide.shifting import Better, Shifting
+from myriad.resilience.decide.shifting import AS_GOOD_RATIO, Better, Shifting
 from myriad.resilience.decide.stragglers import Finding, Stragglers
 from myriad.resilience.decide.work import Work
 from myriad.resilience.facts import RankSeen
@@ -28,8 +29,6 @@ __all__ = ["Balance", "best_shares", "step_seconds"]
 
 _LEAST_GAIN_RATIO, _LEAST_GAIN_BACK_RATIO = 0.1, 0.03
 """Of a step; of going back to what the job says."""
-_AS_GOOD_RATIO = 1.05
-"""Shares of the job that are nearly the best are taken before the best."""
 _BETWEEN_SECONDS = 300.0
 _LOOK_SECONDS = 5.0
 """Between two looks for better cuts: with many layers and stages each takes a tenth of a second."""
@@ -143,7 +142,7 @@ class Balance:
         blamed = finding is not None and finding.culprit != "stage"
         if finding is not None and blamed and self._work.on_slow == "swap" and spares:
             self._move_at = now + _BETWEEN_SECONDS * self._patience
-            rule = "a node is slow, and a spare is there"
+            rule = RULES_OF_LEAVING["slow"]
             yield TurnRanks(rule=rule, evidence=_evidence(finding), epoch=epoch, node=finding.node)
             return
         turn = self._other_shares(stragglers, blamed=blamed)
@@ -200,7 +199,7 @@ class Balance:
     def _better(self, paces: Sequence[float]) -> tuple[int, ...]:
         work = self._work
         best = best_shares(paces, sum(work.shares), work.most_share, work.pp)
-        longest = _AS_GOOD_RATIO * step_seconds(paces, best, work.pp)
+        longest = AS_GOOD_RATIO * step_seconds(paces, best, work.pp)
         return work.shares if step_seconds(paces, work.shares, work.pp) <= longest else best
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout, equal_shares
 from myriad.errors import BadInputError
+from myriad.resilience.decide.work import shares_are_fixed
 from myriad.resilience.facts import RankSeen
 
 if TYPE_CHECKING:
@@ -49,11 +50,9 @@ class Fewer:
     @staticmethod
     def of(job: "Job") -> "Fewer | None":
         """``None``: it waits for its nodes. Under Slurm too: no node comes back to an allocation, and the job
-        is requeued. Memory does not grow with a replica's micro-batches, except with GPipe; what ZeRO shards
-        is shared by fewer, and taken to fit. Replicas that train alone have a state each."""
+        is requeued. What ZeRO shards is shared by fewer, and taken to fit."""
         layout, how = job.layout, job.resilience
-        fixed = layout.schedule_name == "gpipe" or job.comm.sync_every > 1
-        if how.on_lost != "fewer" or how.engine == "slurm" or how.nodes == 1 or fixed:
+        if how.on_lost != "fewer" or how.engine == "slurm" or how.nodes == 1 or shares_are_fixed(job):
             return None
         whole, each, total = layout.world // layout.dp, layout.world // how.nodes, sum(job.shares)
         allowed = []

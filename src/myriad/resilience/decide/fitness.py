@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from myriad.resilience.decide.actions import Examine, TellExamined
+from myriad.resilience.decide.evictions import machine_of
 from myriad.resilience.decide.incidents import CORRUPTION, Incident
 from myriad.resilience.decide.state import Plan
 from myriad.resilience.facts import Examined, How, NodeJoined
@@ -157,6 +158,4 @@ def _words(examined: Examined | None) -> str:
 
 def _how(node: int, nodes: Mapping[int, NodeJoined]) -> How:
     """Rates mean something only where nobody else is at work."""
-    mine = nodes[node].machine
-    shared = any(one.machine == mine for number, one in nodes.items() if number != node)
-    return "short" if shared or (not mine and len(nodes) > 1) else "full"
+    return "full" if len(nodes) == 1 or machine_of(node, nodes) else "short"

@@ -24,11 +24,11 @@ from myriad.comm.attempt_layout import AttemptLayout
 from myriad.resilience.decide.layers import Moved, Pipeline, best_cuts, layer_seconds, pipeline_seconds
 from myriad.resilience.decide.stragglers import Stragglers
 
-__all__ = ["Better", "Shifting", "Verdict"]
+__all__ = ["AS_GOOD_RATIO", "Better", "Shifting", "Verdict"]
 
 _SLOW_RATIO = 1.2
-_AS_GOOD_RATIO = 1.05
-"""Cuts of the job that are nearly the best are taken before the best."""
+AS_GOOD_RATIO = 1.05
+"""Cuts, and shares, of the job that are nearly the best are taken before the best."""
 _SURELY = 0.5
 """How much nearer the layers must be than the node, of which there are many cases more."""
 
@@ -135,7 +135,7 @@ class Shifting:
             return pipeline_seconds([one * total for one, total in of_ranks], share, len(pipeline.owners))
 
         best = best_cuts(pipeline, seconds, times, share)
-        if step(pipeline.cuts) <= _AS_GOOD_RATIO * step(best):
+        if step(pipeline.cuts) <= AS_GOOD_RATIO * step(best):
             best = pipeline.cuts
         moved = Moved(self.cuts, tuple(seconds), tuple(times))
         return Better(best, moved, step(self.cuts), step(best), tuple(paces))

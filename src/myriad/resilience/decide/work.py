@@ -14,10 +14,17 @@ from myriad.resilience.decide.layers import Pipeline
 if TYPE_CHECKING:
     from myriad.job import Job
 
-__all__ = ["Work"]
+__all__ = ["Work", "shares_are_fixed"]
 
 _MOST_TIMES = 2
 """No replica gets more than so many times an equal share: others may be slow next."""
+
+
+def shares_are_fixed(job: "Job") -> bool:
+    """No replica can take more micro-batches than in the job. With GPipe a rank keeps what all of them need
+    until the first backward, and memory was planned for the longest share; replicas that train alone count
+    alike, and have a state each."""
+    return job.layout.schedule_name == "gpipe" or job.comm.sync_every > 1
 
 
 @dataclass(frozen=True)
@@ -41,10 +48,8 @@ class Work:
 
     @staticmethod
     def of(job: "Job", num_nodes: int = 1) -> "Work":
-        """With GPipe a rank keeps what all its micro-batches need until the first backward, and memory was
-        planned for the longest share; replicas that train alone count alike."""
-        layout, shares = job.layout, job.shares
-        fixed = layout.schedule_name == "gpipe" or job.comm.sync_every > 1
+        """Whose nodes and layout are known."""
+        layout, shares, fixed = job.layout, job.shares, shares_are_fixed(job)
         equal = -(-sum(shares) // layout.dp)
         return Work(
             dp=layout.dp,

@@ -171,7 +171,7 @@ class Driver:
         spares = len(self._decider.nodes.keys() - state.placement.keys())
         if spares != self._spares:
             self._spares = spares
-            self._run.append_event("spares", nodes=spares)
+            self._scribe.enter_event(self._run, "spares", nodes=spares)
 
     def _hear_of_stop(self) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._ask_to_stop)
@@ -378,8 +378,7 @@ class Driver:
         told = (*names, "rule", "evidence")
         fields = {name: values[name] for name in told if values[name] not in (-1, "", {}, (), None)}
         fields |= {key: value for key, value in fields.pop("layout", {}).items() if value not in (None, ())}
-        write = partial(self._run.append_event, event, time=time.time(), **fields)
-        self._scribe.enter(f"an event ({event})", write)
+        self._scribe.enter_event(self._run, event, **fields)
 
 
 def _tell_engine(message: dict[str, Any]) -> None:

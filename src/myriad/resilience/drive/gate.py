@@ -49,7 +49,7 @@ class Gate:
         if machine not in self._refused:
             self._refused.add(machine)
             fields = {"machine": machine, "problem": why} | ({"node": node} if node >= 0 else {})
-            self._write("refusal", **fields)
+            self._scribe.enter_event(self._run, "refusal", **fields)
             if node >= 0:
                 self._replace(node)
         return why
@@ -64,11 +64,7 @@ class Gate:
         self._lemons.add(found)
         if (quarantine := self._lemons.quarantine(evict.machine, at)) is not None:
             fields = {"machine": evict.machine, "node": evict.node, "until": quarantine.until}
-            self._write("quarantine", **fields, problem=quarantine.reason)
-
-    def _write(self, event: str, **fields: object) -> None:
-        write = partial(self._run.append_event, event, **fields)
-        self._scribe.enter(f"an event ({event})", write)
+            self._scribe.enter_event(self._run, "quarantine", **fields, problem=quarantine.reason)
 
     async def _freshen(self) -> None:
         """A read that hangs is not waited for, and no second one is begun."""

@@ -10,8 +10,13 @@ on.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from myriad.run import Run
 
 __all__ = ["Scribe", "ScribeHandler"]
 
@@ -37,6 +42,11 @@ class Scribe:
             if len(self._todo) > _MOST_WAITING:
                 del self._todo[1]  # a later journal line knows what an earlier one knew
             self._changed.notify_all()
+
+    def enter_event(self, run: Run, event: str, **fields: Any) -> None:
+        """A line of the run's events, with the time that it is now."""
+        write = partial(run.append_event, event, **{"time": time.time()} | fields)
+        self.enter(f"an event ({event})", write)
 
     def settle(self) -> bool:
         """Waits until all is written. False: the disk hangs."""
