@@ -85,6 +85,8 @@ class Bench:
             message = json.loads(line)
             if "replace" in message:
                 asyncio.get_running_loop().call_later(1.0, self.crowd.replace, message["replace"])
+        if await driver.wait() > 0:
+            sys.exit((self.run.logs_path / "driver.log").read_text())
 
     async def measure(self) -> None:
         self.crowd = Crowd(self.run, self.given.step_seconds)

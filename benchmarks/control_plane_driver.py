@@ -10,18 +10,17 @@ import sys
 import time
 from array import array
 from pathlib import Path
+from typing import Any
 
 from myriad.resilience.drive import driver
-from myriad.resilience.drive.scribe import Scribe
 from myriad.resilience.facts import Beat, Observation
-from myriad.run import Run
 
 WRITE_SECONDS = 1.0
 
 
 class ClockedDriver(driver.Driver):
-    def __init__(self, run: Run, scribe: Scribe) -> None:
-        super().__init__(run, scribe)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._lags = array("d")
         self._written_at = 0.0
 

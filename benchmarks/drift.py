@@ -140,11 +140,10 @@ class Watched(Trainer):
             gc.callbacks.append(self.found.collections.note)
         self.found.begun[step] = time.time()
         stopping = super()._train_step()
-        spans = self.recorder.spans
-        self.found.launched[step] = next(
-            s.start_seconds for s in spans if s.name in ("reduce", "start_reduce")
-        )
-        spans.clear()
+        newest = self.recorder.ring.newest()
+        reduces = [n for n, name in enumerate(newest.names) if name in ("reduce", "start_reduce")]
+        of_step = newest.records[newest.records["step"] == step + 1]
+        self.found.launched[step] = of_step["start_ns"][np.isin(of_step["name"], reduces)].min() / 1e9
         self.heap.turn_over()
         return stopping
 

@@ -164,4 +164,4 @@ def _run_steps(job: Job, engine: Engine, load: Load, steps: int, recorder: Recor
         rate = learning_rate(job.optimizer, step, steps + 1)
         losses.append(engine.train_step(partial(load, step), rate, targets).loss)
     begun.append(time.time())
-    return RankRun(begun[1:], losses, list(recorder.spans))
+    return RankRun(begun[1:], losses, recorder.newest())

@@ -39,12 +39,12 @@ WATCHERS = ("driver", "executor_process")
 def seconds_of_writing(spans: int) -> float:
     """Of a step's spans, without what spans cost by themselves."""
     row = ProgressRow.unseen()
-    before = row.enter("forward", False)
+    before = row.enter("forward", False, 0)
 
     def write() -> None:
         for _ in range(spans):
-            row.leave(row.enter("reduce", True), True)
-        row.leave(before, False)
+            row.leave(row.enter("reduce", True, 0), True, 0)
+        row.leave(before, False, 0)
 
     began = time.perf_counter()
     for _ in range(TIMES // spans):

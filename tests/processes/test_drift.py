@@ -14,6 +14,7 @@ from myriad.comm.groups import close_world
 from myriad.job import load_job
 from myriad.parallel.engine import Engine
 from myriad.run import Run
+from myriad.telemetry.ring import SpanRing
 from myriad.telemetry.spans import Recorder
 from myriad.train.loop import Trainer
 
@@ -30,7 +31,7 @@ def left_behind(case: Case) -> tuple[int, list[Counter[str]]]:
     """One rank's side: the garbage of steps, and by how many tracked objects of each type two stretches of
     them left more than there were before. (A thread that starts late, because the machine was busy, leaves
     its objects once.)"""
-    engine = make_engine(case, Recorder(capacity=50))
+    engine = make_engine(case, Recorder(ring=SpanRing.of_its_own(64)))
     train_steps(case, engine, 0, 4)
     gc.disable()
     gc.freeze()

@@ -83,7 +83,7 @@ def note_one_step(case: Case) -> tuple[Notes, int, float]:
     recorder = Recorder()
     engine = make_engine(case, recorder)
     engine.train_step(lambda: batch_of_rank(case, engine, 0), 1e-3, 100)
-    waited = sum(span.duration_seconds for span in recorder.spans if span.name == "tensor_comm")
+    waited = sum(span.duration_seconds for span in recorder.newest() if span.name == "tensor_comm")
     left_over = len(engine.boundary.later or [])
     engine.close()
     close_world()

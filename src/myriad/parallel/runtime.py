@@ -10,6 +10,7 @@ one of four places, each keyed as the program names things:
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -120,6 +121,7 @@ class Runtime:
         self._pieces, self._boundary, self._groups, self._shapes = pieces, boundary, groups, shapes
         self._stage_rank, self._micro_batch, self._device = stage_rank, micro_batch, device
         self._seed, self._recorder = seed, recorder
+        self._spans: dict[int, tuple[Plan, Sequence[AbstractContextManager[None]]]] = {}
         self.outputs: dict[tuple[int, int], torch.Tensor] = {}
         """(stage, micro-batch) to the sum of what its forward gave, in this iteration."""
         self._channels: dict[Payload, Channel] = {}
@@ -167,8 +169,8 @@ class Runtime:
             for layer in stage.layers.values():
                 layer.train(now.training)
         tied = self._pieces.tied
-        for index, action in enumerate(plan.actions):
-            with self._recorder.span(action.kind, action.stage, action.micro_batch):
+        for index, (action, span) in enumerate(zip(plan.actions, self._spans_of(plan), strict=True)):
+            with span:
                 self._do[action.kind](action, now)
                 if tied is not None and index == plan.tied_starts:
                     tied.start_reduce()
@@ -177,6 +179,13 @@ class Runtime:
         for posted in now.sent.values():
             posted.wait()
         return now.loss_sum
+
+    def _spans_of(self, plan: Plan) -> Sequence[AbstractContextManager[None]]:
+        """Found once: an iteration asks for none."""
+        if id(plan) not in self._spans:
+            spans = [self._recorder.span(a.kind, a.stage, a.micro_batch) for a in plan.actions]
+            self._spans[id(plan)] = plan, spans
+        return self._spans[id(plan)][1]
 
     def _stage(self, action: Action) -> Stage:
         return self._pieces.stages[action.stage]

@@ -124,23 +124,23 @@ class ProgressRow:
         """After which replicas are known to have held the same; -1: nobody has said."""
         return self._words[_AGREED] - 1
 
-    def enter(self, name: str, communicates: bool) -> bytes:
-        """An activity begins; gives the one before it."""
+    def enter(self, name: str, communicates: bool, now_ns: int) -> bytes:
+        """An activity begins, ``now_ns`` by the machine's monotonic clock; gives the one before it."""
         before, self._activity = self._activity, self._names.get(name) or self._name(name)
         words = self._words
         self._bytes[_ACTIVITY] = self._activity
         if communicates:
             words[_ENTERED] += 1
-        words[_CHANGED] = time.monotonic_ns()
+        words[_CHANGED] = now_ns
         return before
 
-    def leave(self, before: bytes, communicates: bool) -> None:
+    def leave(self, before: bytes, communicates: bool, now_ns: int) -> None:
         """It has ended; the one before it goes on."""
         words = self._words
         if communicates:
             words[_LEFT] += 1
         self._bytes[_ACTIVITY] = self._activity = before
-        words[_CHANGED] = time.monotonic_ns()
+        words[_CHANGED] = now_ns
 
     def _name(self, name: str) -> bytes:
         encoded = self._names[name] = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")

@@ -58,6 +58,7 @@ PHASES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "step": ("optimizer", "optimizer"),
         "checkpoint_copy": ("checkpoint copy", "checkpoint"),
         "collect_garbage": ("garbage collection", "garbage"),
+        "evaluate": ("evaluate", "other"),
     }
 )
 """Of the spans that a rank makes by itself: what people call it, and what kind of loss or gain it is."""

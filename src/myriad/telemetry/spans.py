@@ -1,17 +1,24 @@
-"""What a rank did when, in the program's own words.
+"""What a rank did when, in the program's own words: a span costs less than a microsecond.
 
-A span is appended with plain stores: no lock, no system call but the clock. The ring keeps the newest; what
-it dropped is counted. Time is seconds since the epoch. What goes on now is written on the rank's row of the
-node's progress page, for whoever watches.
+    with recorder.span("forward", stage, micro_batch):    the words of the span are found, made only once
+        ...                                               two looks at the clock, eight plain stores
+
+No lock, no system call (the clock is read in user space), nothing that grows. A span goes to the rank's ring
+(`myriad.telemetry.ring`), from where others take it; what goes on now stands on the rank's row of the node's
+progress page, for whoever watches. On a GPU the rank's clock says when work was asked for: there spans are
+timed by the device (`myriad.telemetry.device_clock`).
 """
 
-import time
-from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from time import monotonic_ns
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 from myriad.telemetry.progress_page import ProgressRow
+from myriad.telemetry.ring import SpanRing
+
+if TYPE_CHECKING:
+    from myriad.telemetry.device_clock import DeviceClock, Mark
 
 __all__ = ["COMMUNICATION", "Recorder", "Span"]
 
@@ -30,6 +37,8 @@ COMMUNICATION = frozenset(
 )
 """Span names in which a rank waits for others."""
 _COMPUTE = frozenset({"forward", "backward", "backward_input", "backward_weight"})
+_WRITTEN = 2
+"""Word of a ring: how many spans were written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,47 +53,145 @@ class Span:
 
 
 class Recorder:
-    """The newest spans, and seconds by name since the last `take_totals`."""
+    """Spans into a ring, and seconds by name since the last `take_totals`. For one thread at a time."""
 
-    def __init__(self, capacity: int = 4096, row: ProgressRow | None = None) -> None:
-        """``row``: where it is shown what goes on; nowhere when left out."""
-        self.spans: deque[Span] = deque(maxlen=capacity)
-        self.num_dropped = 0
-        self._totals: defaultdict[str, float] = defaultdict(float)
-        self._row = row or ProgressRow.unseen()
-        self._computes, self._busy = False, 0.0
+    def __init__(
+        self,
+        row: ProgressRow | None = None,
+        ring: SpanRing | None = None,
+        rank: int = 0,
+        device: "DeviceClock | None" = None,
+    ) -> None:
+        """``row``: where it is shown what goes on; nowhere when left out. ``ring``: one of its own when left
+        out. ``device``: times what a GPU does."""
+        self.ring = ring or SpanRing.of_its_own()
+        self.row = row or ProgressRow.unseen()
+        self.device = device
+        self._rank = rank
+        self._timed: dict[tuple[str, int, int, int], _Timed] = {}
+        self.words, self.written = self.ring.words, 0
+        self.at = self.first = self.ring.first
+        self.last = self.ring.end - 4
+        self.when = 0
+        """Step and rank, as a record has them."""
+        self.computes, self.busy_ns = False, 0
+        self.step(0)
 
-    @contextmanager
-    def span(self, name: str, stage: int = -1, micro_batch: int = -1) -> Iterator[None]:
-        """Records the time of the block under ``name``, also when it raises."""
-        communicates, computed = name in COMMUNICATION, self._computes
-        self._computes = computed or name in _COMPUTE
-        before = self._row.enter(name, communicates)
-        start = time.time()
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - began
-            self._add(Span(name, stage, micro_batch, start, seconds))
-            if self._computes != computed:
-                self._busy += seconds
-            elif computed and communicates:
-                self._busy -= seconds
-            self._computes = computed
-            self._row.leave(before, communicates)
+    def step(self, step: int) -> None:
+        """Spans from here on belong to it."""
+        self.when = _word(((step, 32), (self._rank, 32)))
+        if self.device is not None:
+            self.device.collect(self.write)
 
-    def _add(self, span: Span) -> None:
-        self.num_dropped += len(self.spans) == self.spans.maxlen
-        self.spans.append(span)
-        self._totals[span.name] += span.duration_seconds
+    def span(self, name: str, stage: int = -1, micro_batch: int = -1, chunk: int = -1) -> "_Timed":
+        """Records the time of a ``with`` block under ``name``, also when it raises."""
+        timed = self._timed.get((name, stage, micro_batch, chunk))
+        if timed is None or timed.start_ns:  # inside itself
+            what = _word(((self.ring.index_of(name), 16), (stage, 16), (micro_batch, 16), (chunk, 16)))
+            timed = _Timed(self, name, what)
+            self._timed.setdefault((name, stage, micro_batch, chunk), timed)
+        return timed
+
+    def write(self, start_ns: int, duration_ns: int, when: int, what: int) -> None:
+        """A record; ``when``: step and rank, ``what``: name, stage, micro-batch and chunk."""
+        at, words = self.at, self.words
+        words[at] = start_ns
+        words[at + 1] = duration_ns
+        words[at + 2] = when
+        words[at + 3] = what
+        self.at = at + 4 if at < self.last else self.first
+        self.written = words[_WRITTEN] = self.written + 1
+
+    def newest(self) -> list[Span]:
+        """What the ring holds, in order of ends."""
+        drained = self.ring.newest()
+        fields = ("name", "stage", "micro_batch", "start_ns", "duration_ns")
+        rows = zip(*(drained.records[field].tolist() for field in fields), strict=True)
+        return [
+            Span(drained.names[name], stage, micro_batch, start / 1e9, duration / 1e9)
+            for name, stage, micro_batch, start, duration in rows
+        ]
 
     def take_busy(self) -> float:
         """Seconds of forwards and backwards since the last call, without the communication inside them."""
-        busy, self._busy = self._busy, 0.0
-        return busy
+        busy, self.busy_ns = self.busy_ns, 0
+        return busy / 1e9
 
     def take_totals(self) -> dict[str, float]:
         """Seconds by name since the last call."""
-        totals, self._totals = self._totals, defaultdict(float)
-        return dict(totals)
+        totals: dict[str, float] = {}
+        for timed in self._timed.values():
+            if timed.total_ns:
+                totals[timed.name] = totals.get(timed.name, 0.0) + timed.total_ns / 1e9
+                timed.total_ns = 0
+        return totals
+
+
+class _Timed:
+    """One span of a program: entered and left again and again. Calls cost more than what they do: the record
+    is written in place."""
+
+    __slots__ = (
+        "_before",
+        "_begun",
+        "_communicates",
+        "_computed",
+        "_is_compute",
+        "_recorder",
+        "_row",
+        "_what",
+        "name",
+        "start_ns",
+        "total_ns",
+    )
+    _begun: "Mark"
+
+    def __init__(self, recorder: Recorder, name: str, what: int) -> None:
+        self.name, self.start_ns, self.total_ns = str(name), 0, 0  # no StrEnum: it is slow to find
+        self._recorder, self._row, self._what = recorder, recorder.row, what
+        self._communicates, self._is_compute = name in COMMUNICATION, name in _COMPUTE
+        self._before, self._computed = b"", False
+
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        if recorder.device is not None:
+            self._begun = recorder.device.mark()
+        self._computed = recorder.computes
+        if self._is_compute:
+            recorder.computes = True
+        self.start_ns = now = monotonic_ns()
+        self._before = self._row.enter(self.name, self._communicates, now)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        now, start, recorder = monotonic_ns(), self.start_ns, self._recorder
+        took = now - start
+        self.start_ns = 0
+        self.total_ns += took
+        if recorder.device is None:
+            at, words = recorder.at, recorder.words
+            words[at] = start
+            words[at + 1] = took
+            words[at + 2] = recorder.when
+            words[at + 3] = self._what
+            recorder.at = at + 4 if at < recorder.last else recorder.first
+            recorder.written = words[_WRITTEN] = recorder.written + 1
+        else:
+            recorder.device.add(self._begun, recorder.device.mark(), recorder.when, self._what)
+        if self._computed:
+            if self._communicates:
+                recorder.busy_ns -= took
+        elif self._is_compute:
+            recorder.busy_ns += took
+            recorder.computes = False
+        self._row.leave(self._before, self._communicates, now)
+
+
+def _word(fields: tuple[tuple[int, int], ...]) -> int:
+    """Small signed numbers of so many bits, the lowest first, as one of 64."""
+    word, at = 0, 0
+    for value, bits in fields:
+        word |= (value & ((1 << bits) - 1)) << at
+        at += bits
+    return word - (1 << 64) if word >> 63 else word

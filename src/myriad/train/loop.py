@@ -30,7 +30,9 @@ from myriad.optim.schedule import learning_rate
 from myriad.parallel.engine import Engine, StepResult
 from myriad.parallel.runtime import Batch
 from myriad.run import Run
+from myriad.telemetry.device_clock import cuda_clock
 from myriad.telemetry.progress_page import TURNED_CODE, own_row
+from myriad.telemetry.ring import own_ring
 from myriad.telemetry.spans import Recorder
 from myriad.train.attempt_job import attempt_job
 from myriad.train.batches import Validation, rank_rows, to_batch
@@ -78,7 +80,7 @@ class Trainer:
         self.device = pick_device(job.train.device, job.train.threads, self.place)
         self.dtype = resolve_precision(job.train.precision, self.device)
         self.groups = open_world(job.layout, self.device, comm=job.comm)
-        self.recorder = Recorder(row=self.progress)
+        self.recorder = self._open_recorder()
         self.garbage = GarbageSchedule(job.train.collect_garbage_every, self.recorder)
         self.is_first = self.place.rank == 0
         self.feed: LoaderClient = open_feed(run, job, self.groups.grid, self.place)
@@ -99,6 +101,10 @@ class Trainer:
         """Whose batches the driver has found to give no finite numbers, wherever they are computed, or which
         led to a spike."""
         self.spikes = SpikeWatch(job, self._event)
+
+    def _open_recorder(self) -> Recorder:
+        device = cuda_clock() if self.device.type == "cuda" else None
+        return Recorder(self.progress, own_ring(), self.place.rank, device)
 
     def _open_session(self) -> Session:
         run, job = self.run_folder, self.job
@@ -237,6 +243,7 @@ class Trainer:
         """One step; True when all ranks must stop after it (replicas that train alone: where they agree)."""
         self._under_way = self.step + 1
         self.progress.step(self._under_way)
+        self.recorder.step(self._under_way)
         started, waited = time.perf_counter(), self.feed.wait_seconds
         rate = learning_rate(self.job.optimizer, self.step, self.job.train.steps)
         result = self._iterate(rate)
@@ -312,7 +319,7 @@ class Trainer:
         if self.validation.num_batches == 0:
             return
         indices, began = range(self.validation.num_batches), time.perf_counter()
-        with self.progress.within("validating"):
+        with self.progress.within("validating"), self.recorder.span("evaluate"):
             total = sum(self.engine.evaluate(partial(self.validation.batch, index)) for index in indices)
         loss = total / self.validation.num_targets
         bits, seconds = self.validation.bits_per_byte(loss), time.perf_counter() - began
@@ -336,7 +343,8 @@ class Trainer:
             self._take(progress, wants, is_last=is_last)
 
     def _take(self, progress: Mapping[str, Any], wants: Wants, *, is_last: bool) -> None:
-        self.session.take(self.step, progress, wants)
+        with self.recorder.span("checkpoint_copy"):
+            self.session.take(self.step, progress, wants)
         self.clock.taken(wants)
         if is_last or (wants.durable and not self.job.overlap.checkpoint):
             problem = self.session.finish(self.step)

@@ -32,7 +32,7 @@ def train(row: ProgressRow, steps: int) -> None:
     for step in range(1, steps + 1):
         row.step(step)
         for part in ("forward", "backward"):
-            row.leave(row.enter(part, False), False)
+            row.leave(row.enter(part, False, 0), False, 0)
         row.step_done()
 
 
@@ -41,9 +41,9 @@ def test_an_error_comes_at_its_step_and_its_part_in_every_attempt(armed, tmp_pat
         row = armed(1, ERROR)
         train(row, 2)
         row.step(3)
-        row.enter("forward", False)
+        row.enter("forward", False, 0)
         with pytest.raises(RuntimeError, match="on purpose"):
-            row.enter("backward", False)
+            row.enter("backward", False, 0)
         lines = JsonlTail(tmp_path / CAUSED).poll()
         assert [line["step"] for line in lines] == [3] * attempt
 

@@ -109,4 +109,4 @@ def test_a_pause_is_seen_in_the_spans() -> None:
     schedule = GarbageSchedule(2, recorder)
     for step in range(1, 6):
         schedule.after_step(step)
-    assert [span.name for span in recorder.spans] == ["collect_garbage"] * 3
+    assert [span.name for span in recorder.newest()] == ["collect_garbage"] * 3

@@ -73,9 +73,9 @@ def _arm_one(fault: dict[str, Any], log: Path) -> None:
         state["step"] = step
         look("step")
 
-    def entering(self: ProgressRow, name: str, communicates: bool) -> bytes:
+    def entering(self: ProgressRow, name: str, communicates: bool, now_ns: int) -> bytes:
         look(name)
-        return enter(self, name, communicates)
+        return enter(self, name, communicates, now_ns)
 
     ProgressRow.step = stepping  # type: ignore[method-assign]
     ProgressRow.enter = entering  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ from myriad.resilience.node.warm_parent import WarmParent
 from myriad.resilience.reach import interface_of
 from myriad.run import Run
 from myriad.telemetry.progress_page import PROGRESS, ProgressPage, Seen
+from myriad.telemetry.ring import SPANS, SpanRings
 
 __all__ = ["Crew"]
 
@@ -42,10 +43,16 @@ class Crew:
     """Starts, watches, ends."""
 
     def __init__(
-        self, run: Run, node: int, page: ProgressPage, warm: WarmParent, start_warm: Callable[[], WarmParent]
+        self,
+        run: Run,
+        node: int,
+        page: ProgressPage,
+        rings: SpanRings,
+        warm: WarmParent,
+        start_warm: Callable[[], WarmParent],
     ) -> None:
         """``start_warm``: another one, when ``warm`` is gone."""
-        self._run, self._node, self._page = run, node, page
+        self._run, self._node, self._page, self._rings = run, node, page, rings
         self._warm, self._start_warm = warm, start_warm
         self._ranks: dict[int, _Rank] = {}
         self._waiting: Start | None = None
@@ -76,6 +83,7 @@ class Crew:
         self.layout = order.layout
         for row, number in enumerate(order.ranks):
             self._page.clear(row)
+            self._rings.clear(row)
             log = self._run.log_path(number, order.epoch)
             self._ranks[number] = _Rank(number, row, log, time.monotonic_ns())
             self._warm.fork(number, self._environment(order, row), log)
@@ -93,6 +101,7 @@ class Crew:
             "MYRIAD_ATTEMPT_ID": f"{self._run.path.name}.{order.epoch}.{order.port}",
             "PYTHONFAULTHANDLER": 1,
             PROGRESS: self._page.address(row),
+            SPANS: self._rings.address(row),
             "MYRIAD_SKIP_STEPS": " ".join(map(str, order.skipped_steps)),
             "MYRIAD_NEWEST_STEP": "" if order.newest_step is None else order.newest_step,
         }

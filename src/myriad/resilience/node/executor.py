@@ -51,6 +51,7 @@ from myriad.resilience.reach import DriverLostError, Reach, executor_name
 from myriad.resilience.wire import Link
 from myriad.run import Run
 from myriad.telemetry.progress_page import ProgressPage
+from myriad.telemetry.ring import SpanRings
 
 __all__ = ["execute"]
 
@@ -63,6 +64,7 @@ def execute(
     run: Run,
     node: int,
     page: ProgressPage,
+    rings: SpanRings,
     warm: WarmParent,
     start_warm: Callable[[], WarmParent],
     *,
@@ -72,7 +74,7 @@ def execute(
     ``lonely_seconds``: how long it waits for a driver without ranks, until it raises `DriverLostError`; off:
     for ever, as its engine ends it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    executor = _Executor(run, node, Crew(run, node, page, warm, start_warm), lonely_seconds)
+    executor = _Executor(run, node, Crew(run, node, page, rings, warm, start_warm), lonely_seconds)
     try:
         asyncio.run(executor.live())
     finally:

@@ -15,6 +15,7 @@ from myriad.resilience.engines.child import die_with_parent
 from myriad.resilience.node.warm_parent import WarmParent
 from myriad.run import Run
 from myriad.telemetry.progress_page import ProgressPage
+from myriad.telemetry.ring import SpanRings
 
 __all__ = ["main", "run_node"]
 
@@ -25,18 +26,18 @@ def run_node(
     path: Path, node: int, threads: int, command: Sequence[str] = (), lonely_seconds: float | None = None
 ) -> str | None:
     """Executes until the driver says that the run is over; gives what went wrong."""
-    page = ProgressPage(_MOST_RANKS)
+    page, rings = ProgressPage(_MOST_RANKS), SpanRings(_MOST_RANKS)
     log = Run(path).logs_path / f"executor-{node}.log"
 
     def start_warm() -> WarmParent:
-        return WarmParent(path, command, page, threads, log)
+        return WarmParent(path, command, (page.descriptor, rings.descriptor), threads, log)
 
     warm = start_warm()
     if not command:
         start_keeper(node_keeper(path), Run(path).logs_path / f"keeper-{node}.log")
     from myriad.resilience.node.executor import execute
 
-    return execute(Run(path), node, page, warm, start_warm, lonely_seconds=lonely_seconds)
+    return execute(Run(path), node, page, rings, warm, start_warm, lonely_seconds=lonely_seconds)
 
 
 def main(arguments: list[str]) -> int:

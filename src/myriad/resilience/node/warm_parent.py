@@ -11,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from myriad.telemetry.progress_page import ProgressPage
-
 __all__ = ["WarmParent"]
 
 _MESSAGE_BYTES = 2**16
@@ -24,15 +22,16 @@ class WarmParent:
     """One of them; when it is gone, so are its ranks."""
 
     def __init__(
-        self, run: Path, command: Sequence[str], page: ProgressPage, threads: int, log: Path
+        self, run: Path, command: Sequence[str], shared: Sequence[int], threads: int, log: Path
     ) -> None:
+        """``shared``: descriptors of memory that ranks write for the executor."""
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         module = [sys.executable, "-m", "myriad.resilience.node.warm", str(os.getpid()), str(theirs.fileno())]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stream:
             self._process = subprocess.Popen(
                 [*module, str(run), *command],
-                pass_fds=[theirs.fileno(), page.descriptor],
+                pass_fds=[theirs.fileno(), *shared],
                 env={**os.environ, **_ONE_THREAD, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
