@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "processes"))
 from ranks import run_ranks
 
 
-def make_engine(job: Job, device: torch.device) -> tuple[Engine, Batch]:
+def make_engine(job: Job, device: torch.device, recorder: Recorder | None = None) -> tuple[Engine, Batch]:
     """As a trainer has it, without a corpus: the bits do not matter."""
     layout, model = job.layout, job.model
     dtype = resolve_precision(job.train.precision, device)
@@ -57,7 +57,7 @@ def make_engine(job: Job, device: torch.device) -> tuple[Engine, Batch]:
         seed=job.train.seed,
         dtype=dtype,
         device=device,
-        recorder=Recorder(),
+        recorder=recorder or Recorder(),
         overlap=job.overlap,
         comm=job.comm,
     )

@@ -6,14 +6,13 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+from same_run import assert_same_run
 from tiny_corpora import make_corpus
 from watching import descendants, is_alive, wait_until
 
 from myriad.checkpoint.keeper_client import list_in_memory
 from myriad.checkpoint.keeper_start import keeper_name, keeper_names
-from myriad.checkpoint.store import load_model
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.jsonl import JsonlTail
@@ -101,15 +100,6 @@ def placements(run: Run) -> list[list[int]]:
     records = JsonlTail(run.path / "journal.jsonl").poll()
     started = [one for record in records for one in record.get("actions", ()) if "placement" in one]
     return [sorted(map(int, one["placement"]), key=lambda n: one["placement"][str(n)]) for one in started]
-
-
-def assert_same_run(run: Run, other: Run) -> None:
-    """Every loss, and every tensor at the end."""
-    losses = [[line["loss"] for line in one.read_metrics()] for one in (run, other)]
-    assert len(losses[0]) == 60 and losses[0] == losses[1]
-    ours, theirs = (load_model(one.checkpoints_path / "step-60", "") for one in (run, other))
-    for name, tensor in theirs.items():
-        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
 
 
 def test_a_spare_takes_the_place_of_a_lost_node_and_not_a_bit_is(

@@ -6,8 +6,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+from same_run import assert_same_run
 from tiny_corpora import make_corpus
 from watching import process_of
 
@@ -62,15 +62,6 @@ def events(run: Run, name: str) -> list[dict]:
 
 def kill(what: str, number: signal.Signals = signal.SIGKILL) -> None:
     os.kill(process_of(what), number)
-
-
-def assert_same_run(run: Run, other: Run) -> None:
-    """Every loss, and every tensor at the end."""
-    losses = [[line["loss"] for line in one.read_metrics()] for one in (run, other)]
-    assert len(losses[0]) == 40 and losses[0] == losses[1]
-    ours, theirs = (load_model(one.checkpoints_path / "step-40", "") for one in (run, other))
-    for name, tensor in theirs.items():
-        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
 
 
 def test_a_killed_and_a_stopped_rank_cost_a_step_at_most_and_not_a_bit(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import run_ranks
+from same_run import assert_same_run
 from tiny_corpora import make_corpus
 
 from myriad.checkpoint.folder import CheckpointFolder
@@ -69,16 +70,6 @@ def final_tensors(run: Run) -> dict[str, np.ndarray]:
     folder = CheckpointFolder(run.checkpoints_path)
     assert folder.newest() == (step, [])
     return {name: tensor.numpy() for name, tensor in load_model(folder.of_step(step), "").items()}
-
-
-def assert_same_run(run: Run, undisturbed: Run) -> None:
-    """Losses, norms, rates and every tensor, bit for bit."""
-    for key in ("step", "loss", "grad_norm", "learning_rate", "tokens"):
-        expected = [line[key] for line in undisturbed.read_metrics()]
-        assert [line[key] for line in run.read_metrics()] == expected, key
-    expected_tensors = final_tensors(undisturbed)
-    for name, tensor in final_tensors(run).items():
-        np.testing.assert_array_equal(tensor, expected_tensors[name], err_msg=name)
 
 
 def test_a_run_leaves_the_files_that_others_read(start: Callable[..., Run]) -> None:

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from test_recovery import SMALL, assert_same_run, events, make_run
+from same_run import assert_same_run
+from test_recovery import SMALL, events, make_run
 from tiny_corpora import make_corpus
 
 from myriad.errors import RunFailedError

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from mounted import FrozenDisk, SmallDisk, disk_that_hangs, small_disk
+from same_run import assert_same_run
 from watched_runs import (
     TWO_REPLICAS,
-    assert_same_run,
     events,
     kill_keeper,
     kill_rank,

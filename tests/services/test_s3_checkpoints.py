@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from ranks import run_ranks
+from same_run import assert_same_run, tensors_at
 from typer.testing import CliRunner, Result
 from watched_runs import (
     TWO_REPLICAS,
-    assert_same_run,
     events,
     kill_run,
     lose_ranks,
     make_run,
     stored_at,
-    tensors_at,
     train,
     wait_for_event,
     wait_for_keeper_to_end,

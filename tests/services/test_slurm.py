@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from same_run import assert_same_run
 from slurm_cluster import SlurmCluster, missing
 
-from myriad.checkpoint.store import load_model
 from myriad.job import load_job
 from myriad.jsonl import JsonlTail
 from myriad.resilience.engines.local import run_local
@@ -118,14 +117,6 @@ def placements(run: Run) -> list[list[int]]:
         one["placement"] for record in records for one in record.get("actions", ()) if "placement" in one
     ]
     return [sorted(map(int, one), key=lambda node: one[str(node)]) for one in found]
-
-
-def assert_same_run(run: Run, other: Run) -> None:
-    losses = [[line["loss"] for line in one.read_metrics()] for one in (run, other)]
-    assert len(losses[0]) == LAST and losses[0] == losses[1]
-    ours, theirs = (load_model(one.checkpoints_path / f"step-{LAST}", "") for one in (run, other))
-    for name, tensor in theirs.items():
-        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
 
 
 def test_a_lost_node_is_drained_and_a_spare_of_the_allocation_takes_its_place(

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from machines import Machine, wait_for
-from watched_runs import assert_same_run, events, make_run
+from same_run import assert_same_run
+from watched_runs import events, make_run
 
 from myriad.resilience.engines.begin import open_lease
 from myriad.resilience.engines.local import run_local

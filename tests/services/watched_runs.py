@@ -8,18 +8,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from ranks import enter, free_port, run_ranks
 
 from myriad.checkpoint.keeper_client import keeper_name, list_in_memory
-from myriad.checkpoint.store import load_model
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.train import worker
 
 __all__ = [
-    "Acts", "assert_same_run", "events", "kill_keeper", "kill_rank", "kill_run", "lose_ranks", "make_run",
-    "steps_in_memory", "stored_at", "tensors_at", "train", "wait_for_event", "wait_for_keeper_to_end",
+    "Acts", "events", "kill_keeper", "kill_rank", "kill_run", "lose_ranks", "make_run",
+    "steps_in_memory", "stored_at", "train", "wait_for_event", "wait_for_keeper_to_end",
     "wait_until",
 ]  # fmt: skip
 
@@ -120,23 +118,6 @@ def kill_run(run: Run) -> None:
 def kill_rank() -> None:
     """This process; the keeper stays."""
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def assert_same_run(run: Run, undisturbed: Run) -> None:
-    """Losses, norms, rates and every tensor, bit for bit."""
-    for key in ("step", "loss", "grad_norm", "learning_rate", "tokens"):
-        expected = [line[key] for line in undisturbed.read_metrics()]
-        assert [line[key] for line in run.read_metrics()] == expected, key
-    found, expected = (tensors_at(each, each.job().train.steps) for each in (run, undisturbed))
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
-
-
-def tensors_at(run: Run, step: int) -> dict[str, np.ndarray]:
-    """Of the durable checkpoint after ``step`` steps."""
-    where = f"{run.checkpoints()}/step-{step}"
-    return {name: tensor.numpy() for name, tensor in load_model(where, "").items()}
 
 
 def steps_in_memory(run: Run) -> list[int]:
