@@ -1,5 +1,6 @@
 """One GPU gives what the CPU gives; bfloat16 learns. Skipped where there is no CUDA device."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from myriad.optim.config import OptimizerConfig
 from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
 from myriad.program.partition import partition_layers
+from myriad.telemetry.device_clock import cuda_clock
 from myriad.telemetry.spans import Recorder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -62,6 +64,22 @@ def test_bfloat16_learns_and_stays_near_float32() -> None:
 
 def test_the_same_run_twice_gives_the_same_bits() -> None:
     assert losses("cuda", torch.float32) == losses("cuda", torch.float32)
+
+
+def test_spans_tell_what_the_device_took_and_not_how_long_it_took_to_ask() -> None:
+    recorder = Recorder(device=cuda_clock())
+    square = torch.randn(8192, 8192, device="cuda")
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    with recorder.span("forward"):
+        for _ in range(20):
+            square @ square
+    asked = recorder.take_totals()["forward"]
+    torch.cuda.synchronize()
+    took = time.perf_counter() - began
+    recorder.step(2)
+    (found,) = recorder.newest()
+    assert asked < 0.5 * found.duration_seconds and found.duration_seconds <= took
 
 
 def test_snapshots_are_of_the_step_they_were_taken_after_while_the_device_runs_ahead(tmp_path: Path) -> None:

@@ -7,8 +7,11 @@ No lock, no system call (the clock is read in user space), nothing that grows. A
 (`myriad.telemetry.ring`), from where others take it; what goes on now stands on the rank's row of the node's
 progress page, for whoever watches. On a GPU the rank's clock says when work was asked for: there spans are
 timed by the device (`myriad.telemetry.device_clock`).
+
+A job's own code (a model, a tokenizer) adds spans by `span`, without knowing whose recorder it is.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import monotonic_ns
 from types import TracebackType
@@ -20,7 +23,7 @@ from myriad.telemetry.ring import SpanRing
 if TYPE_CHECKING:
     from myriad.telemetry.device_clock import DeviceClock, Mark
 
-__all__ = ["COMMUNICATION", "Recorder", "Span"]
+__all__ = ["COMMUNICATION", "Recorder", "Span", "span"]
 
 COMMUNICATION = frozenset(
     {
@@ -77,6 +80,10 @@ class Recorder:
         self.computes, self.busy_ns = False, 0
         self.step(0)
 
+    def serve(self) -> None:
+        """`span` records here from now on."""
+        _of_this_process[:] = [self]
+
     def step(self, step: int) -> None:
         """Spans from here on belong to it."""
         self.when = _word(((step, 32), (self._rank, 32)))
@@ -125,6 +132,14 @@ class Recorder:
                 totals[timed.name] = totals.get(timed.name, 0.0) + timed.total_ns / 1e9
                 timed.total_ns = 0
         return totals
+
+
+_of_this_process: list[Recorder] = []
+
+
+def span(name: str, stage: int = -1, micro_batch: int = -1) -> AbstractContextManager[None]:
+    """Of this process's rank, for a ``with`` block in code of the job; outside a rank nothing is recorded."""
+    return _of_this_process[-1].span(name, stage, micro_batch) if _of_this_process else nullcontext()
 
 
 class _Timed:

@@ -104,7 +104,9 @@ class Trainer:
 
     def _open_recorder(self) -> Recorder:
         device = cuda_clock() if self.device.type == "cuda" else None
-        return Recorder(self.progress, own_ring(), self.place.rank, device)
+        recorder = Recorder(self.progress, own_ring(), self.place.rank, device)
+        recorder.serve()
+        return recorder
 
     def _open_session(self) -> Session:
         run, job = self.run_folder, self.job

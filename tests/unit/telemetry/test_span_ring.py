@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from myriad.telemetry import spans
 from myriad.telemetry.device_clock import DeviceClock
 from myriad.telemetry.records import RECORD, RECORD_BYTES
 from myriad.telemetry.ring import MAX_NAMES, SPANS, SpanRing, SpanRings, own_ring
-from myriad.telemetry.spans import Recorder
+from myriad.telemetry.spans import Recorder, span
 
 CAPACITY = 128
 
@@ -92,6 +93,21 @@ def test_a_block_that_raises_and_one_inside_itself_are_recorded(rings: SpanRings
         pass
     durations = rings.drain(1).records["duration_ns"]
     assert len(durations) == 4 and durations[2] >= durations[1] >= 10**6 > durations[3]
+
+
+def test_code_of_a_job_adds_spans_and_runs_without_a_rank_too(
+    rings: SpanRings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spans, "_of_this_process", [])
+    with span("mix experts", 2):
+        pass
+    recorder = Recorder(ring=own_ring())
+    recorder.serve()
+    with span("mix experts", 2):
+        pass
+    found = rings.drain(1)
+    assert [found.names[name] for name in found.records["name"]] == ["mix experts"]
+    assert found.records["stage"].tolist() == [2]
 
 
 def test_names_without_a_place_are_told_as_other(rings: SpanRings) -> None:
