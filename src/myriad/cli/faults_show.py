@@ -96,7 +96,7 @@ def _row(report: Report, grade: Grade) -> tuple[str, ...]:
         report.scenario,
         grade.fault,
         _seconds(grade.detected_seconds),
-        f"{grade.aim_seconds:g} s",
+        f"{grade.aim_seconds:.3g} s",
         told,
         culprit,
         _seconds(grade.trains_seconds),

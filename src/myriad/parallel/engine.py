@@ -108,7 +108,8 @@ class Engine:
         self.pieces = build_pieces(
             definition, layers, stage_rank, groups, self.boundary, sharing, dtype, device
         )
-        shapes = shapes_between_stages(definition, layers, self.boundary, sample.inputs, dtype)
+        travels = layers if layout.pp > 1 else []
+        shapes = shapes_between_stages(definition, travels, self.boundary, sample.inputs, dtype)
         self._runtime = Runtime(
             self.pieces,
             self.boundary,

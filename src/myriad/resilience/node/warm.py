@@ -26,6 +26,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from myriad.resilience.engines.child import die_with_parent
+from myriad.run import Run
 
 __all__ = ["DUMP_SIGNAL", "main"]
 
@@ -135,6 +136,8 @@ def main(arguments: list[str]) -> int:
     channel = socket.socket(fileno=int(arguments[1]))
     run, command = arguments[2], arguments[3:]
     worker = None if command else importlib.import_module(_WORKER)
+    if worker is not None and Run(run).job().layout.pp > 1:
+        importlib.import_module("torch._dynamo")  # to find the shapes between stages; half a second
     gc.collect()
     gc.freeze()  # a collection in a rank need not copy the pages of what all share
     request = _Warm(channel).serve()
