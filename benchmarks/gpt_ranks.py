@@ -26,6 +26,7 @@ from myriad.model.gpt import GPT
 from myriad.optim.schedule import learning_rate
 from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
+from myriad.telemetry.ring import SpanRing
 from myriad.telemetry.spans import Recorder, Span
 from myriad.train.batches import rank_rows, to_batch
 from myriad.train.build import stage_layers
@@ -98,7 +99,7 @@ def _peak() -> float:
 
 def _train_rank(job: Job, steps: int, setup: Setup) -> RankRun:
     with setup.around():
-        recorder = Recorder(capacity=2**16)
+        recorder = Recorder(ring=SpanRing.of_its_own(2**16))
         engine = _build_engine(job, recorder)
         load, close = _open_data(job, engine, ahead=setup.loader_ahead)
         run = _run_steps(job, engine, load, steps, recorder)
