@@ -6,19 +6,21 @@ What comes in is refused when it is not exactly this; nothing in it is run or un
 """
 
 import json
+import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from myriad.telemetry.records import RECORD, RECORD_BYTES, Records
 
-__all__ = ["MAX_BATCH_BYTES", "BatchError", "SpanBatch", "decode", "encode"]
+__all__ = ["MAX_BATCH_BYTES", "MAX_NAMES", "BatchError", "SpanBatch", "check_names", "decode", "encode"]
 
 MAX_BATCH_BYTES = 64 * 2**20
 _FIXED = struct.Struct("<4sHHI")
 _MAGIC, _VERSION = b"MYSP", 1
-_MAX_NAMES, _MAX_NAME_CHARACTERS = 1024, 64
+MAX_NAMES, _MAX_NAME_CHARACTERS = 1024, 64
 
 
 class BatchError(ValueError):
@@ -73,16 +75,25 @@ def decode(data: bytes | memoryview) -> SpanBatch:
     return batch
 
 
+def check_names(names: Sequence[object]) -> None:
+    """Raises `BatchError` for what are no names of spans."""
+    if not all(isinstance(name, str) for name in names):
+        raise BatchError("names: a list of texts")
+    if len(names) > MAX_NAMES or any(len(str(name)) > _MAX_NAME_CHARACTERS for name in names):
+        raise BatchError(f"names: at most {MAX_NAMES} of at most {_MAX_NAME_CHARACTERS} characters")
+
+
 def _of_head(text: bytes, records: Records) -> SpanBatch:
     try:
         head = json.loads(text)
         names = head["names"]
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, list):
             raise BatchError("names: a list of texts")
-        if len(names) > _MAX_NAMES or any(len(name) > _MAX_NAME_CHARACTERS for name in names):
-            raise BatchError(f"names: at most {_MAX_NAMES} of at most {_MAX_NAME_CHARACTERS} characters")
+        check_names(names)
         node, attempt, dropped = (int(head[key]) for key in ("node", "attempt", "num_dropped"))
         error = float(head["clock_error_seconds"])
+        if dropped < 0 or not 0 <= error < math.inf:
+            raise BatchError("num_dropped and clock_error_seconds: from 0 on")
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as problem:
         if isinstance(problem, BatchError):
             raise

@@ -1,35 +1,35 @@
-"""Spans on disk: Parquet, one row for each, in a run's folder ``spans/``.
+"""Spans of a prediction on disk: the same columns as those of a run (`myriad.telemetry.span_files`)."""
 
-    rank | step | name | stage | micro_batch | start_seconds | duration_seconds
-
-``stage`` and ``micro_batch`` are -1 where they have no meaning; ``start_seconds`` counts from the epoch, in a
-prediction from the iteration's start.
-"""
-
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
+from myriad.telemetry.batch import SpanBatch
+from myriad.telemetry.records import RECORD
+from myriad.telemetry.span_files import write_span_file
 from myriad.telemetry.spans import Span
 
 __all__ = ["write_spans"]
 
 
 def write_spans(path: Path, ranks: Mapping[int, Sequence[Span]], step: int) -> None:
-    """Writes the spans of one step by rank; the file is there when it is complete."""
-    import pyarrow as arrow
-    import pyarrow.parquet as parquet
-
-    rows = [(rank, span) for rank, spans in ranks.items() for span in spans]
-    columns = {
-        "rank": arrow.array([rank for rank, _ in rows], arrow.int32()),
-        "step": arrow.array([step] * len(rows), arrow.int64()),
-        "name": arrow.array([span.name for _, span in rows], arrow.string()).dictionary_encode(),
-        "stage": arrow.array([span.stage for _, span in rows], arrow.int32()),
-        "micro_batch": arrow.array([span.micro_batch for _, span in rows], arrow.int32()),
-        "start_seconds": arrow.array([span.start_seconds for _, span in rows], arrow.float64()),
-        "duration_seconds": arrow.array([span.duration_seconds for _, span in rows], arrow.float64()),
-    }
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    parquet.write_table(arrow.table(columns), beside, compression="zstd")
-    beside.replace(path)
+    """Writes the spans of one step by rank; the file is there when it is complete. Times count from the
+    iteration's start."""
+    numbers: dict[str, int] = {}
+    rows = [
+        (
+            round(span.start_seconds * 1e9),
+            round(span.duration_seconds * 1e9),
+            step,
+            rank,
+            numbers.setdefault(span.name, len(numbers)),
+            span.stage,
+            span.micro_batch,
+            -1,
+        )
+        for rank, spans in ranks.items()
+        for span in spans
+    ]
+    batch = SpanBatch(0, 0, tuple(numbers), np.array(rows, RECORD))
+    write_span_file(path, batch, predicted=True)

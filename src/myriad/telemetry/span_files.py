@@ -1,0 +1,273 @@
+"""Spans on disk: Parquet, one row for each, in a run's folder ``spans/``.
+
+    attempt-A-node-N-K.parquet       some seconds of one node (rank-R without an executor), K = 0, 1, ...
+    rank | step | name | stage | micro_batch | chunk | start_seconds | duration_seconds | attempt | node
+
+Sorted by rank and start, so that each column is a few values that repeat, or numbers that begin alike: bytes
+of a number are stored apart (BYTE_STREAM_SPLIT) and packed by zstd. ``start_seconds`` counts from the epoch
+(a float64: to a quarter of a microsecond), in a prediction from the iteration's start; -1 has no meaning. A
+file is there when it is complete; a reader refuses one that is not, or that holds anything else.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from myriad.telemetry.batch import BatchError, SpanBatch, check_names
+from myriad.telemetry.records import RECORD, Records
+
+if TYPE_CHECKING:
+    import pyarrow as arrow
+
+__all__ = [
+    "MAX_SPANS",
+    "FileFacts",
+    "read_facts",
+    "read_span_file",
+    "span_files",
+    "span_schema",
+    "write_span_file",
+]
+
+MAX_SPANS = 2**23
+"""Of one file, that a reader takes."""
+_ROW_GROUP = 2**17
+_MAX_SECONDS = 2**33
+"""From the epoch: the year 2242."""
+_SPLIT = {"start_seconds": "BYTE_STREAM_SPLIT", "duration_seconds": "BYTE_STREAM_SPLIT"}
+_RANGES = ("rank", "step", "start_seconds", "attempt", "node")
+"""Columns whose least and largest value a file tells: readers skip what they do not want."""
+_COUNTS = ("rank", "step", "stage", "micro_batch", "chunk")
+
+
+def span_schema() -> "arrow.Schema":
+    """Columns and their types."""
+    import pyarrow as arrow
+
+    return arrow.schema(
+        {
+            "rank": arrow.int32(),
+            "step": arrow.int64(),
+            "name": arrow.dictionary(arrow.int32(), arrow.string()),
+            "stage": arrow.int16(),
+            "micro_batch": arrow.int16(),
+            "chunk": arrow.int16(),
+            "start_seconds": arrow.float64(),
+            "duration_seconds": arrow.float32(),
+            "attempt": arrow.int32(),
+            "node": arrow.int32(),
+        }
+    )
+
+
+def span_files(folder: Path) -> list[Path]:
+    """Those in a folder, oldest first; none where there is no folder."""
+    try:
+        found = [path for path in folder.iterdir() if path.suffix == ".parquet" and path.name[0] != "."]
+    except OSError:
+        return []
+    return sorted(found, key=_sort_key)
+
+
+def _sort_key(path: Path) -> tuple[list[int], str]:
+    """By attempt, node and number: 10 comes after 9."""
+    return [int(digits) for digits in re.findall(r"\d{1,18}", path.name)], path.name
+
+
+def write_span_file(path: Path, batch: SpanBatch, *, predicted: bool = False) -> None:
+    """The file is there when it is complete. Raises ``OSError``; then there is none, nor a part of it."""
+    import pyarrow.parquet as parquet
+
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        # not synced: after a power cut readers leave a torn file out, and checkpoints have the disk's time
+        parquet.write_table(
+            _table(batch, predicted),
+            draft,
+            compression="zstd",
+            row_group_size=_ROW_GROUP,
+            write_page_checksum=True,
+            write_statistics=list(_RANGES),
+            use_dictionary=[name for name in span_schema().names if name not in _SPLIT],
+            column_encoding=_SPLIT,
+        )
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def _table(batch: SpanBatch, predicted: bool) -> "arrow.Table":
+    import pyarrow as arrow
+
+    records = batch.records[_order(batch.records)]
+    schema, length = span_schema(), len(batch.records)
+    columns: dict[str, Any] = {name: records[name] for name in _COUNTS}
+    indices = arrow.array(records["name"].astype(np.int32))
+    columns["name"] = arrow.DictionaryArray.from_arrays(indices, arrow.array(batch.names, arrow.string()))
+    columns["start_seconds"] = records["start_ns"] / 1e9
+    columns["duration_seconds"] = records["duration_ns"] / 1e9
+    columns |= {"attempt": np.full(length, batch.attempt), "node": np.full(length, batch.node)}
+    arrays = [
+        columns[field.name] if field.name == "name" else arrow.array(columns[field.name], field.type)
+        for field in schema
+    ]
+    facts = {"num_dropped": str(batch.num_dropped), "clock_error_seconds": repr(batch.clock_error_seconds)}
+    facts |= {"predicted": "true"} if predicted else {}
+    return arrow.Table.from_arrays(arrays, schema=schema.with_metadata(facts))
+
+
+def _order(records: Records) -> Any:
+    """By rank and start. A ring has them in order of their ends, so backwards what holds others comes before
+    them, and stays there where both begin at once. Nearly sorted is quickly sorted."""
+    order = np.arange(len(records))[::-1]
+    order = order[np.argsort(records["start_ns"][order], kind="stable")]
+    return order[np.argsort(records["rank"][order], kind="stable")]
+
+
+def read_span_file(path: Path) -> SpanBatch:
+    """What `write_span_file` has written. Raises `BatchError` for anything else, ``OSError`` for a file that
+    cannot be read."""
+    with _opened(path) as reader:
+        table = reader.read(span_schema().names, use_threads=False)
+        dropped, error = _facts(reader)
+    return _batch(table, dropped, error)
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What the last bytes of a file say of it."""
+
+    path: Path
+    attempt: int
+    node: int
+    num_spans: int
+    num_bytes: int
+    num_dropped: int
+    clock_error_seconds: float
+    first_step: int
+    last_step: int
+
+
+def read_facts(path: Path) -> FileFacts:
+    """Without its spans. Raises as `read_span_file`."""
+    with _opened(path) as reader:
+        ranges = {name: _range(reader.metadata, name) for name in ("attempt", "node", "step")}
+        (attempt, _), (node, _), steps = ranges["attempt"], ranges["node"], ranges["step"]
+        return FileFacts(
+            path, attempt, node, reader.metadata.num_rows, path.stat().st_size, *_facts(reader), *steps
+        )
+
+
+def _range(metadata: Any, name: str) -> tuple[int, int]:
+    """Least and largest value of a column."""
+    column = span_schema().get_field_index(name)
+    groups = [metadata.row_group(index).column(column).statistics for index in range(metadata.num_row_groups)]
+    known = [group for group in groups if group is not None and group.has_min_max]
+    if len(known) < len(groups):
+        raise BatchError(f"does not say which {name} it has")
+    return min((int(one.min) for one in known), default=0), max((int(one.max) for one in known), default=-1)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    try:
+        with (
+            path.open("rb") as file,
+            parquet.ParquetFile(file, read_dictionary=["name"], page_checksum_verification=True) as reader,
+        ):
+            _check(reader)
+            yield reader
+    except BatchError:
+        raise
+    except (arrow.ArrowException, ValueError, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the disk's; without a number it is what a damaged page is told by
+        raise BatchError(f"no whole file of spans: {_first_line(error)}") from None
+
+
+def _facts(reader: Any) -> tuple[int, float]:
+    facts = reader.metadata.metadata or {}
+    try:
+        dropped = int(facts.get(b"num_dropped", b"0"))
+        error = float(facts.get(b"clock_error_seconds", b"0"))
+    except ValueError:
+        raise BatchError("num_dropped and clock_error_seconds: numbers") from None
+    if dropped < 0 or not 0 <= error < math.inf:
+        raise BatchError("num_dropped and clock_error_seconds: from 0 on")
+    return dropped, error
+
+
+def _check(reader: Any) -> None:
+    """That it holds what it should, before it is read."""
+    if reader.metadata.num_rows > MAX_SPANS:
+        raise BatchError(f"{reader.metadata.num_rows} spans: at most {MAX_SPANS}")
+    names = reader.schema_arrow.names
+    if len(set(names)) < len(names):
+        raise BatchError("has two columns of one name")
+    found = {field.name: field.type for field in reader.schema_arrow}
+    for field in span_schema():
+        if field.name not in found:
+            raise BatchError(f"has no column {field.name}")
+        if found[field.name] != field.type:
+            raise BatchError(f"{field.name}: {found[field.name]}, must be {field.type}")
+
+
+def _batch(table: "arrow.Table", dropped: int, error: float) -> SpanBatch:
+    records = np.zeros(len(table), RECORD)
+    if any(table[name].null_count for name in span_schema().names):
+        raise BatchError("a value is missing")
+    names = _fill_names(records, table)
+    for name in _COUNTS:
+        records[name] = _fits(name, table[name].to_numpy())
+    for name in ("start", "duration"):
+        seconds = table[f"{name}_seconds"].to_numpy().astype(np.float64)
+        if not bool(np.all(np.abs(seconds) < _MAX_SECONDS)):  # NaN compares as false
+            raise BatchError(f"{name}_seconds: one is no time")
+        records[f"{name}_ns"] = np.rint(seconds * 1e9).astype(np.int64)
+    if len(records) and (records["duration_ns"].min() < 0 or records["rank"].min() < 0):
+        raise BatchError("a span has a negative rank or duration")
+    node, attempt = (_only(table, name) for name in ("node", "attempt"))
+    return SpanBatch(node, attempt, names, records, dropped, error)
+
+
+def _fits(name: str, values: Any) -> Any:
+    limits = np.iinfo(RECORD[name])
+    if len(values) and (values.min() < limits.min or values.max() > limits.max):
+        raise BatchError(f"{name}: at most {limits.max}")
+    return values
+
+
+def _fill_names(records: Records, table: "arrow.Table") -> tuple[str, ...]:
+    column = table["name"].unify_dictionaries()
+    names = tuple(column.chunk(0).dictionary.to_pylist()) if column.num_chunks else ()
+    check_names(names)
+    at = 0
+    for chunk in column.chunks:
+        records["name"][at : at + len(chunk)] = chunk.indices.to_numpy()
+        at += len(chunk)
+    return names
+
+
+def _only(table: "arrow.Table", name: str) -> int:
+    """All rows say the same."""
+    values = table[name].to_numpy()
+    if len(values) == 0:
+        return 0
+    if values.min() != values.max():
+        raise BatchError(f"{name}: {values.min()} and {values.max()} in one file")
+    return int(values[0])
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200]
