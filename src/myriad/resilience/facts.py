@@ -1,8 +1,8 @@
 """What the driver is told, and what it says: plain values, the same on the wire, in the journal and in the
 decisions.
 
-    executor ──NodeJoined, RankExited, Beat, StopAsked, Examined──► driver
-    driver ──Start, End, Turn, Dump, Agreed, ExamineNode, Stop, Leave──► executor
+    executor ──NodeJoined, RankExited, Beat, StopAsked, Examined, ClockAsked──► driver
+    driver ──Start, End, Turn, Dump, Agreed, ExamineNode, Stop, ClockTold, Leave──► executor
     somebody who wants to be a node ──NodeWanted──► driver ──NodeNumber──► it becomes one
     a person who wants a node to leave ──EvictionAsked──► driver ──EvictionAnswer──► is told
 
@@ -21,6 +21,8 @@ __all__ = [
     "Agreed",
     "Beat",
     "Cause",
+    "ClockAsked",
+    "ClockTold",
     "DeviceTrouble",
     "Digest",
     "Dump",
@@ -270,6 +272,15 @@ class EvictionAnswer:
     """What happens now."""
 
 
+@dataclass(frozen=True)
+class ClockAsked:
+    """An executor compares clocks: nothing is decided by it."""
+
+    node: int
+    asked_ns: int
+    """Since the epoch, by its own."""
+
+
 Observed = NodeJoined | RankExited | Beat | StopAsked | Examined
 Observation = Observed | NodeLeft | EvictionAsked
 OBSERVED = (NodeJoined, RankExited, Beat, StopAsked, Examined)
@@ -356,5 +367,17 @@ class Agreed:
     step: int
 
 
-Order = Start | End | Turn | Dump | Agreed | ExamineNode | Stop | NodeTaken | NodeRefused | Leave
-ORDERS = (Start, End, Turn, Dump, Agreed, ExamineNode, Stop, NodeTaken, NodeRefused, Leave)
+@dataclass(frozen=True)
+class ClockTold:
+    """What the driver's clock said when it was asked."""
+
+    asked_ns: int
+    """As the executor said."""
+    heard_ns: int
+    told_ns: int
+    boot: str
+    """Of the driver's machine: on the same one there is nothing to compare."""
+
+
+Order = Start | End | Turn | Dump | Agreed | ExamineNode | Stop | NodeTaken | NodeRefused | Leave | ClockTold
+ORDERS = (Start, End, Turn, Dump, Agreed, ExamineNode, Stop, NodeTaken, NodeRefused, Leave, ClockTold)

@@ -4,6 +4,7 @@ away. The driver is the real one, in this process; executors are connections wit
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from myriad.resilience.clocks import ClockComparison
 from myriad.resilience.codec import encode
 from myriad.resilience.decide.state import Plan
 from myriad.resilience.drive import driver as driver_module
@@ -24,6 +26,7 @@ from myriad.resilience.drive.tenure import Alone
 from myriad.resilience.facts import (
     ORDERS,
     Beat,
+    ClockTold,
     DeviceTrouble,
     End,
     LinkSeen,
@@ -119,6 +122,21 @@ def test_a_disk_that_hangs_does_not_keep_the_driver_from_repairing(
             while len(run.read_events()) < 4:
                 await asyncio.sleep(0.01)
             assert [event["event"] for event in run.read_events()] == 2 * ["fault", "restart"]
+
+    asyncio.run(drive())
+
+
+def test_the_driver_tells_its_clock_and_decides_nothing_by_who_asks(tmp_path: Path) -> None:
+    async def drive() -> None:
+        async with driving(tmp_path, nodes=1) as (_, address):
+            executor = await Executor(Run(tmp_path), 0).connect(address)
+            executor.join()
+            clocks, before = ClockComparison(0), time.time_ns()
+            executor.link.send(clocks.ask())
+            told = await executor.order(ClockTold)
+            assert before <= told.asked_ns <= told.heard_ns <= told.told_ns <= time.time_ns()
+            clocks.hear(told)
+            assert clocks.offset.at(time.time_ns()) == (0, 0.0), "it is this machine"
 
     asyncio.run(drive())
 

@@ -27,6 +27,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from myriad.resilience.clocks import tell_clock
 from myriad.resilience.decide.actions import (
     Action,
     Blame,
@@ -57,6 +58,7 @@ from myriad.resilience.facts import (
     STOP_ASKED,
     Agreed,
     Beat,
+    ClockAsked,
     Dump,
     End,
     EvictionAnswer,
@@ -209,7 +211,10 @@ class Driver:
             node = joined.node
             self._let_in(joined, link)
             while True:
-                heard: Observed = await link.receive(OBSERVED)
+                heard: Observed | ClockAsked = await link.receive((*OBSERVED, ClockAsked))
+                if isinstance(heard, ClockAsked):
+                    link.send(tell_clock(heard, time.time_ns()))
+                    continue
                 if heard.node != node:
                     raise Refused(f"node {node} speaks for node {heard.node}")
                 self._hear(heard)
