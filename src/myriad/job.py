@@ -29,6 +29,7 @@ from myriad.optim.config import OptimizerConfig, Precision
 from myriad.program.config import OverlapConfig
 from myriad.program.partition import partition_layers
 from myriad.recipes import read_recipe, recipe_names
+from myriad.telemetry.config import TelemetryConfig, is_address
 from myriad.toml_text import dump_toml, parse_override, set_dotted
 
 __all__ = [
@@ -145,6 +146,8 @@ class Job(Config):
     """What is kept."""
     resilience: ResilienceConfig = ResilienceConfig()
     """Where the run is started, and how faults are met."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """What ranks record of themselves."""
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -325,6 +328,12 @@ def _check_store(job: Job) -> None:
     check_package(job.resilience.journal, "resilience.journal", "file")
 
 
+def _check_collector(job: Job) -> None:
+    address = job.telemetry.collector
+    allowed = "off, or http://HOST:PORT of who collects spans"
+    _need(address is None or is_address(address), "telemetry.collector", address, allowed)
+
+
 def _check_warmup(job: Job) -> None:
     warmup, steps = job.optimizer.warmup_steps, job.train.steps
     _need(warmup <= steps, "optimizer.warmup_steps", warmup, f"at most train.steps = {steps}")
@@ -354,6 +363,7 @@ _RULES: tuple[Callable[[Job], None], ...] = (
     _check_nodes,
     _check_started_nodes,
     _check_store,
+    _check_collector,
 )
 
 

@@ -3,6 +3,7 @@
     runs/NAME/job.toml            the resolved job; replaced atomically
               metrics.jsonl       a line per step      } appended with one write each; a reader skips a torn
               events.jsonl        a line per event     } last line: killed at any instant, a run is readable
+              spans/              what ranks did when, in files that are whole: attempt-A-node-N-K.parquet
               logs/               rank-R-attempt-A.log
               checkpoints/        step-N/
               profile.json, hierarchy.json, peak.json    measured once, so that a resumed run computes alike
@@ -34,7 +35,7 @@ __all__ = ["Run"]
 _LOG = logging.getLogger(__name__)
 
 _MAY_CHANGE = re.compile(
-    r"(layout|overlap|checkpoint|resilience)\..*"
+    r"(layout|overlap|checkpoint|resilience|telemetry)\..*"
     r"|train\.(threads|device|steps|validate_every|collect_garbage_every)"
     r"|comm\.(store|timeout_seconds|hierarchy|node_size|node_order|switch_size|\w+_bandwidth)"
 )
@@ -49,6 +50,7 @@ class Run:
         self.job_path = self.path / "job.toml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.events_path = self.path / "events.jsonl"
+        self.spans_path = self.path / "spans"
         self.logs_path = self.path / "logs"
         self.checkpoints_path = self.path / "checkpoints"
         self.plot_path = self.path / "loss.svg"

@@ -148,6 +148,12 @@ def _event_line(event: Record) -> Text | None:
         return Text(f"{label}: {event['problem']}", style="yellow")
     if name == "health":
         return Text(f"{event.get('what')}: {event.get('problem')}", style="yellow")
+    if name == "telemetry":
+        told = event.get("problem") or "it works again"
+        lost = f"; {event['num_dropped']} spans are lost" if event.get("num_dropped") else ""
+        return Text(
+            f"spans of node {event.get('node')} to {event.get('place')}: {told}{lost}", style="yellow"
+        )
     if name == "restart":
         other = [f"{event['dp']} replicas"] if event.get("dp") else []
         other += [f"shares {event['shares']}"] if event.get("shares") else []

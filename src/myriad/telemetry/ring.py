@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from myriad.telemetry.records import Records
 
-__all__ = ["SPANS", "Drained", "SpanRing", "SpanRings", "own_ring"]
+__all__ = ["SPANS", "Drained", "SpanRing", "SpanRings", "own_ring", "ring_at"]
 
 SPANS = "MYRIAD_SPANS"
 DEFAULT_CAPACITY = 1 << 14
@@ -152,11 +152,14 @@ def _names(ring: memoryview, number: int) -> tuple[str, ...]:
 
 def own_ring() -> SpanRing:
     """This process's, begun anew."""
-    descriptor, _, place = os.environ.get(SPANS, "").partition(":")
-    if not place:
-        return SpanRing.of_its_own()
-    row, capacity = map(int, place.split(":"))
+    address, attempt = os.environ.get(SPANS, ""), int(os.environ.get("MYRIAD_EPOCH", "0"))
+    return ring_at(address, attempt) if address else SpanRing.of_its_own()
+
+
+def ring_at(address: str, attempt: int) -> SpanRing:
+    """The one at `SpanRings.address`, begun anew."""
+    descriptor, row, capacity = map(int, address.split(":"))
     size = _bytes_of(capacity)
-    ring = SpanRing(memoryview(mmap.mmap(int(descriptor), size, offset=row * size)), capacity)
-    ring.begin(int(os.environ.get("MYRIAD_EPOCH", "0")))
+    ring = SpanRing(memoryview(mmap.mmap(descriptor, size, offset=row * size)), capacity)
+    ring.begin(attempt)
     return ring

@@ -32,7 +32,6 @@ from myriad.parallel.runtime import Batch
 from myriad.run import Run
 from myriad.telemetry.device_clock import cuda_clock
 from myriad.telemetry.progress_page import TURNED_CODE, own_row
-from myriad.telemetry.ring import own_ring
 from myriad.telemetry.spans import Recorder
 from myriad.train.attempt_job import attempt_job
 from myriad.train.batches import Validation, rank_rows, to_batch
@@ -42,6 +41,7 @@ from myriad.train.garbage import GarbageSchedule
 from myriad.train.initial import fill_initial
 from myriad.train.inputs import open_inputs
 from myriad.train.metrics import StepMeter
+from myriad.train.own_spans import open_ring
 from myriad.train.peak import Peak, find_peak
 from myriad.train.sample import continue_text
 from myriad.train.save_clock import SaveClock
@@ -104,7 +104,8 @@ class Trainer:
 
     def _open_recorder(self) -> Recorder:
         device = cuda_clock() if self.device.type == "cuda" else None
-        recorder = Recorder(self.progress, own_ring(), self.place.rank, device)
+        ring = open_ring(self.run_folder, self.job, self.place, self.groups)
+        recorder = Recorder(self.progress, ring, self.place.rank, device)
         recorder.serve()
         return recorder
 

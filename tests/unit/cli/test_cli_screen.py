@@ -72,6 +72,18 @@ def test_a_pipe_gets_plain_lines_and_the_last_step(run):
     assert "\x1b" not in console.file.getvalue()
 
 
+def test_spans_that_are_lost_are_told_while_the_run_goes_on(run):
+    console = Console(file=io.StringIO(), width=120)
+    screen = open_screen(console, run, 3)
+    full = {"place": "files", "problem": "No space left on device"}
+    run.append_event("telemetry", node=3, num_dropped=512, **full)
+    run.append_event("telemetry", node=3, num_dropped=0, place="files", problem="")
+    screen.tick()
+    screen.close()
+    full_line = "spans of node 3 to files: No space left on device; 512 spans are lost"
+    assert drawn(console)[:2] == [full_line, "spans of node 3 to files: it works again"]
+
+
 def test_earlier_attempts_do_not_count_for_this_ones_speed(run):
     step(run, 1, step_seconds=9999.0)
     screen = open_screen(console := terminal(120), run, 100)

@@ -15,11 +15,12 @@ from myriad.resilience.causes import cause_of
 from myriad.resilience.engines.logs import error_excerpt
 from myriad.resilience.facts import Digest, RankExited, RankSeen, Start
 from myriad.resilience.node.memory_kills import count_memory_kills
+from myriad.resilience.node.spans import NodeSpans
 from myriad.resilience.node.warm_parent import WarmParent
 from myriad.resilience.reach import interface_of
 from myriad.run import Run
 from myriad.telemetry.progress_page import PROGRESS, ProgressPage, Seen
-from myriad.telemetry.ring import SPANS, SpanRings
+from myriad.telemetry.ring import SPANS
 
 __all__ = ["Crew"]
 
@@ -47,12 +48,12 @@ class Crew:
         run: Run,
         node: int,
         page: ProgressPage,
-        rings: SpanRings,
+        spans: NodeSpans,
         warm: WarmParent,
         start_warm: Callable[[], WarmParent],
     ) -> None:
         """``start_warm``: another one, when ``warm`` is gone."""
-        self._run, self._node, self._page, self._rings = run, node, page, rings
+        self._run, self._node, self._page, self._spans = run, node, page, spans
         self._warm, self._start_warm = warm, start_warm
         self._ranks: dict[int, _Rank] = {}
         self._waiting: Start | None = None
@@ -81,9 +82,9 @@ class Crew:
             return
         self._waiting, self.epoch, self.exits = None, order.epoch, {}
         self.layout = order.layout
+        self._spans.begin(len(order.ranks))
         for row, number in enumerate(order.ranks):
             self._page.clear(row)
-            self._rings.clear(row)
             log = self._run.log_path(number, order.epoch)
             self._ranks[number] = _Rank(number, row, log, time.monotonic_ns())
             self._warm.fork(number, self._environment(order, row), log)
@@ -101,7 +102,7 @@ class Crew:
             "MYRIAD_ATTEMPT_ID": f"{self._run.path.name}.{order.epoch}.{order.port}",
             "PYTHONFAULTHANDLER": 1,
             PROGRESS: self._page.address(row),
-            SPANS: self._rings.address(row),
+            SPANS: self._spans.address(row),
             "MYRIAD_SKIP_STEPS": " ".join(map(str, order.skipped_steps)),
             "MYRIAD_NEWEST_STEP": "" if order.newest_step is None else order.newest_step,
         }
@@ -220,6 +221,7 @@ class Crew:
             for message in messages:
                 self._ranks.pop(message.get("ended", -1), None)
         self._warm.close()
+        self._spans.close()
 
 
 def _digests(seen: Seen) -> tuple[Digest, ...]:

@@ -18,12 +18,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from myriad.resilience.clocks import ClockComparison
 from myriad.resilience.doctor.devices import has_driver
 from myriad.resilience.facts import (
     ORDERS,
     STOP_ASKED,
     Agreed,
     Beat,
+    ClockTold,
     Dump,
     End,
     Examined,
@@ -45,6 +47,7 @@ from myriad.resilience.node.device_watch import DeviceWatch
 from myriad.resilience.node.examination import Examination
 from myriad.resilience.node.links import LinkWatch
 from myriad.resilience.node.machine import machine_name
+from myriad.resilience.node.spans import NodeSpans
 from myriad.resilience.node.warm import DUMP_SIGNAL
 from myriad.resilience.node.warm_parent import WarmParent
 from myriad.resilience.reach import DriverLostError, Reach, executor_name
@@ -74,7 +77,9 @@ def execute(
     ``lonely_seconds``: how long it waits for a driver without ranks, until it raises `DriverLostError`; off:
     for ever, as its engine ends it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    executor = _Executor(run, node, Crew(run, node, page, rings, warm, start_warm), lonely_seconds)
+    clocks = ClockComparison(node)
+    spans = NodeSpans(run, node, rings, clocks.offset)
+    executor = _Executor(run, node, Crew(run, node, page, spans, warm, start_warm), clocks, lonely_seconds)
     try:
         asyncio.run(executor.live())
     finally:
@@ -85,8 +90,10 @@ def execute(
 
 
 class _Executor:
-    def __init__(self, run: Run, node: int, crew: Crew, lonely_seconds: float | None) -> None:
-        self._run, self._node, self.crew = run, node, crew
+    def __init__(
+        self, run: Run, node: int, crew: Crew, clocks: ClockComparison, lonely_seconds: float | None
+    ) -> None:
+        self._run, self._node, self.crew, self._clocks = run, node, crew, clocks
         self._reach, self._lonely_seconds = Reach(run.path), lonely_seconds
         self._examination = Examination(node, run.path)
         self._links = LinkWatch(lambda: self._reach.interface, rdma=has_driver())
@@ -105,7 +112,7 @@ class _Executor:
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._over.set)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # an engine has blocked it until now
-        works = (self._stay_linked, self._look, self._hear_ranks, self._devices.watch)
+        works = (self._stay_linked, self._look, self._hear_ranks, self._compare_clocks, self._devices.watch)
         tasks = [asyncio.create_task(work()) for work in works]
         for task in tasks:
             task.add_done_callback(self._end_with)
@@ -171,6 +178,13 @@ class _Executor:
             found.append(replace(one, digests=new))
         return tuple(found)
 
+    async def _compare_clocks(self) -> None:
+        """With the driver's."""
+        while True:
+            if self._link is not None:
+                self._link.send(self._clocks.ask())
+            await self._clocks.pause()
+
     def _tell(self, message: RankExited | Beat | StopAsked | Examined) -> None:
         if self._link is not None:
             self._link.send(message)
@@ -189,6 +203,7 @@ class _Executor:
         async with self._reach.link() as link:
             self.crew.host = self._reach.host
             self._told_digests = {}
+            self._clocks.begin()
             link.send(self._joined())
             self._link = link
             while True:
@@ -247,6 +262,8 @@ class _Executor:
             if order.epoch > self.crew.epoch:
                 self._devices.begin(order.epoch, order.ranks)
             self.crew.start(order)
+        elif isinstance(order, ClockTold):
+            self._clocks.hear(order)
         elif isinstance(order, ExamineNode):
             self._examination.begin(order.how, self._tell)
         elif isinstance(order, NodeRefused) or order.epoch != self.crew.epoch:
