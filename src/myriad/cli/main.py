@@ -24,6 +24,7 @@ from myriad.cli import (
     report,
     sample,
     simulate,
+    spans,
     train,
     validate,
 )
@@ -40,6 +41,7 @@ _VERBS = (
     parity,
     plan,
     simulate,
+    spans,
     validate,
     data,
     checkpoint,
