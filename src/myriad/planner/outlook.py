@@ -15,7 +15,7 @@ from myriad.planner.simulator import Prediction, SimulatedSpan
 from myriad.planner.work import Recompute
 from myriad.program.actions import COMPUTE, Action, Kind
 
-__all__ = ["EXPOSED", "Outlook", "RankOutlook", "outlook"]
+__all__ = ["EXPOSED", "Outlook", "RankOutlook", "outlook", "tensor_seconds"]
 
 _WAITS = {
     "pipeline": (Kind.EXCHANGE, Kind.SEND, Kind.RECEIVE, Kind.WAIT),
@@ -123,11 +123,12 @@ def _computing(costs: Costs, spans: Sequence[SimulatedSpan]) -> tuple[float, flo
     computes = [span for span in spans if span.action.kind in COMPUTE]
     everything = sum(span.duration - span.waited for span in computes)
     recompute = costs.work.recompute
-    tensor = sum(_tensor(costs.stages[span.action.stage], span.action, recompute) for span in computes)
+    tensor = sum(tensor_seconds(costs.stages[span.action.stage], span.action, recompute) for span in computes)
     return everything - tensor, tensor
 
 
-def _tensor(stage: StageCosts, action: Action, recompute: Recompute) -> float:
+def tensor_seconds(stage: StageCosts, action: Action, recompute: Recompute) -> float:
+    """Of a compute, in tensor-parallel communication that nothing hides."""
     times = stage.times
     forward, inputs = float(times.forward.tensor), float(times.backward_input.tensor)
     again = forward if recompute == "full" else 0.0

@@ -1,0 +1,158 @@
+"""Who came last to what others waited for: arrows for a timeline, and how much of a wait was for somebody who
+had not come, how much for the transfer.
+
+    wait       [a ............ b]                 for a send that was posted at t
+               a to t: the sender was not there   (a bubble, or a slower rank)
+               t to b: the message travelled      (exposed communication)
+
+All ranks that run the same list are looked at together, action by action.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from myriad.dashboard.insight.needs import Need, ProgramNeeds
+from myriad.dashboard.insight.ranks import Array
+from myriad.dashboard.insight.step_spans import StepSpans
+from myriad.telemetry.records import class_of
+
+__all__ = [
+    "LAST_ARRIVER",
+    "NOT_BEFORE_NS",
+    "SEND",
+    "Arrows",
+    "HeldUp",
+    "Wait",
+    "arrows",
+    "held_up",
+    "waits_of",
+]
+
+NOT_BEFORE_NS = 1_000_000
+"""Who came so much later than a wait ended was not what was waited for: clocks of nodes are closer, and a
+gather of what is whole already does nothing."""
+SEND, LAST_ARRIVER = 0, 1
+"""Kinds of arrows."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One action of some ranks, and the last of the posts that each of them needed for it."""
+
+    need: Need
+    name: str
+    spans: Array
+    posts: Array
+    """Indices of spans."""
+
+
+@dataclass(frozen=True)
+class Arrows:
+    """From who was waited for to who waited; times in nanoseconds since the epoch."""
+
+    from_rank: Array
+    to_rank: Array
+    from_ns: Array
+    to_ns: Array
+    kind: Array
+    """`SEND` or `LAST_ARRIVER`."""
+
+
+@dataclass(frozen=True)
+class HeldUp:
+    """Seconds of each rank in a step, waiting for somebody who had not come; by the class of the span."""
+
+    bubble: dict[str, Array]
+    """For another place of the pipeline, or its end."""
+    slower: dict[str, Array]
+    """For a rank that does the same."""
+
+
+def held_up(step: StepSpans) -> HeldUp:
+    """Of all matched ranks."""
+    start, end, owner = step.spans.start, step.spans.end, step.spans.records["rank"]
+    found = HeldUp({}, {})
+    for wait in waits_of(step):
+        seconds = (
+            np.clip(start[wait.posts] - start[wait.spans], 0, end[wait.spans] - start[wait.spans]) * 1e-9
+        )
+        to = found.bubble if _is_pipeline(wait.need, step) else found.slower
+        each = to.setdefault(class_of(wait.name), np.zeros(step.ranks.world))
+        np.add.at(each, owner[wait.spans], seconds)
+    return found
+
+
+def _is_pipeline(need: Need, step: StepSpans) -> bool:
+    return need.axis in ("pp", "ends") or (need.axis == "world" and step.ranks.layout.pp > 1)
+
+
+def arrows(step: StepSpans, ranks: Array | None = None, limit: int = 20_000) -> Arrows:
+    """To some ranks, or all: of each message, and of each collective from its last arriver. Of more than
+    ``limit`` those of the longest waits."""
+    spans, posts, kinds = [], [], []
+    for wait in waits_of(step, ranks):
+        spans.append(wait.spans)
+        posts.append(wait.posts)
+        kinds.append(np.full(len(wait.spans), SEND if wait.need.axis == "pp" else LAST_ARRIVER))
+    if not spans:
+        none = np.zeros(0, dtype=np.int64)
+        return Arrows(none, none, none, none, none)
+    to, of, kind = (np.concatenate(parts) for parts in (spans, posts, kinds))
+    owner, start, end = step.spans.records["rank"], step.spans.start, step.spans.end
+    keep = np.flatnonzero((owner[to] != owner[of]) & (start[of] <= end[to]))
+    if len(keep) > limit:
+        longest = np.argpartition(start[to[keep]] - end[to[keep]], limit)[:limit]
+        keep = np.sort(keep[longest])
+    to, of, kind = to[keep], of[keep], kind[keep]
+    return Arrows(owner[of], owner[to], start[of], end[to], kind.astype(np.uint8))
+
+
+def waits_of(step: StepSpans, only: Array | None = None) -> Iterator[Wait]:
+    """Of matched ranks, action by action; of these ranks only, or of all."""
+    for program, place, ranks in step.alike:
+        some = ranks if only is None else ranks[np.isin(ranks, only)]
+        if len(some):
+            yield from _of_alike(step, program, place, some)
+
+
+def _of_alike(step: StepSpans, program: ProgramNeeds, place: int, ranks: Array) -> Iterator[Wait]:
+    actions = program.program.ranks[place]
+    spans, start, end = step.of_actions(ranks, len(actions)), step.spans.start, step.spans.end
+    for at, needs in enumerate(program.needs[place]):
+        for need in needs:
+            if need.post[0] == "receive":
+                continue  # that a send was not received yet is nobody's wait but the sender's
+            if need.before:
+                continue
+            posts = _last_posts(step, ranks, need)
+            known = (posts >= 0) & (start[posts] <= end[spans[:, at]] + NOT_BEFORE_NS)
+            if known.any():
+                yield Wait(need, str(actions[at].kind), spans[known, at], posts[known])
+
+
+def _last_posts(step: StepSpans, ranks: Array, need: Need) -> Array:
+    """Of ranks of one place, for each the span of the last post that it needs; -1: nobody knows."""
+    grid, start = step.ranks, step.spans.start
+    if need.axis == "pp" or need.axis == "ends":
+        offsets = np.array(need.peers) - grid.pipeline[ranks[0]]
+        table = np.stack([step.post_span(ranks + offset * grid.sharers, need.post) for offset in offsets])
+    elif need.axis == "world":
+        table = step.post_span(np.arange(grid.world), need.post)[:, None]
+        table = np.broadcast_to(_latest(table, start)[None], (1, len(ranks)))
+    else:
+        # Those that differ only in the replica: neighbours within a replica stay side by side.
+        within = grid.world // grid.layout.dp
+        column = ranks % within
+        columns = np.unique(column)
+        of_all = np.arange(grid.layout.dp)[:, None] * within + columns
+        posts = step.post_span(of_all.ravel(), need.post).reshape(of_all.shape)
+        return np.asarray(_latest(posts, start)[np.searchsorted(columns, column)])
+    return _latest(table, start)
+
+
+def _latest(spans: Array, start: Array) -> Array:
+    """``[candidate, rank]`` to the one that began last."""
+    when = np.where(spans >= 0, start[spans], np.iinfo(np.int64).min)
+    return np.asarray(np.take_along_axis(spans, when.argmax(axis=0)[None], axis=0)[0])

@@ -1,0 +1,204 @@
+"""All that the spans of a run's newest steps say, as one value: for the terminal, the report, the page."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from myriad.dashboard.insight.critical_path import CriticalPath, critical_path
+from myriad.dashboard.insight.drift import Drift, drift, launches
+from myriad.dashboard.insight.losses import Losses, losses
+from myriad.dashboard.insight.needs import ProgramNeeds
+from myriad.dashboard.insight.nesting import Nested, nested
+from myriad.dashboard.insight.phase_table import PhaseTable, table_of
+from myriad.dashboard.insight.ranks import Array, Ranks
+from myriad.dashboard.insight.step_spans import StepSpans, programs_seen
+from myriad.dashboard.insight.stragglers import Straggler, culprits, stragglers
+from myriad.dashboard.insight.waiting import Standstill, standstill
+from myriad.dashboard.insight.what_if import WhatIf, what_if
+from myriad.errors import MyriadError
+from myriad.telemetry.records import Records
+
+if TYPE_CHECKING:
+    from myriad.job import Job
+
+__all__ = ["Findings", "numbered_ranks", "ranks_of"]
+
+_LOOKED_AT = 3
+"""Steps whose waits are told apart by who had not come."""
+_WARM_UP_STEPS = 2
+_LEAST_DRIFT = 2e-4
+"""Of a step, at each step."""
+
+
+def ranks_of(job: "Job") -> Ranks:
+    """As the job's layout and nodes have it. ``job``: of the attempt."""
+    layout, nodes = job.layout, job.resilience.nodes
+    size = layout.world // nodes if nodes > 1 else job.comm.node_size
+    return Ranks(layout, size or layout.world, job.comm.node_order or ())
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Of records in any order, of one attempt; each answer is worked out when it is asked for."""
+
+    records: Records
+    names: tuple[str, ...]
+    job: "Job"
+    """As the attempt computes it."""
+    peak_flops: float | None = None
+    """FLOP/s of all ranks together."""
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """Who does what."""
+        return ranks_of(self.job)
+
+    @cached_property
+    def _spans(self) -> Nested:
+        known = (self.records["step"] > 0) & (self.records["rank"] < self.ranks.world)
+        return nested(self.records if known.all() else self.records[known])
+
+    @cached_property
+    def table(self) -> PhaseTable:
+        """Of all steps that there are."""
+        return table_of(self._spans, self.names, self.ranks.world)
+
+    @cached_property
+    def whole_steps(self) -> Array:
+        """Steps that all ranks have told of and gone on from, without the first ones, which pay for warm-up;
+        if there is no such step, those that most ranks have told of."""
+        steps, seen = self.table.steps, self.table.seen.sum(axis=1)
+        if len(steps) == 0:
+            return steps
+        whole = seen >= 0.99 * self.ranks.world
+        if whole[-1] and not self.has_ended(int(steps[-1])):
+            whole[-1] = False
+        if not whole.any():
+            return steps[seen == seen.max()][-1:]
+        early = steps < steps[0] + _WARM_UP_STEPS
+        return steps[whole & ~early] if (whole & ~early).any() else steps[whole]
+
+    def has_ended(self, step: int) -> bool:
+        """All that every rank was to do in a step is recorded."""
+        return bool(self.step(step).matched.all())
+
+    @cached_property
+    def steady(self) -> PhaseTable:
+        """Of the whole steps."""
+        keep = np.isin(self.table.steps, self.whole_steps)
+        return self.table.of_steps(keep)
+
+    @cached_property
+    def programs(self) -> tuple[ProgramNeeds, ...]:
+        """What ranks run; empty where the spans are of something else."""
+        job, spans = self.job, self._spans
+        training = spans.records[spans.parent < 0]  # what is inside of others is an evaluation's
+        try:
+            return programs_seen(
+                training, self.names, job.layout, job.overlap, job.shares, tied=job.model.tied
+            )
+        except (MyriadError, ValueError):
+            return ()
+
+    def step(self, step: int) -> StepSpans:
+        """The spans of one step beside their program."""
+        if step not in self._steps:
+            some = self._spans.records["step"] == step
+            spans = nested(self._spans.records[some])
+            self._steps[step] = StepSpans(self.ranks, self.names, spans, self.programs)
+        return self._steps[step]
+
+    @cached_property
+    def _steps(self) -> dict[int, StepSpans]:
+        return {}
+
+    @cached_property
+    def losses(self) -> Losses | None:
+        """From the peak down to the MFU, over the whole steps."""
+        looked = [self.step(int(step)) for step in self.whole_steps[-_LOOKED_AT:]] if self.programs else []
+        return losses(self.steady, looked, ideal_seconds=self._ideal_seconds)
+
+    @property
+    def _ideal_seconds(self) -> float | None:
+        if not self.peak_flops:
+            return None
+        job = self.job
+        return job.model.flops_per_token() * job.model.sequence * job.train.global_batch / self.peak_flops
+
+    @cached_property
+    def stragglers(self) -> list[Straggler]:
+        """The costliest first, one for each phase."""
+        shares = np.array(self.job.shares, dtype=float)
+        work = shares[self.ranks.replica] if len(set(self.job.shares)) > 1 else None
+        return stragglers(self.steady, self.ranks, work)
+
+    @property
+    def culprits(self) -> list[Straggler]:
+        """Each rank or node once."""
+        return culprits(self.stragglers)
+
+    @cached_property
+    def drift(self) -> Drift:
+        """Of launch times over the whole steps."""
+        steps, first = launches(self._spans, self.names, self.ranks.world)
+        keep = np.isin(steps, self.whole_steps)
+        return drift(steps[keep], first[keep], self.ranks)
+
+    @property
+    def drifting(self) -> list[int]:
+        """Ranks that launch ever later, by enough to cost something within some hundred steps."""
+        if len(self.whole_steps) == 0:
+            return []
+        return self.drift.worst(least=max(1e-6, _LEAST_DRIFT * self.steady.usual_step_seconds))
+
+    @cached_property
+    def path_step(self) -> int | None:
+        """The step of `path`: of the newest whole ones whose spans fit the program the most usual."""
+        if not self.programs:
+            return None
+        looked = [int(step) for step in self.whole_steps[-_LOOKED_AT:]]
+        fit = [step for step in looked if self.step(step).matched.any()]
+        return min(fit, key=self._unusual, default=None)
+
+    def _unusual(self, step: int) -> float:
+        """By how much a step's time differs from that of others."""
+        seconds = self.table.step_seconds[self.table.steps == step][0]
+        return abs(float(seconds) - self.steady.usual_step_seconds)
+
+    @cached_property
+    def path(self) -> CriticalPath | None:
+        """What decided when that step ended."""
+        return None if self.path_step is None else critical_path(self.step(self.path_step))
+
+    def without(self, ranks: Collection[int]) -> WhatIf | None:
+        """How long a step would take if some ranks were as quick as their peers."""
+        if self.path_step is None:
+            return None
+        return what_if(self.step(self.path_step), ranks, self.steady.usual_step_seconds)
+
+    @cached_property
+    def standstill(self) -> Standstill | None:
+        """Who waits for whom, if nothing has happened since the newest span."""
+        if not self.programs or len(self.table.steps) == 0:
+            return None
+        newest = np.full(self.ranks.world, -1, dtype=np.int64)
+        np.maximum.at(newest, self._spans.records["rank"], self._spans.records["step"])
+        done = np.zeros(self.ranks.world, dtype=np.int64)
+        for step in np.unique(newest[newest >= 0]):
+            here = newest == step
+            done[here] = self.step(int(step)).num_done[here]
+        return standstill(self.ranks, self.programs, newest, done)
+
+
+def numbered_ranks(text: str, world: int) -> Sequence[int]:
+    """ "3", "0-7,12": ranks below ``world``. Raises ``ValueError``."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    if not found or min(found) < 0 or max(found) >= world:
+        raise ValueError(text)
+    return sorted(set(found))

@@ -1,0 +1,224 @@
+"""How long a step would take without a rank being slow: the simulator runs the program once more.
+
+Each compute takes as long as it was measured: of ranks that share matrices, the longest own time and the
+shortest exchange (whoever comes last waits least). Messages and collectives take the median of those that
+somebody was seen to wait for. The rank that is to be healed gets its peers' medians. Two replays, as measured
+and healed, differ by what it costs; that difference is taken from the measured time.
+
+    without = measured - (replayed - replayed healed)
+
+Of many replicas a few are replayed: those of the ranks in question and those that compute longest, for which
+the others wait anyway.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from myriad.dashboard.insight.arrivals import waits_of
+from myriad.dashboard.insight.needs import ProgramNeeds
+from myriad.dashboard.insight.ranks import Array, told_ranks
+from myriad.dashboard.insight.step_spans import StepSpans
+from myriad.planner.simulator import Run
+from myriad.program.actions import COMPUTE, Action, Kind
+
+if TYPE_CHECKING:
+    from myriad.planner.costs import Costs
+
+__all__ = ["WhatIf", "what_if"]
+
+_MOST_REPLICAS = 6
+_MOST_PEERS = 64
+_LEAST_WAIT_NS = 20_000
+_MEASURED = COMPUTE | {Kind.LOAD, Kind.UPDATE}
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """An answer."""
+
+    ranks: tuple[int, ...]
+    measured_seconds: float
+    replayed_seconds: float
+    healed_seconds: float
+    """Replayed without the ranks being slow."""
+
+    @property
+    def without_seconds(self) -> float:
+        """What the step would take."""
+        return self.measured_seconds - (self.replayed_seconds - self.healed_seconds)
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        without, measured = _told(self.without_seconds), _told(self.measured_seconds)
+        return f"without {told_ranks(self.ranks)} the step would take {without}, not {measured}"
+
+
+def what_if(step: StepSpans, heal: Collection[int], measured_seconds: float | None = None) -> WhatIf | None:
+    """``heal``: ranks that would be as quick as their peers; ``measured_seconds``: of the step, if its spans
+    overlap with those of the next. ``None``: the spans do not fit the program."""
+    lanes = _Lanes(step, frozenset(heal))
+    if not lanes.known:
+        return None
+    measured = (step.end_ns - step.begin_ns) * 1e-9 if measured_seconds is None else measured_seconds
+    replayed, healed = (lanes.replay(healed=healed) for healed in (False, True))
+    return WhatIf(tuple(sorted(heal)), measured, replayed, healed)
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
+
+
+class _Lanes:
+    """Seconds of each action of the replicas that are replayed."""
+
+    def __init__(self, step: StepSpans, heal: frozenset[int]) -> None:
+        self.step, self.ranks, self.heal = step, step.ranks, heal
+        self.known = all(len(ranks) for _, _, ranks in step.alike)
+        if not self.known:
+            return
+        self.own, self.tensor = _own_and_tensor(step)
+        self.usual = {
+            (id(program), place): self._usual(program, place, ranks) for program, place, ranks in step.alike
+        }
+        self.replicas = self._replicas()
+
+    def _usual(self, program: ProgramNeeds, place: int, ranks: Array) -> tuple[Array, Array]:
+        """Seconds of each action, its own and in tensor-parallel exchanges: medians of healthy peers."""
+        healthy = ranks[~np.isin(ranks, list(self.heal))] if self.heal else ranks
+        some = healthy if len(healthy) else ranks
+        some = some[np.linspace(0, len(some) - 1, min(len(some), _MOST_PEERS)).astype(int)]
+        spans = self.step.of_actions(some, len(program.program.ranks[place]))
+        own, tensor = (np.median(part[spans], axis=0) * 1e-9 for part in (self.own, self.tensor))
+        return own, tensor
+
+    def _replicas(self) -> list[int]:
+        """Those of the ranks in question, and the longest of the others."""
+        asked = sorted({int(self.ranks.replica[rank]) for rank in self.heal})
+        computes = np.isin(self.step.spans.records["name"], self._codes(COMPUTE))
+        owner = self.step.spans.records["rank"]
+        busy = np.bincount(owner[computes], self.own[computes], self.ranks.world)
+        busy[list(self.heal)] = 0.0
+        longest = np.zeros(self.ranks.layout.dp)
+        np.maximum.at(longest, self.ranks.replica, busy)
+        others = [int(one) for one in np.argsort(-longest, kind="stable") if int(one) not in asked]
+        return sorted([*asked, *others[: max(1, _MOST_REPLICAS - len(asked))]])
+
+    def _codes(self, kinds: Collection[Kind]) -> list[int]:
+        names = {str(kind) for kind in kinds}
+        return [code for code, name in enumerate(self.step.names) if name in names]
+
+    def replay(self, *, healed: bool) -> float:
+        """Seconds of an iteration that follows another one."""
+        programs = [self.step.programs[replica] for replica in self.replicas]
+        seconds = [
+            self._of_lane(program, replica, place, healed=healed)
+            for program, replica in zip(programs, self.replicas, strict=True)
+            for place in range(self.ranks.layout.pp)
+        ]
+        run = _MeasuredRun(programs, _links(self.step), self.replicas, seconds)
+        first = run.iterate()
+        second = run.iterate()
+        return max(second) - max(first)
+
+    def _of_lane(self, program: ProgramNeeds, replica: int, place: int, *, healed: bool) -> Array:
+        first = int(self.ranks.first_of_pipeline[replica, place])
+        members = np.arange(first, first + self.ranks.sharers)
+        known = members[self.step.matched[members]]
+        usual, usual_tensor = self.usual[id(program), place]
+        if len(known) == 0 or (healed and self.heal.issuperset(members.tolist())):
+            return usual + usual_tensor
+        spans = self.step.of_actions(known, len(usual))
+        own = self.own[spans] * 1e-9
+        if healed:
+            own[np.isin(known, list(self.heal))] = usual
+        return np.asarray(own.max(axis=0) + self.tensor[spans].min(axis=0) * 1e-9)
+
+
+def _own_and_tensor(step: StepSpans) -> tuple[Array, Array]:
+    """Nanoseconds of each outer span: without tensor-parallel exchanges, and in them."""
+    spans = step.spans
+    code = [code for code, name in enumerate(step.names) if name == "tensor_comm"]
+    inner = np.flatnonzero(np.isin(spans.records["name"], code) & (spans.parent >= 0))
+    tensor = np.bincount(spans.parent[inner], spans.total[inner], len(spans.records))
+    return spans.total - tensor, tensor
+
+
+@dataclass(frozen=True)
+class _LinkSeconds:
+    """Of what travels, as far as anybody was seen to wait for it."""
+
+    message: float
+    gather: dict[int, float]
+    """By stage."""
+    reduce: dict[int, float]
+    clip: float
+    tied: float
+
+
+def _links(step: StepSpans) -> _LinkSeconds:
+    """From the last post to the end of a wait; of those who were waiting already, where there are any."""
+    start, end = step.spans.start, step.spans.end
+    sure: defaultdict[tuple[str, int], list[Array]] = defaultdict(list)
+    other: defaultdict[tuple[str, int], list[Array]] = defaultdict(list)
+    for wait in waits_of(step):
+        name = {"pp": "message", "dp": wait.need.post[0], "ends": "tied", "world": "clip"}[wait.need.axis]
+        key = name, wait.need.post[1] if wait.need.axis == "dp" else -1
+        long = end[wait.spans] - start[wait.spans] > _LEAST_WAIT_NS
+        spans, posts = wait.spans[long], wait.posts[long]
+        after, was_there = np.maximum(0, end[spans] - start[posts]), start[posts] >= start[spans]
+        if was_there.any():
+            sure[key].append(after[was_there])
+        elif len(after):
+            other[key].append(after)
+    usual = {
+        key: float(np.median(np.concatenate(sure.get(key) or other[key]))) * 1e-9 for key in {*sure, *other}
+    }
+    stages = range(step.programs[0].program.num_stages)
+    return _LinkSeconds(
+        usual.get(("message", -1), 0.0),
+        {stage: usual.get(("gather", stage), 0.0) for stage in stages},
+        {stage: usual.get(("reduce", stage), 0.0) for stage in stages},
+        usual.get(("clip", -1), 0.0),
+        usual.get(("tied", -1), 0.0),
+    )
+
+
+class _MeasuredRun(Run):
+    """The simulator's clocks with measured seconds."""
+
+    def __init__(
+        self,
+        programs: Sequence[ProgramNeeds],
+        links: _LinkSeconds,
+        replicas: Sequence[int],
+        seconds: Sequence[Array],
+    ) -> None:
+        """``seconds``: of each action of each lane."""
+        first = programs[0].program
+        stages = [
+            SimpleNamespace(parameters=0.0, gather=links.gather[s], reduce=links.reduce[s])
+            for s in range(first.num_stages)
+        ]
+        nothing = SimpleNamespace(busy_ratio=0.0)
+        costs = SimpleNamespace(
+            cluster=SimpleNamespace(expected_slowdown=1.0),
+            stages=stages,
+            data=nothing,
+            pipeline=nothing,
+            message=links.message,
+            tied=links.tied,
+            clip=lambda parameters: links.clip,
+        )
+        super().__init__(
+            [one.program for one in programs], cast("Costs", costs), replicas, {}, jitter=0.0, seed=1
+        )
+        self.seconds = [row.tolist() for row in seconds]
+
+    def _cost(self, lane: int, rank: int, action: Action) -> float:
+        return self.seconds[lane][self.next[lane]] if action.kind in _MEASURED else 0.0

@@ -1,0 +1,68 @@
+"""If these break: real ranks record something else than their program's actions, and nobody can say any more
+what they waited for, what decided a step, or who is silent."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+from tiny_corpora import make_corpus
+
+from myriad.dashboard.insight.arrivals import SEND, arrows
+from myriad.dashboard.insight.critical_path import critical_path
+from myriad.dashboard.insight.findings import Findings
+from myriad.job import load_job
+from myriad.program.actions import Kind
+from myriad.run import Run
+from myriad.telemetry.ring import SPANS, SpanRings
+from myriad.train import worker
+
+SMALL = ["model.layers=4", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=4"]
+LAYOUTS = [
+    ["layout.dp=2", "layout.pp=2", "layout.zero=1", "layout.virtual_stages=2", "train.validate_every=2"],
+    ["layout.dp=2", "layout.zero=3", "layout.shares=[3, 5]", "model.tied=false"],
+]
+
+
+def rank(addresses: list[str], path: str) -> int:
+    """One rank, that records into its ring."""
+    os.environ[SPANS] = addresses[int(os.environ["RANK"])]
+    return worker.main([path])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_span_of_a_step_is_the_action_of_its_program(layout: list[str], tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path, count=300)
+    job = load_job("tiny", [f"data.corpus={corpus}", *SMALL, *layout])
+    run, world = Run(tmp_path / "run"), job.layout.world
+    run.create_or_resume(job)
+    rings = SpanRings(world)
+    addresses = [rings.address(row) for row in range(world)]
+    assert run_ranks(world, rank, addresses, str(run.path)) == [0] * world
+    drained = [rings.drain(row) for row in range(world)]
+    names = tuple(dict.fromkeys(name for one in drained for name in one.names))
+    parts = []
+    for one in drained:
+        codes = np.array([names.index(name) for name in one.names], dtype=np.int16)
+        one.records["name"] = codes[one.records["name"]]
+        parts.append(one.records)
+    found = Findings(np.concatenate(parts), names, job, peak_flops=1e9)
+    assert found.losses is not None and found.losses.split and found.losses.mfu is not None
+    assert sum(found.losses.shares.values()) + found.losses.mfu == pytest.approx(1.0)
+    for number in (1, 2, 3):
+        step = found.step(number)
+        assert step.matched.all()
+        assert critical_path(step).seconds == pytest.approx((step.end_ns - step.begin_ns) * 1e-9)
+        received = [
+            transfer
+            for one in step.programs
+            for _, action in one.program
+            for transfer in action.transfers
+            if not transfer.sends and action.kind in (Kind.WAIT, Kind.EXCHANGE)
+        ]
+        assert np.count_nonzero(arrows(step).kind == SEND) == len(received), (
+            "no message came before it was sent"
+        )
+    answer = found.without([0])
+    assert answer is not None and 0 < answer.without_seconds <= 2 * answer.measured_seconds
