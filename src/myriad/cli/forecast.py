@@ -14,11 +14,12 @@ from myriad.whole_file import write_whole
 if TYPE_CHECKING:
     from myriad.job import Job
     from myriad.planner.cluster import Cluster
+    from myriad.planner.costs import Costs
     from myriad.planner.outlook import Outlook, RankOutlook
     from myriad.planner.work import Work
     from myriad.telemetry.spans import Span
 
-__all__ = ["Wanted", "forecast", "predict_step"]
+__all__ = ["Wanted", "costs_of", "forecast", "predict_step"]
 
 _MOST_ROWS = 32
 _MOST_JITTER = 0.5
@@ -63,13 +64,19 @@ def forecast(wanted: Wanted) -> None:
 def predict_step(name: str, overrides: Sequence[str], cluster: "Cluster") -> tuple["Job", float]:
     """A job, and the seconds of an iteration of it on a cluster. Raises `BadInputError`."""
     from myriad.job import load_job
-    from myriad.planner.costs import Costs
     from myriad.planner.simulator import simulate
 
     job = load_job(name, overrides)
-    _check_place(job, cluster)
-    prediction = simulate(Costs(_work_of(job, cluster), cluster), slower={}, jitter=0.0, seed=1)
+    prediction = simulate(costs_of(job, cluster), slower={}, jitter=0.0, seed=1)
     return job, prediction.seconds
+
+
+def costs_of(job: "Job", cluster: "Cluster") -> "Costs":
+    """What a job's actions cost on a cluster. Raises `BadInputError` where it has no room."""
+    from myriad.planner.costs import Costs
+
+    _check_place(job, cluster)
+    return Costs(_work_of(job, cluster), cluster)
 
 
 def _check_place(job: "Job", cluster: "Cluster") -> None:

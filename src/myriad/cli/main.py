@@ -25,6 +25,7 @@ from myriad.cli import (
     sample,
     simulate,
     spans,
+    top,
     train,
     validate,
 )
@@ -37,6 +38,7 @@ _VERBS = (
     join,
     evict,
     sample,
+    top,
     report,
     parity,
     plan,

@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
 
     from myriad.cli.report_facts import Facts
+    from myriad.dashboard.insight.losses import Losses
+    from myriad.dashboard.run_look import Look
     from myriad.run import Run
 
 __all__ = ["register", "save_report"]
 
+_OF_STEPS = ("losses", "slow", "drifting", "critical_path", "without")
+_MOST_SLOW = 5
 _LOG = logging.getLogger(__name__)
 
 
@@ -32,11 +36,22 @@ def _report(
         Path | None,
         typer.Option(metavar="FILE.html", help="Where the page is written; RUN/report.html when left out."),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTER", help="Beside each loss, what is predicted on this cluster."),
+    ] = None,
+    without: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RANKS",
+            help="Tell how long a step would take if these ranks, like 3 or 0-7,12, were as quick as others.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on standard output, for programs.")
     ] = False,
 ) -> None:
-    """Where a run's time went, second by second, and what became of each fault.
+    """Where a run's time went, second by second and in its newest steps, who is slow, and each fault.
 
     Every second of the wall time is in one class. Effective training time (ETTR): steps that count; one that
     was done again after a fault counts once. Goodput: tokens of those steps per second of the wall time. The
@@ -46,24 +61,40 @@ def _report(
     """
     from myriad.cli.report_facts import facts_of
     from myriad.cli.report_page import page
+    from myriad.cli.report_spans import span_parts
+    from myriad.cli.top import look_as_json, ranks_asked
+    from myriad.dashboard.run_look import RunWatch
     from myriad.run import Run
     from myriad.whole_file import write_whole
 
     if out is not None and out.suffix != ".html":
         raise BadInputError("--out", str(out), "a file name that ends in .html")
-    facts = facts_of(Run(existing_run(run)))
+    folder = Run(existing_run(run))
+    facts, look = facts_of(folder), RunWatch(folder).look()
+    ranks = ranks_asked(without, look)
+    predicted = None if cluster is None else _predicted(look, cluster)
     path = facts.run.report_path if out is None else out
     told = f"the page: {path}"
     try:
-        write_whole(path, page(facts))
+        write_whole(path, page(facts, span_parts(look, predicted, ranks)))
     except OSError as error:
         if out is not None:
             raise BadInputError("--out", str(out), f"cannot be written: {error.strerror}") from None
         told = f"no page: {path} cannot be written ({error.strerror}); --out FILE.html writes it elsewhere"
     if as_json:
-        typer.echo(json.dumps(facts.as_json(), ensure_ascii=False))
+        steps = {key: value for key, value in look_as_json(look, ranks).items() if key in _OF_STEPS}
+        typer.echo(json.dumps(facts.as_json() | steps, ensure_ascii=False))
     else:
-        _show(facts, told)
+        _show(facts, look, told)
+
+
+def _predicted(look: "Look", name: str) -> "Losses":
+    from myriad.cli.forecast import costs_of
+    from myriad.cli.measure import cluster_path
+    from myriad.dashboard.insight.predicted import predicted_losses
+    from myriad.recipes.cluster import load_cluster
+
+    return predicted_losses(costs_of(look.job, load_cluster(cluster_path(name))))
 
 
 def save_report(run: "Run") -> None:
@@ -71,14 +102,16 @@ def save_report(run: "Run") -> None:
     try:
         from myriad.cli.report_facts import facts_of
         from myriad.cli.report_page import page
+        from myriad.cli.report_spans import span_parts
+        from myriad.dashboard.run_look import RunWatch
         from myriad.whole_file import write_whole
 
-        write_whole(run.report_path, page(facts_of(run)))
+        write_whole(run.report_path, page(facts_of(run), span_parts(RunWatch(run).look())))
     except Exception as error:  # whatever it is: what was trained is worth more than what is told of it
         _LOG.warning("no report was written: %s", error)
 
 
-def _show(facts: "Facts", told: str) -> None:
+def _show(facts: "Facts", look: "Look", told: str) -> None:
     from rich.console import Console
 
     from myriad.units import format_count, format_seconds
@@ -95,6 +128,7 @@ def _show(facts: "Facts", told: str) -> None:
         parts.append(f"spare nodes stood {spare / 3600:.3g} node hours beside it")
     console.print(" · ".join(parts), markup=False, soft_wrap=True)
     _show_classes(facts, console)
+    _show_steps(look, console)
     _show_faults(facts, console)
     _show_attempts(facts, console)
     console.print(told, style="dim", markup=False, soft_wrap=True)
@@ -123,6 +157,26 @@ def _show_classes(facts: "Facts", console: "Console") -> None:
     wall = facts.account.ledger.wall_seconds
     rows.append(["in all", f"{wall:.2f}", "100.00%" if wall else "-", "the wall time"])
     _table(console, ["class", "seconds", "share", ""], rows, (1, 2))
+
+
+def _show_steps(look: "Look", console: "Console") -> None:
+    """What the newest steps' spans say."""
+    from myriad.cli.loss_colours import MEANING
+
+    found = look.findings
+    losses = found.losses
+    if losses is None:
+        return
+    rows = [
+        [name, f"{losses.seconds[name] * 1e3:.2f}", f"{share:.2%}", MEANING[name]]
+        for name, share in losses.shares.items()
+        if abs(share) >= 0.00005
+    ]
+    if losses.mfu is not None and losses.ideal_seconds is not None:
+        rows.append(["MFU", f"{losses.ideal_seconds * 1e3:.2f}", f"{losses.mfu:.2%}", "of the peak"])
+    _table(console, ["of a step", "ms", "share", ""], rows, (1, 2))
+    for one in found.culprits[:_MOST_SLOW]:
+        console.print(one.sentence, markup=False, soft_wrap=True)
 
 
 def _show_faults(facts: "Facts", console: "Console") -> None:

@@ -1,6 +1,6 @@
 """A run as one page of HTML that needs nothing but itself: no script, no link, no font from elsewhere."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from myriad.cli.ledger_bar import COLOURS, ledger_bar
@@ -17,7 +17,7 @@ from myriad.cli.report_facts import (
 from myriad.cli.screen import loss_series
 from myriad.units import format_bytes, format_count, format_seconds
 
-__all__ = ["page"]
+__all__ = ["html_table", "page"]
 
 _MOST_POINTS = 3000
 """In one curve: what a screen can show; a million steps would be a page of a hundred megabytes."""
@@ -51,7 +51,7 @@ svg { display: block; width: 100%; height: auto; border-radius: 6px }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums }
 th { text-align: left; color: var(--dim); font-weight: 500 }
 th, td { padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top }
-td.n, th.n { text-align: right }
+td.n, th.n { text-align: right; white-space: nowrap }
 tr:last-child td { border-bottom: 0 }
 i { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 8px }
 pre { overflow-x: auto; font-size: 13px }
@@ -59,13 +59,14 @@ summary { cursor: pointer; color: var(--dim); margin-top: 8px }
 """
 
 
-def page(facts: Facts) -> str:
-    """The whole of it."""
+def page(facts: Facts, spans: Iterable[str] = ()) -> str:
+    """The whole of it. ``spans``: what the newest steps' spans say, as HTML."""
     name = escape(facts.run.path.resolve().name)
     parts = [
         *_head(facts, name),
         *_time(facts),
         *_curves(facts),
+        *spans,
         *_faults(facts),
         *_attempts(facts),
         *_layout(facts),
@@ -124,7 +125,7 @@ def _time(facts: Facts) -> Iterator[str]:
         for kind, seconds, share in shares
     ]
     rows.append(["in all", f"{facts.account.ledger.wall_seconds:,.2f} s", "100.00%", "the wall time"])
-    yield _table(["class", "time", "share", ""], rows, (1, 2)) + "</div>"
+    yield html_table(["class", "time", "share", ""], rows, (1, 2)) + "</div>"
 
 
 def _curves(facts: Facts) -> Iterator[str]:
@@ -154,7 +155,7 @@ def _faults(facts: Facts) -> Iterator[str]:
         yield '<p class="dim">none was told</p>'
         return
     rows = [[escape(cell) for cell in row] for row in fault_cells(facts.account.faults)]
-    yield f'<div class="card scroll">{_table(FAULT_HEADINGS, rows, (3, 4, 5))}</div>'
+    yield f'<div class="card scroll">{html_table(FAULT_HEADINGS, rows, (3, 4, 5))}</div>'
 
 
 def _attempts(facts: Facts) -> Iterator[str]:
@@ -169,7 +170,7 @@ def _attempts(facts: Facts) -> Iterator[str]:
             whole = sum(seconds.values())
             share = f"{seconds['training'] / whole:.1%}" if whole else "-"
             rows.append([*map(escape, cells), share])
-        yield f'<div class="card scroll">{_table(headings, rows, (0, 1, 3, 4, 6))}</div>'
+        yield f'<div class="card scroll">{html_table(headings, rows, (0, 1, 3, 4, 6))}</div>'
 
 
 def _layout(facts: Facts) -> Iterator[str]:
@@ -190,11 +191,11 @@ def _layout(facts: Facts) -> Iterator[str]:
         rows.append(["memory of rank 0", format_bytes(memory)])
     yield "<h2>Job</h2>"
     text = escape(facts.run.job_path.read_text())
-    body = _table(None, [[escape(cell) for cell in row] for row in rows], ())
+    body = html_table(None, [[escape(cell) for cell in row] for row in rows], ())
     yield f'<div class="card">{body}<details><summary>job.toml</summary><pre>{text}</pre></details></div>'
 
 
-def _table(headings: Sequence[str] | None, rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
+def html_table(headings: Sequence[str] | None, rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
     """Cells are HTML already."""
 
     def row(cells: Sequence[str], tag: str) -> str:

@@ -1,0 +1,145 @@
+"""``myriad top``: a run in the terminal, as it goes: where each step's time goes, who is slow, who waits for
+whom."""
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from myriad.cli.runs import existing_run
+from myriad.errors import BadInputError
+
+if TYPE_CHECKING:
+    from myriad.dashboard.run_look import Look, RunWatch
+
+__all__ = ["look_as_json", "ranks_asked", "register"]
+
+_LEAST_SECONDS = 0.2
+_MOST_STEPS = 1000
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command("top")(_top)
+
+
+def _top(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or the name of one under runs/.")],
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two frames.")] = 2.0,
+    steps: Annotated[int, typer.Option(help="How many of the newest steps are looked at.")] = 50,
+    without: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RANKS",
+            help="Tell how long a step would take if these ranks, like 3 or 0-7,12, were as quick as others.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One frame as a JSON object on standard output, for programs.")
+    ] = False,
+) -> None:
+    """Watch a run in the terminal: state, step time, MFU and what it loses, slow ranks, events.
+
+    Reads the run's folder only, so the run does not notice; it may be at work, stopped, or broken. Losses go
+    from 100 % of the accelerators' peak to the measured MFU, and add up. Ctrl-C leaves.
+
+    Exit code: 0 done, 2 bad input.
+    """
+    from myriad.dashboard.run_look import RunWatch
+    from myriad.run import Run
+
+    if every < _LEAST_SECONDS:
+        raise BadInputError("--every", every, f"at least {_LEAST_SECONDS} seconds")
+    if not 1 <= steps <= _MOST_STEPS:
+        raise BadInputError("--steps", steps, f"1 to {_MOST_STEPS}")
+    watch = RunWatch(Run(existing_run(run)), steps)
+    look = watch.look()
+    ranks = ranks_asked(without, look)
+    if as_json:
+        typer.echo(json.dumps(look_as_json(look, ranks), ensure_ascii=False))
+    else:
+        _show(watch, look, ranks, once=once, every=every)
+
+
+def ranks_asked(text: str | None, look: "Look") -> list[int]:
+    """Those of ``--without``. Raises `BadInputError`."""
+    from myriad.dashboard.insight.findings import numbered_ranks
+
+    world = look.job.layout.world
+    try:
+        return [] if text is None else list(numbered_ranks(text, world))
+    except ValueError:
+        raise BadInputError("--without", text, f"ranks from 0 to {world - 1}, like 3 or 0-7,12") from None
+
+
+def _show(watch: "RunWatch", look: "Look", ranks: list[int], *, once: bool, every: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from myriad.cli.top_frame import frame
+
+    console = Console(highlight=False)
+    if once or not console.is_terminal:
+        console.print(frame(look, ranks, console.width))
+        return
+    with Live(frame(look, ranks, console.width), console=console, screen=True, auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(every)
+                live.update(frame(watch.look(), ranks, console.width), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def look_as_json(look: "Look", ranks: list[int]) -> dict[str, Any]:
+    """Plain values."""
+    found, losses = look.findings, look.findings.losses
+    path, stuck, answer = found.path, found.standstill, found.without(ranks) if ranks else None
+    return {
+        "run": str(look.run.path),
+        "state": look.state,
+        "sentence": look.sentence,
+        "step": look.step,
+        "steps": look.job.train.steps,
+        "world": look.job.layout.world,
+        "loss": look.loss,
+        "step_seconds": look.step_seconds or None,
+        "tokens_per_second": look.tokens_per_second,
+        "mfu": look.mfu,
+        "peak_flops": look.peak_flops,
+        "peak_source": look.start.get("peak_source"),
+        "spans": {
+            "attempt": look.spans.attempt,
+            "steps": [int(step) for step in found.whole_steps],
+            "dropped": look.spans.num_dropped,
+            "unreadable_files": look.spans.num_unreadable,
+            "clock_error_seconds": look.spans.clock_error_seconds,
+        },
+        "losses": None
+        if losses is None
+        else {
+            "step_seconds": losses.step_seconds,
+            "mfu": losses.mfu,
+            "shares": dict(losses.shares),
+            "waits_are_split": losses.split,
+        },
+        "slow": [vars(one) | {"sentence": one.sentence} for one in found.stragglers],
+        "drifting": {rank: float(found.drift.slope[rank]) for rank in found.drifting},
+        "critical_path": None
+        if path is None
+        else {
+            "step": found.path_step,
+            "seconds": path.seconds,
+            "by_class": dict(path.by_class()),
+            "by_rank": dict(path.by_rank()),
+        },
+        "waiting": None
+        if stuck is None or look.state != "hangs"
+        else {"silent": list(stuck.silent), "waited_for_by": dict(stuck.blamed), "sentence": stuck.sentence},
+        "without": None
+        if answer is None
+        else vars(answer) | {"without_seconds": answer.without_seconds, "sentence": answer.sentence},
+        "events": list(look.events[-20:]),
+    }

@@ -1,0 +1,168 @@
+"""One frame of ``myriad top``."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from myriad.cli.loss_colours import COLOURS, USEFUL
+from myriad.units import format_count
+
+if TYPE_CHECKING:
+    from myriad.dashboard.insight.findings import Findings
+    from myriad.dashboard.insight.losses import Losses
+    from myriad.dashboard.insight.stragglers import Straggler
+    from myriad.dashboard.run_look import Look
+    from myriad.jsonl import Record
+
+__all__ = ["frame"]
+
+_MOST_SLOW, _MOST_EVENTS, _MOST_SILENT = 8, 6, 8
+_WIDEST_BAR = 100
+_STATE_STYLE = {"hangs": "bold red", "stopped": "bold yellow"}
+_NOT_TOLD = ("time", "event", "evidence", "rule", "problem")
+
+
+def frame(look: "Look", ranks: Sequence[int], width: int) -> RenderableType:
+    """``ranks``: those that one asks about."""
+    parts: list[RenderableType] = [
+        Text(f"{look.run.path.resolve().name}: {look.sentence}", style=_STATE_STYLE.get(look.state, "bold")),
+        Text(" · ".join(_figures(look)), style="dim"),
+    ]
+    found = look.findings
+    if found.losses is None:
+        parts += [Text(), Text("no spans yet: RUN/spans has no whole file of them", style="dim")]
+    else:
+        parts += [Text(), *_losses(found.losses, width)]
+        parts += [Text(), *_slow(found)]
+        parts += list(_path(found))
+    if ranks:
+        answer = found.without(ranks)
+        parts.append(Text("no step's spans fit its program" if answer is None else answer.sentence))
+    if look.state == "hangs":
+        parts += [Text(), *_waiting(found)]
+    parts += [Text(), *_events(look.events), Text(_told_of_spans(look), style="dim")]
+    return Group(*parts)
+
+
+def _figures(look: "Look") -> Iterator[str]:
+    if look.loss is not None:
+        yield f"loss {look.loss:.4f}"
+    if (speed := look.tokens_per_second) is not None:
+        yield f"{format_count(speed)} tokens/s"
+    if (mfu := look.mfu) is not None:
+        peak = f" of {look.peak_flops / 1e12:,.4g} TFLOP/s" if look.peak_flops else ""
+        source = f" ({look.start['peak_source']})" if look.peak_flops and "peak_source" in look.start else ""
+        yield f"MFU {mfu:.1%}{peak}{source}"
+    layout = look.job.layout
+    axes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("dp", "pp", "tp"))
+    yield f"{layout.world} ranks: {axes}"
+
+
+def _losses(losses: "Losses", width: int) -> Iterator[RenderableType]:
+    """A bar of the step, and what its parts are."""
+    useful = losses.mfu if losses.mfu is not None else losses.compute_seconds / losses.step_seconds
+    first = "MFU" if losses.mfu is not None else "computes"
+    parts = [(first, useful, USEFUL)]
+    parts += [(name, share, COLOURS[name]) for name, share in losses.shares.items() if share >= 0.0005]
+    yield _bar(parts, min(width - 2, _WIDEST_BAR))
+    legend = Text()
+    for name, share, colour in parts:
+        legend.append("■ ", style=colour).append(f"{name} ").append(f"{share:.1%}", style="bold").append(
+            "   "
+        )
+    yield legend
+    if not losses.split and losses.shares["bubble"] > 0:
+        yield Text("bubble: with messages, as the spans do not fit the program", style="dim")
+
+
+def _bar(parts: Sequence[tuple[str, float, str]], width: int) -> Text:
+    """Whole characters, so that all of them are there; rounding never adds one."""
+    bar, done, shown = Text(), 0.0, 0
+    whole = sum(max(0.0, share) for _, share, _ in parts) or 1.0
+    for _, share, colour in parts:
+        done += max(0.0, share) / whole
+        count = round(done * width) - shown
+        bar.append("█" * count, style=colour)
+        shown += count
+    return bar
+
+
+def _slow(found: "Findings") -> Iterator[RenderableType]:
+    slow = found.culprits
+    if not slow:
+        yield Text("no rank is slower than its peers", style="dim")
+    else:
+        yield _slow_table(slow)
+    for rank in found.drifting[:2]:
+        yield Text(found.drift.sentence(rank))
+
+
+def _slow_table(slow: "Sequence[Straggler]") -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("slow", "stage", "phase", "by", "z", "ms a step", "peers", "since step"):
+        table.add_column(heading, justify="left" if heading in ("slow", "phase") else "right")
+    for one in slow[:_MOST_SLOW]:
+        who = f"node {one.node}" if one.culprit == "node" else f"rank {one.ranks[0]} (node {one.node})"
+        table.add_row(
+            who,
+            "-" if one.stage < 0 else str(one.stage),
+            one.phase,
+            f"{one.ratio - 1:+.0%}",
+            f"{one.z:.1f}",
+            f"{one.seconds * 1e3:.1f}",
+            f"{one.peers_seconds * 1e3:.1f}",
+            "-" if one.since_step is None else str(one.since_step),
+        )
+    if len(slow) > _MOST_SLOW:
+        table.add_row(f"and {len(slow) - _MOST_SLOW} more")
+    return table
+
+
+def _path(found: "Findings") -> Iterator[RenderableType]:
+    path = found.path
+    if path is None or not path.seconds:
+        return
+    classes = sorted(path.by_class().items(), key=lambda item: -item[1])
+    told = ", ".join(f"{name} {seconds / path.seconds:.0%}" for name, seconds in classes if seconds > 0)
+    rank, seconds = next(iter(path.by_rank().items()))
+    most = f"rank {rank} {seconds / path.seconds:.0%}"
+    yield Text(f"critical path of step {found.path_step}: {told}; {most} of it")
+
+
+def _waiting(found: "Findings") -> Iterator[RenderableType]:
+    stuck = found.standstill
+    if stuck is None:
+        yield Text("who waits for whom is not known: the spans do not fit the program", style="dim")
+        return
+    for rank in stuck.silent[:_MOST_SILENT]:
+        action = stuck.action(rank)
+        where = f"rank {rank} on node {found.ranks.node[rank]}"
+        doing = "between two steps" if action is None else f"in {action}"
+        yield Text(f"silent: {where}, {doing}; {stuck.blamed[rank]} wait for it", style="red")
+
+
+def _events(events: "Sequence[Record]") -> Iterator[RenderableType]:
+    for event in events[-_MOST_EVENTS:]:
+        at = event.get("time")
+        when = time.strftime("%H:%M:%S", time.localtime(at)) if isinstance(at, int | float) else "-"
+        problem = str(event.get("problem") or "").partition("\n")[0]
+        rest = ", ".join(f"{key} {value}" for key, value in event.items() if key not in _NOT_TOLD)
+        line = Text(f"{when} ", style="dim", no_wrap=True, overflow="ellipsis")
+        yield line.append(f"{event.get('event')} ", style="default").append(problem or rest, style="dim")
+
+
+def _told_of_spans(look: "Look") -> str:
+    spans, steps = look.spans, look.findings.whole_steps
+    told = f"spans of attempt {spans.attempt}, no whole step yet"
+    if len(steps):
+        told = f"spans of attempt {spans.attempt}, steps {steps[0]} to {steps[-1]}"
+    parts = [told, f"clocks agree to {spans.clock_error_seconds * 1e3:.2g} ms"]
+    if spans.num_dropped:
+        parts.append(f"{spans.num_dropped:,} were dropped")
+    if spans.num_unreadable:
+        parts.append(f"{spans.num_unreadable} files cannot be read")
+    return " · ".join(parts) if len(spans.records) else ""

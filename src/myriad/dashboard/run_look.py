@@ -1,0 +1,150 @@
+"""A look at a run's folder: its state, its newest steps, and what their spans say. Only reads, as often as
+one likes; works while the run trains, when it has stopped, and when half of it is gone."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import TYPE_CHECKING
+
+from myriad.comm.attempt_layout import AttemptLayout
+from myriad.dashboard.insight.findings import Findings
+from myriad.dashboard.insight.state import State, run_state, state_sentence
+from myriad.dashboard.run_spans import NewestSpans, SpanFolder
+from myriad.errors import MyriadError
+from myriad.jsonl import JsonlTail, Record
+from myriad.run import Run
+
+if TYPE_CHECKING:
+    from myriad.job import Job
+
+__all__ = ["Look", "RunWatch", "attempt_of"]
+
+_RECENT_STEPS = 20
+
+
+def attempt_of(job: "Job", events: Sequence[Record]) -> "Job":
+    """The job as its newest attempt computes it."""
+    for event in reversed(events):
+        if event.get("event") != "restart":
+            continue
+        changed = AttemptLayout(event.get("dp"), tuple(event.get("shares") or ()), event.get("partition"))
+        try:
+            return job.in_attempt(changed)
+        except (MyriadError, TypeError, ValueError):
+            return job
+    return job
+
+
+@dataclass(frozen=True)
+class Look:
+    """At one moment."""
+
+    run: Run
+    job: "Job"
+    """Of the newest attempt."""
+    metrics: Sequence[Record]
+    events: Sequence[Record]
+    spans: NewestSpans
+    held: bool
+    now: float
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+    def _recent(self, key: str) -> float | None:
+        values = [line.get(key) for line in self.metrics[-_RECENT_STEPS:]]
+        known = [float(value) for value in values if isinstance(value, int | float)]
+        return median(known) if known else None
+
+    @property
+    def step_seconds(self) -> float:
+        """Median of the newest steps; 0: unknown."""
+        return self._recent("step_seconds") or 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """Median of the newest steps, as rank 0 has it."""
+        return self._recent("mfu")
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median of the newest steps."""
+        return self._recent("tokens_per_second")
+
+    @property
+    def loss(self) -> float | None:
+        """Of the newest step."""
+        found = self.metrics[-1].get("loss") if self.metrics else None
+        return float(found) if isinstance(found, int | float) else None
+
+    @cached_property
+    def start(self) -> Record:
+        """The event with which the newest attempt began; empty: there was none."""
+        return next((one for one in reversed(self.events) if one.get("event") == "start"), {})
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of all ranks together."""
+        found = self.start.get("peak_flops")
+        return float(found) if isinstance(found, int | float) and found > 0 else None
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Since the newest sign of life."""
+        times = [one.get("time") for one in (*self.metrics[-1:], *self.events[-1:])]
+        newest = max((float(at) for at in times if isinstance(at, int | float)), default=0.0)
+        records = self.spans.records
+        if len(records):
+            newest = max(newest, float((records["start_ns"] + records["duration_ns"]).max()) * 1e-9)
+        return max(0.0, self.now - newest) if newest else 0.0
+
+    @property
+    def state(self) -> State:
+        """In a word."""
+        quiet, seconds = self.quiet_seconds, self.step_seconds
+        return run_state(self.events, quiet_seconds=quiet, step_seconds=seconds, held=self.held)
+
+    @cached_property
+    def findings(self) -> Findings:
+        """What the spans say."""
+        return Findings(self.spans.records, self.spans.names, self.job, self.peak_flops)
+
+    @property
+    def sentence(self) -> str:
+        """How it goes, and the first thing that is wrong."""
+        steps = self.job.train.steps
+        told = state_sentence(self.state, self.step, steps, self.step_seconds, self.quiet_seconds)
+        if self.state == "hangs" and self.findings.standstill is not None:
+            return f"{told}; {self.findings.standstill.sentence}"
+        wrong = [one.sentence for one in self.findings.culprits[:1]]
+        return "; ".join([told, *wrong])
+
+
+class RunWatch:
+    """Looks again and again, reading what is new. Raises `BadInputError` where there is no run."""
+
+    def __init__(self, run: Run, most_steps: int = 50) -> None:
+        self.run, self._job = run, run.job()
+        self._spans = SpanFolder(run.spans_path, most_steps)
+        self._metrics_tail, self._events_tail = JsonlTail(run.metrics_path), JsonlTail(run.events_path)
+        self._metrics: list[Record] = []
+        self._events: list[Record] = []
+
+    def look(self) -> Look:
+        """As it is now."""
+        for line in self._metrics_tail.poll():
+            self._add(line)
+        self._events += self._events_tail.poll()
+        job = attempt_of(self._job, self._events)
+        spans, held = self._spans.newest(), self.run.is_locked
+        return Look(self.run, job, self._metrics, self._events, spans, held, time.time())
+
+    def _add(self, line: Record) -> None:
+        if isinstance(line.get("step"), int):
+            while self._metrics and self._metrics[-1]["step"] >= line["step"]:
+                self._metrics.pop()
+            self._metrics.append(line)

@@ -1,0 +1,142 @@
+"""If these break: `myriad top` or `myriad report` does not say what a run's spans say, or a broken run breaks
+them."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_folder import slow_run, write_run
+from simulated_run import as_recorded
+
+from myriad.cli.main import main
+from myriad.run import Run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "slow", slow_run(), end="interrupted")
+
+
+def run_verb(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
+    return int(end.value.code or 0)
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
+    assert run_verb(*arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_top_says_who_is_slow_and_where_a_step_s_time_goes(folder: Path, capsys) -> None:
+    found = told(capsys, "top", folder, "--without", "22")
+    assert found["state"] == "stopped" and found["step"] == 24
+    assert re.search(
+        r"rank 22 on node 2 runs backward 2\d% slower than its peers since step 15", found["sentence"]
+    )
+    assert {tuple(one["ranks"]) for one in found["slow"]} == {(22,)}
+    losses = found["losses"]
+    assert losses["waits_are_split"]
+    assert sum(losses["shares"].values()) + losses["mfu"] == pytest.approx(1.0)
+    assert losses["mfu"] == pytest.approx(found["mfu"], rel=0.05)
+    path = found["critical_path"]
+    assert sum(path["by_class"].values()) == pytest.approx(path["seconds"])
+    assert found["without"]["without_seconds"] < 0.99 * found["without"]["measured_seconds"]
+    assert found["spans"]["unreadable_files"] == 0
+
+
+def test_one_frame_is_for_people(folder: Path, capsys) -> None:
+    assert run_verb("top", folder, "--once", "--without", "22") == 0
+    frame = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "stopped after step 24 of 40",
+        "rank 22 (node 2)",
+        "bubble",
+        "critical path of step",
+        "MFU",
+    ):
+        assert words in frame
+    assert "without rank 22 the step would take" in frame
+
+
+def test_in_a_hang_the_silent_rank_is_named(tmp_path: Path, capsys) -> None:
+    """Rank 9 stops after some actions of the last step; the others before anything that would need it."""
+    run = slow_run(6)
+    records = as_recorded(run).records
+    last = records["step"] == 6
+    turn = np.cumsum(last) - np.searchsorted(records["rank"][last], records["rank"])  # within a rank
+    keep = ~last | (turn <= np.where(records["rank"] == 9, 6, 45))
+    path = write_run(tmp_path / "hang", run, records[keep], ended_ago=60.0)
+    with Run(path).lock():
+        found = told(capsys, "top", path)
+        assert run_verb("top", path, "--once") == 0
+    assert found["state"] == "hangs"
+    assert found["waiting"]["silent"][0] == 9
+    assert "wait for rank 9 on node 1" in found["sentence"]
+    assert "silent: rank 9 on node 1" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_that_trains_is_not_called_hung(tmp_path: Path, capsys) -> None:
+    path = write_run(tmp_path / "runs", slow_run(4), ended_ago=0.5)
+    with Run(path).lock():
+        assert told(capsys, "top", path)["state"] == "training"
+
+
+def test_a_run_that_is_half_gone_is_shown_as_far_as_it_is_there(tmp_path: Path, capsys) -> None:
+    path = write_run(tmp_path / "broken", slow_run(8))
+    files = sorted((path / "spans").iterdir())
+    files[0].write_bytes(files[0].read_bytes()[:-100])
+    (path / "spans" / "attempt-1-node-9-0.parquet").symlink_to(files[1])
+    with (path / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 9, "ti')
+    found = told(capsys, "top", path)
+    assert found["spans"]["unreadable_files"] == 1
+    assert found["losses"] is not None
+    for file in files:
+        file.unlink()
+    (path / "events.jsonl").unlink()
+    assert told(capsys, "top", path)["losses"] is None
+    assert run_verb("top", path, "--once") == 0
+    assert run_verb("report", path) == 0
+
+
+def test_the_report_opens_offline_and_escapes_what_a_job_called_its_spans(tmp_path: Path, capsys) -> None:
+    run = slow_run(8)
+    spans = as_recorded(run).records
+    evil = spans[spans["step"] == 5][::40].copy()
+    evil["name"], evil["duration_ns"] = len(run.names), 5 * 10**6
+    evil["start_ns"] += 50 * 10**6
+    named = replace(run, names=(*run.names, "<script>alert(1)</script>"))
+    path = write_run(tmp_path / "evil", named, np.concatenate([spans, evil]))
+    assert run_verb("report", path, "--cluster", "megascale-256xa100") == 0
+    page = (path / "report.html").read_text()
+    assert "<script" not in page and 'src="http' not in page and "<link" not in page and "@import" not in page
+    assert "Where a step's time goes" in page and "What decided when a step ended" in page
+    assert "plan" in page and "data:image/png;base64," in page
+
+
+def test_the_report_tells_the_slow_rank_in_words(folder: Path, capsys) -> None:
+    found = told(capsys, "report", folder)
+    assert found["slow"][0]["sentence"] in (folder / "report.html").read_text()
+    assert found["steps"] == 24
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("top", "no-such-run"),
+        ("top", "RUN", "--without", "99"),
+        ("top", "RUN", "--without", "x"),
+        ("top", "RUN", "--every", "0"),
+        ("top", "RUN", "--steps", "0"),
+        ("report", "RUN", "--cluster", "no-such-cluster"),
+        ("report", "RUN", "--without", "-1"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], folder: Path, capsys) -> None:
+    code = run_verb(*(str(folder) if argument == "RUN" else argument for argument in arguments))
+    assert code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
