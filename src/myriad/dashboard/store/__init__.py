@@ -1,0 +1,1 @@
+"""Spans in memory: bounded, in columns, summed as they come in."""

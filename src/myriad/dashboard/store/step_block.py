@@ -1,0 +1,102 @@
+"""The spans of one step in columns, and for each rank the seconds of each phase.
+
+Columns grow by doubling: old ones are replaced, never changed, so that a reader may go on with what it took.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["COLUMNS", "SPAN_BYTES", "Columns", "StepBlock"]
+
+Array = npt.NDArray[Any]
+Columns = dict[str, Array]
+"""One array for each of `COLUMNS`, all of one length."""
+
+COLUMNS = {
+    "start_ns": np.int64,
+    "duration": np.float32,
+    "rank": np.int32,
+    "name": np.int16,
+    "stage": np.int16,
+    "micro_batch": np.int16,
+    "chunk": np.int16,
+}
+SPAN_BYTES = sum(np.dtype(kind).itemsize for kind in COLUMNS.values())
+_FIRST_CAPACITY = 64
+
+
+class StepBlock:
+    """Filled by one thread at a time."""
+
+    def __init__(self, world: int, attempt: int) -> None:
+        self.attempt, self.world = attempt, world
+        self.count, self.changes = 0, 0
+        """Spans; how often something came in."""
+        self.first_ns, self.last_ns = np.iinfo(np.int64).max, np.iinfo(np.int64).min
+        """From the first start to the last end."""
+        self.seconds = np.full((0, world), np.nan, np.float32)
+        """[phase, rank]; NaN: nothing was seen."""
+        self.begin_ns, self.end_ns = np.zeros(world, np.int64), np.zeros(world, np.int64)
+        """Each rank's first start and last end; 0: nothing was seen."""
+        self._columns = {name: np.empty(0, kind) for name, kind in COLUMNS.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is held."""
+        return len(self._columns["rank"]) * SPAN_BYTES + self.sum_bytes
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of it, for sums."""
+        return self.seconds.nbytes + self.begin_ns.nbytes + self.end_ns.nbytes
+
+    def columns(self) -> Columns:
+        """What is there now."""
+        return {name: column[: self.count] for name, column in self._columns.items()}
+
+    def append(self, spans: Columns) -> None:
+        """Adds spans; sums are told apart, by `add_seconds` and `add_ends`."""
+        added = len(spans["rank"])
+        if self.count + added > len(self._columns["rank"]):
+            self._resize(max(_FIRST_CAPACITY, 2 * self.count, self.count + added))
+        for name, column in self._columns.items():
+            column[self.count : self.count + added] = spans[name]
+        self.count += added
+
+    def add_ends(self, ranks: Array, starts: Array, ends: Array) -> None:
+        """``ranks``: ascending, each rank's spans by start."""
+        self.changes += 1
+        self.first_ns = min(self.first_ns, int(starts.min()))
+        self.last_ns = max(self.last_ns, int(ends.max()))
+        edges = np.flatnonzero(np.diff(ranks, prepend=-1))
+        told, begins = ranks[edges], starts[edges]
+        known = self.begin_ns[told]
+        self.begin_ns[told] = np.where((known > 0) & (known < begins), known, begins)
+        self.end_ns[told] = np.maximum(self.end_ns[told], np.maximum.reduceat(ends, edges))
+
+    def add_seconds(self, first_rank: int, totals: Array, counts: Array) -> None:
+        """``totals`` and ``counts`` of spans: [phase, rank from the first on]."""
+        if len(totals) > len(self.seconds):
+            more = np.full((len(totals) - len(self.seconds), self.world), np.nan, np.float32)
+            self.seconds = np.concatenate([self.seconds, more])
+        place = self.seconds[: len(totals), first_rank : first_rank + totals.shape[1]]
+        seen = counts > 0
+        place[seen] = np.nan_to_num(place[seen]) + totals[seen]
+
+    def trim(self) -> None:
+        """Gives back what was kept for spans that did not come."""
+        if len(self._columns["rank"]) > self.count:
+            self._resize(self.count)
+
+    def drop_spans(self) -> None:
+        """Keeps the sums only."""
+        self.count = 0
+        self._resize(0)
+
+    def _resize(self, capacity: int) -> None:
+        for name, old in self._columns.items():
+            column = np.empty(capacity, old.dtype)
+            column[: self.count] = old[: self.count]
+            self._columns[name] = column
