@@ -28,7 +28,8 @@ FLOORS = (
 """Lowest first; a string is a room: a folder, a file, or a few that belong together."""
 
 TORCH_FREE = (
-    "errors units config toml_text jsonl processes whole_file program network planner job recipes run cli"
+    "errors units config toml_text jsonl processes whole_file program network planner job recipes run "
+    "dashboard cli"
 )
 
 PURE, KNOWN_TO_PURE = "resilience.decide.", ("resilience.facts", "resilience.causes")

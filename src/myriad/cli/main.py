@@ -28,6 +28,7 @@ from myriad.cli import (
     top,
     train,
     validate,
+    watch,
 )
 from myriad.errors import MyriadError
 
@@ -40,6 +41,7 @@ _VERBS = (
     sample,
     top,
     report,
+    watch,
     parity,
     plan,
     simulate,

@@ -1,0 +1,205 @@
+"""``myriad watch``: a run in the browser."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from myriad.cli.runs import existing_run
+from myriad.errors import BadInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from myriad.dashboard.plan import Plan
+    from myriad.dashboard.run_files import RunFiles
+    from myriad.dashboard.watched import Watched
+    from myriad.run import Run
+
+__all__ = ["register"]
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LEAST_TOKEN = 16
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command("watch")(_watch)
+
+
+def _watch(
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="A run folder, or the name of one under runs/.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Where to listen; other machines then need a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0: any that is free.")] = 8765,
+    token: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="That others must know; made up and printed when left out."),
+    ] = None,
+    collect: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Keep spans that nodes send by HTTP there too, as Parquet."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTER", help="Show what is predicted for the job there, too."),
+    ] = None,
+    remote: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Instead of RUN: show what a server shows that runs elsewhere."),
+    ] = None,
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="For spans and their sums; the oldest steps make room.")
+    ] = "2 GiB",
+    open_page: Annotated[
+        bool, typer.Option("--open/--no-open", help="Open the page in this machine's browser.")
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on standard output, for programs.")
+    ] = False,
+) -> None:
+    """Show a run in the browser, while it trains or afterwards. Only reads: a run never notices.
+
+    Also collects: nodes may send their spans to URL/api/spans instead of writing them into the run's folder.
+    Ctrl-C ends it.
+
+    With --remote it opens the page of a `myriad watch --host ...` of another machine, with its --token.
+
+    Exit code: 0 ended, 2 bad input.
+    """
+    if remote is not None:
+        return _show_remote(remote, run, token, open_page, as_json)
+    if run is None:
+        raise BadInputError("run", "", "a run folder, or the name of one under runs/; or --remote URL")
+    _check_installed()
+    from myriad.dashboard.app import build_app
+    from myriad.dashboard.server import listen_at, serve
+
+    path, secret, size = existing_run(run), _token(host, token), _memory_bytes(memory)
+    _check_collect(collect, path)
+    app = build_app(_watched(path, size, cluster), secret, collect)
+    listener = listen_at(host, port)
+    address = f"http://{_in_address(host)}:{listener.getsockname()[1]}"
+    serve(app, listener, lambda: _tell(address, secret, open_page, as_json))
+
+
+def _check_installed() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("starlette", "uvicorn", "pyarrow") if find_spec(name) is None]
+    if missing:
+        raise BadInputError("watch", ", ".join(missing), "not installed: pip install 'myriad[watch]'")
+
+
+def _watched(path: Path, memory_bytes: int, cluster: str | None) -> "Watched":
+    from myriad.dashboard.run_files import RunFiles
+    from myriad.dashboard.store.span_store import SpanStore
+    from myriad.dashboard.watched import Watched
+    from myriad.run import Run
+
+    files = RunFiles(Run(path))
+    store = SpanStore(files.job.layout.world, files.job.train.steps, memory_bytes)
+    plan = None if cluster is None else _plan(files, cluster)
+    return Watched(files, store, lambda: _account(files.run), plan)
+
+
+def _show_remote(url: str, run: str | None, token: str | None, open_page: bool, as_json: bool) -> None:
+    """Asks before it shows: a wrong address or token is told here."""
+    import urllib.error
+    import urllib.request
+
+    url = url.rstrip("/")
+    if run is not None:
+        raise BadInputError("run", run, "none with --remote: it is the other server's")
+    if not url.startswith(("http://", "https://")):
+        raise BadInputError("--remote", url, "http://HOST:PORT")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        request = urllib.request.Request(f"{url}/api/run", headers=headers)
+        with urllib.request.urlopen(request, timeout=10.0) as answer:
+            told = json.load(answer)
+    except urllib.error.HTTPError as error:
+        why = "wants another --token" if error.code == 401 else f"answers {error.code}"
+        raise BadInputError("--remote", url, why) from None
+    except (OSError, ValueError) as error:
+        raise BadInputError("--remote", url, f"is no `myriad watch` ({error})") from None
+    if not isinstance(told, dict) or "sentence" not in told:
+        raise BadInputError("--remote", url, "is no `myriad watch`")
+    if not as_json:
+        typer.echo(f"{told.get('name')}: {told['sentence']}")
+    _tell(url, token, open_page, as_json)
+
+
+def _plan(files: "RunFiles", name: str) -> "Plan":
+    from myriad.cli.forecast import costs_of
+    from myriad.cli.measure import cluster_path
+    from myriad.dashboard.plan import Plan
+    from myriad.recipes.cluster import load_cluster
+
+    return Plan(costs_of(files.job, load_cluster(cluster_path(name))))
+
+
+def _account(run: "Run") -> "Mapping[str, Any]":
+    from myriad.cli.report_facts import facts_of
+
+    return facts_of(run).as_json()
+
+
+def _memory_bytes(text: str) -> int:
+    from myriad.units import parse_bytes
+
+    try:
+        size = parse_bytes(text)
+    except ValueError:
+        size = 0
+    if size < 2**26:
+        raise BadInputError("--memory", text, 'a size of at least "64 MiB"')
+    return size
+
+
+def _token(host: str, token: str | None) -> str | None:
+    import secrets
+
+    if token is not None and (len(token) < _LEAST_TOKEN or not token.isascii() or not token.isalnum()):
+        raise BadInputError("--token", token, f"at least {_LEAST_TOKEN} letters and digits")
+    return token or (None if host in _LOOPBACK else secrets.token_hex(16))
+
+
+def _check_collect(folder: Path | None, run: Path) -> None:
+    """Made if it is not there; never inside of the run, whose files are the run's own."""
+    if folder is None:
+        return
+    if folder.resolve().is_relative_to(run.resolve()):
+        raise BadInputError("--collect", str(folder), "a folder outside of the run's")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError("--collect", str(folder), f"a folder ({error.strerror})") from None
+
+
+def _in_address(host: str) -> str:
+    """As it stands in an address: one that means all of this machine's is the machine's name."""
+    import socket
+
+    if host in ("0.0.0.0", "::"):
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host
+
+
+def _tell(address: str, token: str | None, open_page: bool, as_json: bool) -> None:
+    page = f"{address}/?token={token}" if token else address
+    if as_json:
+        typer.echo(
+            json.dumps({"url": address, "page": page, "spans": f"{address}/api/spans", "token": token})
+        )
+    else:
+        typer.echo(page)
+    if open_page:
+        import webbrowser
+
+        webbrowser.open(page)

@@ -1,0 +1,179 @@
+"""What takes longer than a question may: spans beside the program that made them, who waits for whom.
+
+The steps last looked at are kept. The newest whole one is looked at before anybody asks, by a thread that
+rests twenty times as long as it works; a large one only while somebody asks for such things.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+
+import numpy as np
+
+from myriad.dashboard.insight.arrivals import Arrows, arrows
+from myriad.dashboard.insight.losses import Losses, losses
+from myriad.dashboard.insight.needs import ProgramNeeds
+from myriad.dashboard.insight.nesting import nested
+from myriad.dashboard.insight.ranks import Array
+from myriad.dashboard.insight.step_spans import StepSpans, programs_seen
+from myriad.dashboard.insight.stragglers import Straggler, culprits, stragglers
+from myriad.dashboard.insight.waiting import Standstill, standstill
+from myriad.dashboard.run_files import number
+from myriad.dashboard.store.step_block import StepBlock
+from myriad.dashboard.store.table import newest_table
+from myriad.dashboard.watched import Watched
+from myriad.errors import MyriadError
+from myriad.telemetry.records import RECORD, Records
+
+__all__ = ["Analyst"]
+
+_LOG = logging.getLogger(__name__)
+_KEPT_STEPS = 2
+_LOSS_STEPS = 20
+_QUICK_SPANS = 300_000
+"""A step of so many is looked at while somebody waits."""
+_REST_TIMES, _LEAST_REST_SECONDS = 20.0, 1.0
+_ASKED_SECONDS = 60.0
+"""So long after somebody asked who waited for whom, large steps are looked at beforehand."""
+
+
+class Analyst:
+    """Of one run; asked by any number of threads."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._steps: OrderedDict[tuple[int, int, int], StepSpans] = OrderedDict()
+        self._culprits: list[Straggler] = []
+        self._asked = -_ASKED_SECONDS
+        self._losses: tuple[object, Losses | None] = (None, None)
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._standstill: tuple[int, Standstill | None] = (-1, None)
+        self._thread = threading.Thread(target=self._work, name="analyst", daemon=True)
+
+    def start(self) -> None:
+        """Once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """After the step that it looks at."""
+        self._stop.set()
+        self._thread.join(5.0)
+
+    def step(self, step: int, *, at_once: bool = True) -> StepSpans | None:
+        """``None``: nothing of it is known; or, if not ``at_once``, it would take long."""
+        found = self._watched.store.blocks(step, step)
+        if not found or not found[0][1].count:
+            return None
+        block = found[0][1]
+        key = (step, block.attempt, block.count)
+        if key not in self._steps and not at_once and block.count > _QUICK_SPANS:
+            return None
+        with self._lock:
+            if key not in self._steps:
+                self._steps[key] = self._look(block)
+                while len(self._steps) > _KEPT_STEPS:
+                    self._steps.popitem(last=False)
+            return self._steps[key]
+
+    def arrows(self, first: int, last: int, ranks: Array, most: int) -> tuple[list[Arrows], bool]:
+        """To some ranks in these steps, and whether that is all: steps that take long are left out until they
+        have been looked at."""
+        self._asked = time.monotonic()
+        steps = [step for step, _ in self._watched.store.blocks(max(first, 0), last)][-_KEPT_STEPS:]
+        looked = [self.step(step, at_once=False) for step in steps]
+        return [arrows(step, ranks, most) for step in looked if step is not None], None not in looked
+
+    @property
+    def culprits(self) -> list[Straggler]:
+        """Who was slow in the newest steps, when it was looked at last; the costliest first."""
+        return self._culprits
+
+    def losses(self, first: int | None, last: int | None) -> Losses | None:
+        """Where the time of some steps went, of the newest ones when left out. ``None``: nothing is known."""
+        watched = self._watched
+        last = watched.last_step if last is None else last
+        blocks = watched.store.blocks(last, last) if last is not None else []
+        key = (first, last, blocks[0][1].changes if blocks else 0)
+        if self._losses[0] != key:
+            self._losses = (key, self._losses_of(first, last))
+        return self._losses[1]
+
+    def _losses_of(self, first: int | None, last: int | None) -> Losses | None:
+        watched = self._watched
+        table = newest_table(watched.store, last, _LOSS_STEPS if first is None else 10**6)
+        if table is None or last is None:
+            return None
+        table = table.window(0 if first is None else first, last)
+        looked = self.step(last, at_once=False)
+        return losses(table, [] if looked is None else [looked], ideal_seconds=self._ideal_seconds)
+
+    @property
+    def _ideal_seconds(self) -> float | None:
+        """Of a step at the peak."""
+        job, peak = self._watched.files.job, number(self._watched.files.last("start").get("peak_flops"))
+        return (
+            job.model.flops_per_token() * job.model.sequence * job.train.global_batch / peak if peak else None
+        )
+
+    def _find_culprits(self) -> list[Straggler]:
+        watched = self._watched
+        table = newest_table(watched.store, watched.last_step)
+        if table is None:
+            return []
+        shares = np.array(watched.files.job.shares, dtype=float)
+        work = shares[watched.ranks.replica] if len(set(watched.files.job.shares)) > 1 else None
+        return culprits(stragglers(table, watched.ranks, work))
+
+    def standstill(self) -> Standstill | None:
+        """Who waits for whom; ``None``: the run does not hang, or its spans are of no program known here."""
+        if self._watched.state != "hangs":
+            return None
+        version = self._watched.store.version
+        if self._standstill[0] != version:
+            self._standstill = (version, self._standstill_now())
+        return self._standstill[1]
+
+    def _standstill_now(self) -> Standstill | None:
+        newest = self._watched.store.last_step_of
+        if not len(steps := np.unique(newest[newest >= 0])):
+            return None
+        done, programs = np.zeros(self._watched.store.world, np.int64), None
+        for step in steps[-_KEPT_STEPS:]:
+            if (looked := self.step(int(step))) is None:
+                continue
+            here = newest == step
+            done[here] = looked.num_done[here]
+            programs = looked.programs or programs
+        return standstill(self._watched.ranks, programs, newest, done) if programs else None
+
+    def _look(self, block: StepBlock) -> StepSpans:
+        store, watched = self._watched.store, self._watched
+        columns = store.columns(block)
+        records = np.zeros(len(columns["rank"]), RECORD)
+        for key in ("start_ns", "rank", "name", "stage", "micro_batch", "chunk"):
+            records[key] = columns[key]
+        records["duration_ns"] = columns["duration"].astype(np.float64) * 1e9
+        names, spans = tuple(store.names.names), nested(records)
+        training = spans.records[spans.parent < 0]  # what is inside of others is an evaluation's
+        return StepSpans(watched.ranks, names, spans, self._programs(training, names))
+
+    def _programs(self, records: Records, names: tuple[str, ...]) -> tuple[ProgramNeeds, ...]:
+        """None where the spans are of something else."""
+        job = self._watched.files.job
+        try:
+            return programs_seen(records, names, job.layout, job.overlap, job.shares, tied=job.model.tied)
+        except (MyriadError, ValueError):
+            return ()
+
+    def _work(self) -> None:
+        rest = _LEAST_REST_SECONDS
+        while not self._stop.wait(rest):
+            began = time.monotonic()
+            try:
+                if (newest := self._watched.last_step) is not None:
+                    self.step(newest, at_once=time.monotonic() - self._asked < _ASKED_SECONDS)
+                    self._culprits = self._find_culprits()
+            except Exception:  # of a bug: what is measured is shown all the same
+                _LOG.exception("a step cannot be analysed")
+            rest = max(_LEAST_REST_SECONDS, _REST_TIMES * (time.monotonic() - began))

@@ -1,0 +1,67 @@
+"""Questions as they stand in an address, checked: a wrong one is answered with one line and 400."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["QuestionError", "as_int", "as_range", "as_ranks", "as_seconds"]
+
+
+class QuestionError(ValueError):
+    """Says which key, its value and what is allowed."""
+
+    def __init__(self, key: str, value: str, allowed: str) -> None:
+        super().__init__(f"{key} = {value[:80]!r}: {allowed}")
+
+
+def as_int(query: Mapping[str, str], key: str, default: int, least: int, most: int) -> int:
+    """Of a range."""
+    text = query.get(key, "")
+    if not text:
+        return default
+    if not (
+        text.lstrip("-").isdecimal() and text.isascii() and len(text) < 12 and least <= int(text) <= most
+    ):
+        raise QuestionError(key, text, f"a whole number from {least} to {most}")
+    return int(text)
+
+
+def as_seconds(query: Mapping[str, str], key: str) -> float | None:
+    """``None``: not asked."""
+    if not (text := query.get(key, "")):
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not abs(value) < 1e10:
+        raise QuestionError(key, text, "seconds")
+    return value
+
+
+def as_range(query: Mapping[str, str], key: str) -> tuple[int, int] | None:
+    """ "10-12" or "10"; ``None``: not asked."""
+    if not (text := query.get(key, "")):
+        return None
+    first, _, last = text.partition("-")
+    ends = {"first": first, "last": last or first}
+    try:
+        found = as_int(ends, "first", 0, 0, 2**31 - 1), as_int(ends, "last", 0, 0, 2**31 - 1)
+    except QuestionError:
+        raise QuestionError(key, text, "a number, or two with - between them") from None
+    return found
+
+
+def as_ranks(query: Mapping[str, str], key: str, world: int) -> npt.NDArray[Any]:
+    """ "0-63,70", ascending; all when left out."""
+    if not (text := query.get(key, "")):
+        return np.arange(world)
+    wanted = np.zeros(world, bool)
+    for part in text.split(",", 10_000):
+        found = as_range({key: part}, key)
+        if found is None or found[0] > found[1] or found[1] >= world:
+            raise QuestionError(key, part, f"ranks from 0 to {world - 1}, such as 0-63,70")
+        wanted[found[0] : found[1] + 1] = True
+    return np.flatnonzero(wanted)

@@ -1,0 +1,111 @@
+"""The one run that a server shows: its files, its spans, and what is derived from both."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from myriad.dashboard.insight.ranks import Ranks
+from myriad.dashboard.insight.state import State, run_state
+from myriad.dashboard.plan import Plan
+from myriad.dashboard.run_files import RunFiles, number
+from myriad.dashboard.store.heat import HeatMap
+from myriad.dashboard.store.span_store import SpanStore
+
+__all__ = ["Account", "Watched"]
+
+Account = Callable[[], Mapping[str, Any]]
+"""Where the run's time went: ``classes``, ``effective_ratio``, ``goodput_tokens_per_second``."""
+_RECENT_STEPS = 20
+_ACCOUNT_SECONDS, _ACCOUNT_TIMES = 1.0, 20.0
+
+
+@dataclass
+class Watched:
+    """Made once for a server."""
+
+    files: RunFiles
+    store: SpanStore
+    make_account: Account
+    plan: Plan | None = None
+    ranks: Ranks = field(init=False)
+    heat: HeatMap = field(init=False)
+    heard_of: float = 0.0
+    """When the collector last took spans; 0: never."""
+
+    def __post_init__(self) -> None:
+        self._account: Mapping[str, Any] = {}
+        self._account_due, self._account_lock = 0.0, threading.Lock()
+        self.ranks = self.files.ranks
+        self.heat = HeatMap(self.store, self.ranks)
+
+    @property
+    def account(self) -> Mapping[str, Any]:
+        """Where its time went. Worked out from all lines: so only when twenty times as long has passed."""
+        with self._account_lock:
+            if (began := time.monotonic()) >= self._account_due:
+                try:
+                    self._account = self.make_account()
+                except Exception as error:  # of lines of another kind: all else is shown
+                    self.store.counts.tell(f"no account of the run's time: {error!r}")
+                done = time.monotonic()
+                self._account_due = done + max(_ACCOUNT_SECONDS, _ACCOUNT_TIMES * (done - began))
+        return self._account
+
+    @property
+    def last_step(self) -> int | None:
+        """The newest step that almost all ranks have told of: in the very newest most are still missing."""
+        newest: int | None = None
+        for step, block in reversed(self.store.blocks(0)):
+            newest = step if newest is None else newest
+            known = np.isfinite(block.seconds).any(axis=0).sum() if len(block.seconds) else 0
+            if known >= 0.9 * self.store.world:
+                return step
+        return newest
+
+    @property
+    def changes(self) -> tuple[int, int, int]:
+        """Differs when there is something new to show."""
+        return self.store.version, len(self.files.events), len(self.files.metrics)
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Since the newest span, step or event; 0: there was none."""
+        newest = float(self.store.last_end_ns.max()) * 1e-9
+        for line in (*self.files.metrics[-1:], *self.files.events[-1:]):
+            newest = max(newest, number(line.get("time")) or 0.0)
+        return max(0.0, time.time() - newest) if newest > 0 else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """Median of the newest steps; 0: unknown."""
+        lines = self.files.metrics[-_RECENT_STEPS:]
+        known = [value for line in lines if (value := number(line.get("step_seconds"))) is not None]
+        return float(np.median(known)) if known else 0.0
+
+    @property
+    def steps_done(self) -> int:
+        """As the run tells, or its spans do."""
+        return self.files.metrics[-1]["step"] if self.files.metrics else self.last_step or 0
+
+    @property
+    def state(self) -> State:
+        """In a word. A run whose spans are sent here is held by whoever sends them, wherever that is."""
+        held = self.files.run.is_locked or self.heard_of > 0
+        quiet, seconds = self.quiet_seconds, self.step_seconds
+        return run_state(self.files.events, quiet_seconds=quiet, step_seconds=seconds, held=held)
+
+    def steps_in(self, start_ns: int, stop_ns: int) -> list[int]:
+        """Steps of which some span is in a window."""
+        return [
+            step
+            for step, block in self.store.blocks(0)
+            if block.first_ns < stop_ns and block.last_ns > start_ns
+        ]
+
+    def since_first(self, at_ns: int) -> float:
+        """Seconds from where the timeline begins."""
+        return (at_ns - (self.store.first_ns or 0)) * 1e-9
