@@ -1,0 +1,70 @@
+/**
+ * The server's answers. A token in the page's address goes into each request's head and out of the address,
+ * so that nobody copies it with a link.
+ */
+
+import { decodeTile } from "./tile.js";
+
+const token = takeToken();
+
+function takeToken() {
+  const address = new URL(location.href);
+  const given = address.searchParams.get("token");
+  if (given) {
+    sessionStorage.setItem("token", given);
+    address.searchParams.delete("token");
+    history.replaceState(null, "", address);
+  }
+  return given || sessionStorage.getItem("token");
+}
+
+/** The server said no, and why. */
+export class Refused extends Error {}
+
+/** Nobody answers. */
+export class Gone extends Error {}
+
+/**
+ * @param {string} path
+ * @param {Record<string, any>} [query] without those that are undefined, null or ""
+ * @param {RequestInit} [options]
+ */
+export async function ask(path, query = {}, options = {}) {
+  const kept = Object.entries(query).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  const text = new URLSearchParams(kept.map(([key, value]) => [key, String(value)])).toString();
+  const headers = { ...options.headers, ...(token ? { Authorization: `Bearer ${token}` } : {}) };
+  let response;
+  try {
+    response = await fetch(`${path}${text ? `?${text}` : ""}`, { ...options, headers });
+  } catch (problem) {
+    if (options.signal?.aborted) throw problem;
+    throw new Gone("the server does not answer");
+  }
+  if (!response.ok) throw new Refused(await reasonOf(response));
+  return response;
+}
+
+/** One line of what a refusal says. @param {Response} response */
+async function reasonOf(response) {
+  const text = (await response.text()).slice(0, 400);
+  if (response.status === 401 || response.status === 403) return "the server wants its token: open the address that it printed";
+  try {
+    const { error, detail } = JSON.parse(text);
+    return String(error ?? detail ?? text);
+  } catch {
+    return text || `the server answered ${response.status}`;
+  }
+}
+
+/** @param {string} path @param {Record<string, any>} [query] @returns {Promise<any>} */
+export const askJson = async (path, query) => (await ask(path, query)).json();
+
+/** @param {string} path @param {Record<string, any>} [query] */
+export const askTile = async (path, query) => decodeTile(await (await ask(path, query)).arrayBuffer());
+
+/** @param {string} path @param {any} body @returns {Promise<any>} */
+export async function post(path, body) {
+  const headers = { "Content-Type": "application/json" };
+  const text = await (await ask(path, {}, { method: "POST", headers, body: JSON.stringify(body) })).text();
+  return text ? JSON.parse(text) : {};
+}

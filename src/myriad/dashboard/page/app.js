@@ -1,0 +1,121 @@
+/**
+ * The page: one sentence on the state of the run, and five views. What the server has counts up a version
+ * whenever it says that something changed; views ask again then.
+ */
+
+import { askJson } from "./api.js";
+import { FaultsView } from "./faults_view.js";
+import { count } from "./format.js";
+import { HeatView } from "./heat_view.js";
+import { html, render, useEffect, useRef, useState } from "./html.js";
+import { OverviewView } from "./overview_view.js";
+import { ParallelView } from "./parallel_view.js";
+import { useAnswer } from "./query.js";
+import { hrefOf, useRoute } from "./route.js";
+import { listen } from "./stream.js";
+import { useTheme } from "./theme.js";
+import { TimelineView } from "./timeline_view.js";
+
+const VIEWS = {
+  overview: ["Overview", OverviewView],
+  heat: ["Heat map", HeatView],
+  timeline: ["Timeline", TimelineView],
+  parallel: ["Parallel view", ParallelView],
+  faults: ["Nodes and faults", FaultsView],
+};
+const REFRESH_MS = 1000;
+const STATES = { training: "●", finished: "✓", hangs: "▲", failed: "▲", stopped: "■" };
+
+function App() {
+  const route = useRoute();
+  const [theme, changeTheme] = useTheme();
+  const { version, link } = useNews();
+  const run = useAnswer("run", () => askJson("/api/run"), version);
+  const hangs = run.value?.state === "hangs";
+  const silent = useAnswer(hangs ? "silent" : "", () => askJson("/api/silent"), version);
+  const [title, View] = VIEWS[route.view] ?? VIEWS.overview;
+  useEffect(() => {
+    if (run.value) document.title = `${run.value.name}: ${title}`;
+  }, [run.value?.name, title]);
+  const silentRanks = hangs ? listOf(silent.value) : [];
+  return html`
+    <a class="skip" href="#main" onClick=${skip}>To the view</a>
+    <header>
+      <div class="head"><b class="brand">Myriad</b>${run.value && html`<${State} run=${run.value} silent=${silentRanks} />`}
+        <button class="plain" onClick=${changeTheme} aria-label="Use ${theme === "dark" ? "light" : "dark"} colours">${theme === "dark" ? "☀" : "☾"}</button></div>
+      <nav aria-label="Views">${Object.entries(VIEWS).map(([name, [text, view]]) => html`
+        <a key=${name} href=${hrefOf(name, carried(route, name))} aria-current=${view === View ? "page" : undefined}>${text}</a>`)}</nav>
+    </header>
+    <${Link} link=${link} />
+    <main id="main" tabindex="-1">
+      ${run.error && !run.value && html`<p class="problem" role="alert">${run.error.message}</p>`}
+      ${run.value && html`<${View} run=${run.value} query=${route.query} version=${version} theme=${theme} silent=${silentRanks} />`}
+    </main>`;
+}
+
+/** A chosen rank stays chosen in other views. */
+const carried = ({ query }, view) => (query.rank !== undefined && ["heat", "parallel"].includes(view) ? { rank: query.rank } : {});
+
+const listOf = (silent) => (Array.isArray(silent) ? silent : (silent?.silent ?? silent?.ranks ?? [])).map((one) => (typeof one === "number" ? { rank: one } : one));
+
+/** Without the address's hash, which is the view's. */
+function skip(event) {
+  event.preventDefault();
+  document.getElementById("main").focus();
+}
+
+/** Name, state and the sentence. */
+function State({ run, silent }) {
+  return html`
+    <span class="name">${run.name}</span>
+    <span class="state ${run.state}"><span aria-hidden="true">${STATES[run.state] ?? "●"}</span> ${run.state}</span>
+    <p class="sentence" role="status">${run.sentence}
+      ${silent.length > 0 && html` <a href=${hrefOf("parallel", { rank: silent[0].rank })}>Silent: rank ${silent.slice(0, 5).map((one) => one.rank).join(", ")}${silent.length > 5 ? ` and ${count(silent.length - 5)} more` : ""}</a>`}</p>`;
+}
+
+/** Counts what the server says, at most once a second and not while nobody looks. */
+function useNews() {
+  const [version, setVersion] = useState(0);
+  const [link, setLink] = useState({ here: true, since: 0, retryAt: 0 });
+  const state = useRef({ timer: 0, stale: false, wasGone: false });
+  useEffect(() => {
+    const now = state.current;
+    const count_ = () => {
+      now.timer = 0;
+      if (document.hidden) now.stale = true;
+      else setVersion((before) => before + 1);
+    };
+    const changed = () => (now.timer ||= setTimeout(count_, REFRESH_MS));
+    const shown = () => {
+      if (!document.hidden && now.stale) changed();
+      now.stale = now.stale && document.hidden;
+    };
+    document.addEventListener("visibilitychange", shown);
+    const stop = listen(changed, (next) => {
+      if (next.here && now.wasGone) count_();
+      now.wasGone = !next.here;
+      setLink(next);
+    });
+    return () => {
+      stop();
+      document.removeEventListener("visibilitychange", shown);
+    };
+  }, []);
+  return { version, link };
+}
+
+/** Says when the server is gone, since when, and when the page tries again. */
+function Link({ link }) {
+  const [, tick] = useState(0);
+  useEffect(() => {
+    if (link.here) return;
+    const timer = setInterval(() => tick((before) => before + 1), 1000);
+    return () => clearInterval(timer);
+  }, [link.here]);
+  if (link.here) return html`<div role="status" class="link-state"></div>`;
+  const again = Math.max(0, Math.ceil((link.retryAt - Date.now()) / 1000));
+  return html`<div role="status" class="link-state gone">The server is gone since ${new Date(link.since).toLocaleTimeString("en-GB")}: what you see is from then.
+    <span aria-hidden="true"> Trying again${again ? ` in ${again} s` : ""}.</span></div>`;
+}
+
+render(html`<${App} />`, document.getElementById("app"));

@@ -1,0 +1,134 @@
+/**
+ * Colours, the same in both themes' meaning and safe for colour-blind eyes: blue against orange for faster and
+ * slower, cividis for amounts. As 32-bit words (0xAABBGGRR) for rasters, as text for everything else.
+ */
+
+/** @typedef {"light" | "dark"} Theme */
+
+const SLOW_AND_FAST = {
+  light: ["#053061", "#2f79b5", "#9fc5de", "#e9ecef", "#f6b26b", "#d9480f", "#7f1007"],
+  dark: ["#8fd0ff", "#3f93d6", "#2c5474", "#29313b", "#8a5320", "#f0701d", "#ffc078"],
+};
+/** In both themes the slowest end is told from all others by lightness too. */
+const CIVIDIS = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"];
+
+export const UNKNOWN = { light: "#d3c9dd", dark: "#4a4154" };
+
+/** Waiting is one colour, and the only warm one that is large: it is what a person looks for. */
+const SPAN_COLOURS = {
+  forward: "#5b94d6",
+  backward: "#3f9e74",
+  backward_input: "#2f9c97",
+  backward_weight: "#e2a63b",
+  load: "#d9c02f",
+  step: "#93a1b3",
+  update: "#93a1b3",
+  checkpoint_copy: "#8264b5",
+  collect_garbage: "#d66aa5",
+};
+const WAITS = "exchange wait gather await_gather reduce await_reduce sync_tied clip tensor_comm";
+const POSTS = "start_gather start_reduce send receive release";
+for (const name of WAITS.split(" ")) SPAN_COLOURS[name] = "#cf4d17";
+for (const name of POSTS.split(" ")) SPAN_COLOURS[name] = "#b3a5e0";
+const OTHERS = ["#5f8aa6", "#9c7b55", "#6f8f4f", "#a86a8f", "#7580a8"];
+
+/** Colour of each class of time, as in `myriad.telemetry.records.CLASSES` and the ledger's lines. */
+export const CLASS_COLOURS = {
+  compute: "#5b94d6",
+  tp: "#a3320b",
+  pp: "#cf4d17",
+  dp: "#f0a35e",
+  bubble: "#c9a227",
+  optimizer: "#93a1b3",
+  data: "#d9c02f",
+  checkpoint: "#8264b5",
+  garbage: "#d66aa5",
+  other: "#7d8894",
+};
+
+/** @param {string} name @param {number} index of it */
+export const classColour = (name, index) => CLASS_COLOURS[name] ?? OTHERS[index % OTHERS.length];
+
+/** What a legend of spans shows: text and the names that it stands for. */
+export const SPAN_LEGEND = [
+  ["forward", "forward"],
+  ["backward", "backward"],
+  ["backward, input half", "backward_input"],
+  ["backward, weight half", "backward_weight"],
+  ["waiting for others", WAITS],
+  ["posting", POSTS],
+  ["optimizer", "step update"],
+  ["data", "load"],
+  ["checkpoint copy", "checkpoint_copy"],
+  ["garbage collection", "collect_garbage"],
+];
+
+/** @param {string} name of a span */
+export function spanColour(name) {
+  if (Object.hasOwn(SPAN_COLOURS, name)) return SPAN_COLOURS[name];
+  let hash = 0;
+  for (const letter of name) hash = (hash * 31 + letter.codePointAt(0)) >>> 0;
+  return OTHERS[hash % OTHERS.length];
+}
+
+/** @param {string} text #rrggbb @returns {[number, number, number]} */
+const channels = (text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16));
+
+/** @param {string} text #rrggbb */
+export function word(text) {
+  const [red, green, blue] = channels(text);
+  return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+}
+
+/** Part of the way from one colour to another. @param {string} from @param {string} to @param {number} share */
+export function mixed(from, to, share) {
+  const [a, b] = [channels(from), channels(to)];
+  return `#${a.map((value, i) => Math.round(value + (b[i] - value) * share).toString(16).padStart(2, "0")).join("")}`;
+}
+
+/** 256 steps between stops at equal distances. @param {string[]} stops */
+function ramp(stops) {
+  return Uint32Array.from({ length: 256 }, (_, i) => {
+    const at = (i / 255) * (stops.length - 1);
+    const below = Math.min(Math.floor(at), stops.length - 2);
+    return word(mixed(stops[below], stops[below + 1], at - below));
+  });
+}
+
+const RAMPS = { z: { light: ramp(SLOW_AND_FAST.light), dark: ramp(SLOW_AND_FAST.dark) }, ms: { light: ramp(CIVIDIS), dark: ramp(CIVIDIS) } };
+
+/** @param {"z" | "ms"} scale @param {Theme} theme */
+export const stopsOf = (scale, theme) => (scale === "z" ? SLOW_AND_FAST[theme] : CIVIDIS);
+
+/**
+ * What colours mean now: symmetric for scores, and never so narrow that noise looks like a fault; from the
+ * least to the largest for amounts.
+ * @param {ArrayLike<number>} values @param {"z" | "ms"} scale @returns {[number, number]}
+ */
+export function domainOf(values, scale) {
+  let [low, high] = [Infinity, -Infinity];
+  for (let i = 0; i < values.length; i++) {
+    if (values[i] < low) low = values[i];
+    if (values[i] > high) high = values[i];
+  }
+  if (scale === "z") {
+    const limit = Math.min(Math.max(6, -low, high), 30);
+    return Number.isFinite(limit) ? [-limit, limit] : [-6, 6];
+  }
+  return low <= high ? [low, high > low ? high : low + 1e-9] : [0, 1];
+}
+
+/**
+ * @param {ArrayLike<number>} values one a rank; NaN: unknown
+ * @param {[number, number]} domain @param {"z" | "ms"} scale @param {Theme} theme @param {Uint32Array} into
+ */
+export function paintValues(values, [low, high], scale, theme, into) {
+  const table = RAMPS[scale][theme];
+  const unknown = word(UNKNOWN[theme]);
+  const factor = 255 / (high - low);
+  for (let i = 0; i < into.length; i++) {
+    const value = values[i];
+    const at = ((value - low) * factor + 0.5) | 0;
+    into[i] = value !== value ? unknown : table[at < 0 ? 0 : at > 255 ? 255 : at];
+  }
+}

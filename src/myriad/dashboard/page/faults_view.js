@@ -1,0 +1,79 @@
+/** Nodes and what happened to them: heartbeats, decisions with their evidence, evictions, checkpoints. */
+
+import { askJson } from "./api.js";
+import { bytes, clock, count, plural, seconds } from "./format.js";
+import { html, useMemo, useState } from "./html.js";
+import { useAnswer } from "./query.js";
+import { hrefOf } from "./route.js";
+import { Field, Problem } from "./widgets.js";
+
+const MOST_NODES = 100;
+const LATE_SECONDS = 30;
+
+/** @param {{run: any, version: number}} props */
+export function FaultsView({ run, version }) {
+  const answer = useAnswer("faults", () => askJson("/api/faults"), version);
+  const it = answer.value;
+  return html`
+    <section class="faults scroll" tabindex="0" aria-label="Nodes and faults">
+      <${Problem} error=${answer.error} />
+      <div class="columns">
+        <div class="card"><${Nodes} nodes=${it?.nodes ?? []} /></div>
+        <div class="card wide">
+          <h2>Decisions, newest first</h2>
+          <${Told} events=${it?.decisions} nothing="The driver had nothing to decide." />
+          <h2>Diagnoses</h2>
+          <${Told} events=${it?.diagnoses} nothing="No node had to be examined." />
+          <h2>Evictions</h2>
+          <${Told} events=${it?.evictions} nothing="No node was evicted." />
+        </div>
+        <div class="card"><h2>Checkpoints</h2><${Checkpoints} checkpoints=${it?.checkpoints ?? []} /></div>
+      </div>
+    </section>`;
+}
+
+const troubled = ({ health, heartbeat_seconds_ago: ago }) => !["good", "ok", "healthy", undefined, null, ""].includes(health) || ago > LATE_SECONDS;
+
+/** Those in trouble first. */
+function Nodes({ nodes }) {
+  const [filter, setFilter] = useState("");
+  const sorted = useMemo(() => [...nodes].sort((a, b) => Number(troubled(b)) - Number(troubled(a))), [nodes]);
+  const found = sorted.filter((one) => !filter || `${one.node} ${one.health ?? ""}`.toLowerCase().includes(filter.toLowerCase()));
+  const bad = nodes.filter(troubled).length;
+  return html`
+    <h2>${plural(nodes.length, "node")}${bad ? `, ${count(bad)} in trouble` : ""}</h2>
+    <${Field} label="Find" value=${filter} size=${14} hint="name or health" onChange=${setFilter} />
+    <table><thead><tr><th>Node</th><th>Health</th><th class="n">Heartbeat</th><th class="n">Ranks</th></tr></thead>
+      <tbody>${found.slice(0, MOST_NODES).map((one) => html`
+        <tr key=${one.node} class=${troubled(one) ? "bad" : ""}><td>${one.node}</td>
+          <td>${troubled(one) ? "▲ " : ""}${one.health ?? "not examined"}</td>
+          <td class="n">${one.heartbeat_seconds_ago === undefined || one.heartbeat_seconds_ago === null ? "–" : `${seconds(one.heartbeat_seconds_ago)} ago`}</td>
+          <td class="n"><${Ranks} ranks=${one.ranks} /></td></tr>`)}</tbody></table>
+    ${found.length > MOST_NODES && html`<p class="dim">${count(found.length - MOST_NODES)} more: find them by name.</p>`}`;
+}
+
+function Ranks({ ranks }) {
+  if (!Array.isArray(ranks) || !ranks.length) return count(Array.isArray(ranks) ? 0 : ranks);
+  const text = ranks.length > 1 ? `${ranks[0]}–${ranks.at(-1)}` : `${ranks[0]}`;
+  return html`<a href=${hrefOf("parallel", { rank: ranks[0] })}>${text}</a>`;
+}
+
+/** Each with the rule that decided and what it saw. */
+function Told({ events = [], nothing }) {
+  if (!events.length) return html`<p class="dim">${nothing}</p>`;
+  return html`<ol class="told">${[...events].reverse().map((event, i) => html`
+    <li key=${i}><time>${clock(event.time)}</time><b>${event.event}</b> <span>${event.text ?? ""}</span>
+      ${event.rule && html`<div class="dim">rule: ${event.rule}</div>`}
+      ${event.evidence !== undefined && html`<details><summary>evidence</summary><pre>${asText(event.evidence)}</pre></details>`}</li>`)}</ol>`;
+}
+
+const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 2));
+
+function Checkpoints({ checkpoints }) {
+  if (!checkpoints.length) return html`<p class="dim">None yet.</p>`;
+  return html`
+    <table><thead><tr><th class="n">Step</th><th>Tier</th><th>Verified</th><th class="n">Size</th></tr></thead>
+      <tbody>${[...checkpoints].reverse().map((one) => html`
+        <tr key=${`${one.step} ${one.tier}`}><td class="n">${count(one.step)}</td><td>${one.tier ?? "–"}</td>
+          <td>${one.verified === true ? "✓ yes" : one.verified === false ? "▲ no" : "not yet"}</td><td class="n">${bytes(one.bytes)}</td></tr>`)}</tbody></table>`;
+}

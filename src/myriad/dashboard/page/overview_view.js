@@ -1,0 +1,120 @@
+/** The run at a glance: how it goes, where its time went, what happened. */
+
+import { askJson } from "./api.js";
+import { Chart } from "./chart.js";
+import { classColour } from "./colours.js";
+import { clock, count, percent, seconds } from "./format.js";
+import { html, useMemo, useState } from "./html.js";
+import { useAnswer } from "./query.js";
+import { Figure, Problem } from "./widgets.js";
+
+const CURVES = [
+  ["Loss", "loss", (value) => value?.toFixed(3) ?? "–"],
+  ["Tokens per second", "tokens_per_second", count],
+  ["MFU", "mfu", percent],
+  ["Step time", "step_seconds", seconds],
+];
+/** Events that are marks on the curves: what a person asks about when a curve bends. */
+const MARKED = new Set(["fault", "diagnosis", "eviction", "restart", "resume", "start", "spike", "health"]);
+const NEWEST_EVENTS = 200;
+
+/** @param {{run: any, version: number, theme: import("./colours.js").Theme}} props */
+export function OverviewView({ run, version, theme }) {
+  const overview = useAnswer("overview", () => askJson("/api/overview", { points: 2000 }), version);
+  const waterfall = useAnswer("waterfall", () => askJson("/api/waterfall"), version);
+  const it = overview.value;
+  const shared = useShared(it?.step.length ?? 0);
+  const marks = useMemo(() => (it ? marksOf(it) : []), [it]);
+  const last = (name) => it?.[name]?.findLast((value) => value !== null);
+  return html`
+    <section class="overview scroll" tabindex="0" aria-label="Overview">
+      <${Problem} error=${overview.error} />
+      <div class="figures">
+        <${Figure} name="Step" value=${count(it?.step.at(-1))} />
+        <${Figure} name="Loss" value=${CURVES[0][2](last("loss"))} />
+        <${Figure} name="Tokens/s" value=${count(last("tokens_per_second"))} />
+        <${Figure} name="MFU" value=${percent(last("mfu"))} note=${run.peak_flops ? `of ${count(run.peak_flops)}FLOP/s, ${run.peak_source}` : run.peak_source} />
+        <${Figure} name="ETTR" value=${percent(it?.ettr)} note="effective training time" />
+        <${Figure} name="Goodput" value=${`${count(it?.goodput)} tokens/s`} note="since the start, all stops counted" />
+        <${Figure} name="Spans dropped" value=${count(run.dropped)} />
+      </div>
+      <div class="charts">${it?.step.length > 0 && CURVES.map(([title, name, show]) => html`
+        <${Chart} key=${name} title=${title} at=${it.step} values=${it[name]} show=${show} marks=${marks} theme=${theme} ...${shared} />`)}</div>
+      <div class="columns">
+        <div class="card wide">
+          <h2>Where the time went</h2>
+          ${it && html`<${Ledger} ledger=${it.ledger} />`}
+          <${Waterfall} answer=${waterfall} />
+        </div>
+        <div class="card wide"><h2>Events</h2>${it && html`<${Events} events=${it.events} />`}</div>
+      </div>
+    </section>`;
+}
+
+/** Cursor and stretch of all charts: all steps, unless a person chose some. @param {number} length */
+function useShared(length) {
+  const [cursor, onCursor] = useState(-1);
+  const [chosen, onStretch] = useState(null);
+  const stretch = useMemo(() => (chosen && chosen.to < length ? chosen : { from: 0, to: Math.max(0, length - 1) }), [chosen, length]);
+  return { cursor, onCursor, stretch, onStretch };
+}
+
+/** Events on the axis of steps: at the first step that ended after each. */
+function marksOf({ step, time, events }) {
+  const marks = [];
+  for (const event of events) {
+    if (!MARKED.has(event.event)) continue;
+    const i = time.findIndex((at) => at >= event.time);
+    marks.push({ at: step[i < 0 ? step.length - 1 : i], text: event.text });
+  }
+  return marks;
+}
+
+/** @param {{ledger: Record<string, number>}} props */
+function Ledger({ ledger }) {
+  const lines = Object.entries(ledger).filter(([, spent]) => spent > 0);
+  const total = lines.reduce((sum, [, spent]) => sum + spent, 0) || 1;
+  const colour = (name, i) => (/^(training|effective|productive|iterations?|steps?|compute)/.test(name) ? "#5b94d6" : classColour(name, i));
+  return html`
+    <div class="stack" role="img" aria-label=${lines.map(([name, spent]) => `${name} ${percent(spent / total)}`).join(", ")}>
+      ${lines.map(([name, spent], i) => html`<i key=${name} title="${name}: ${seconds(spent)}" style=${{ flexGrow: spent / total, background: colour(name, i) }}></i>`)}</div>
+    <p class="key">${lines.map(([name, spent], i) => html`
+      <span key=${name}><i class="swatch" style=${{ background: colour(name, i) }}></i>${name} <b>${percent(spent / total)}</b> <span class="dim">${seconds(spent)}</span></span>`)}</p>`;
+}
+
+/** From the peak down to what was reached, each loss named; beside it what the plan said. */
+function Waterfall({ answer }) {
+  const lines = waterfallLines(answer.value);
+  if (!lines.length) return answer.error ? html`<p class="dim">${answer.error.message}</p>` : null;
+  const predicted = lines.some((line) => line.predicted !== undefined);
+  return html`
+    <h2>From the peak to the measured MFU</h2>
+    <table class="waterfall"><thead><tr><th>Lost to</th><th class="n">Measured</th>${predicted && html`<th class="n">Predicted</th>`}<th></th></tr></thead>
+      <tbody>${lines.map((line, i) => html`
+        <tr key=${line.name} class=${line.total ? "total" : ""}><td>${line.name}</td><td class="n">${percent(line.measured)}</td>
+          ${predicted && html`<td class="n dim">${percent(line.predicted)}</td>`}
+          <td class="fall"><i style=${{ marginLeft: `${Math.max(0, line.from) * 100}%`, width: `${Math.min(1, Math.abs(line.measured || 0)) * 100}%`,
+            background: line.total ? "#5b94d6" : classColour(line.class ?? line.name, i) }}></i></td></tr>`)}</tbody></table>`;
+}
+
+/** @returns {{name: string, measured: number, predicted?: number, from: number, total?: boolean, class?: string}[]} */
+function waterfallLines(value) {
+  if (!value) return [];
+  const measured = value.measured ?? value;
+  const losses = Object.entries(measured.losses ?? {});
+  let left = 1;
+  const lines = losses.map(([name, lost]) => {
+    left -= lost;
+    return { name, measured: lost, predicted: value.predicted?.losses?.[name], from: left };
+  });
+  if (measured.mfu !== undefined) lines.push({ name: "MFU", measured: measured.mfu, predicted: value.predicted?.mfu, from: 0, total: true });
+  return lines;
+}
+
+/** @param {{events: {time: number, event: string, text: string}[]}} props */
+export function Events({ events }) {
+  const newest = events.slice(-NEWEST_EVENTS).reverse();
+  return html`<ol class="events">${newest.map((event) => html`
+    <li key=${`${event.time} ${event.event}`} class=${event.event}><time>${clock(event.time)}</time><b>${event.event}</b><span>${event.text}</span></li>`)}
+    ${!events.length && html`<li class="dim">Nothing yet.</li>`}</ol>`;
+}

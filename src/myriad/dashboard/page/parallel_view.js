@@ -1,0 +1,117 @@
+/** One rank among others: its place in the grid, its groups, who it waits for, and who is silent. */
+
+import { askJson, post } from "./api.js";
+import { AXES, coordinatesOf, placeOf, rangesText, rankAt, sizeOf, withWaiters } from "./grid.js";
+import { count, plural, seconds } from "./format.js";
+import { html, useState } from "./html.js";
+import { useAnswer } from "./query.js";
+import { amend, hrefOf } from "./route.js";
+import { Field, Problem } from "./widgets.js";
+
+const MOST_CHIPS = 64;
+const TRACE_SECONDS = 5;
+const GROUP_NAMES = { tp: "Tensor group", pp: "Pipeline group", dp: "Data group", cp: "Context group", ep: "Expert group" };
+
+/** @param {{run: any, query: Record<string, string>, version: number, silent: any[]}} props */
+export function ParallelView({ run, query, version, silent }) {
+  const rank = Math.max(0, Math.min(run.world - 1, Number(query.rank ?? silent[0]?.rank ?? 0) || 0));
+  const answer = useAnswer(`${rank}`, () => askJson(`/api/rank/${rank}`), version);
+  const about = answer.key === `${rank}` ? answer.value : undefined;
+  return html`
+    <section class="parallel scroll" tabindex="0" aria-label="Parallel view">
+      <div class="bar">
+        <${Field} label="Rank" value=${String(rank)} size=${7} hint="0 to ${run.world - 1}" onChange=${(value) => amend({ rank: value })} />
+        <button disabled=${rank === 0} onClick=${() => amend({ rank: rank - 1 })} aria-label="Rank before">‹</button>
+        <button disabled=${rank === run.world - 1} onClick=${() => amend({ rank: rank + 1 })} aria-label="Next rank">›</button>
+        <a class="button" href=${hrefOf("timeline", { rank, ranks: rangesText(withWaiters(run.layout, rank)), steps: `${run.last_step}` })}>Timeline with those who wait</a>
+        <${Trace} rank=${rank} key=${rank} />
+      </div>
+      <${Problem} error=${answer.error} />
+      <${Silent} silent=${silent} run=${run} />
+      <div class="columns">
+        <div class="card">
+          <h2>Rank ${rank}</h2>
+          <${Facts} run=${run} rank=${rank} about=${about} />
+        </div>
+        <div class="card wide">
+          <h2>Replica ${coordinatesOf(run.layout, rank).dp}: pipeline stages across, tensor ranks down</h2>
+          <${Replica} run=${run} rank=${rank} about=${about} silent=${silent} />
+        </div>
+      </div>
+      <div class="card">
+        ${AXES.toReversed().filter((axis) => about?.groups?.[axis]?.length > 1).map((axis) => html`
+          <${Group} key=${axis} name="${GROUP_NAMES[axis]}, ${axis}" ranks=${about.groups[axis]} rank=${rank} about=${about} silent=${silent} />`)}
+        ${run.world === 1 && html`<p class="dim">This run has one rank: nobody to wait for.</p>`}
+      </div>
+    </section>`;
+}
+
+/** On a hang they are the suspects: they do not even wait. */
+function Silent({ silent, run }) {
+  if (!silent.length) return null;
+  return html`
+    <div class="card alarm" role="status">
+      <h2>${silent.length === 1 ? `Rank ${silent[0].rank} is silent` : `${plural(silent.length, "rank")} are silent`} while others wait</h2>
+      <table><thead><tr><th class="n">Rank</th><th>Node</th><th>Place</th><th>Last entered</th><th class="n">Step</th><th class="n">Ago</th></tr></thead>
+        <tbody>${silent.slice(0, 20).map((one) => html`
+          <tr key=${one.rank}><td class="n"><a href=${hrefOf("parallel", { rank: one.rank })}>${one.rank}</a></td>
+            <td>${one.node ?? run.nodes?.[Math.floor(one.rank / run.node_size)]}</td><td>${placeOf(run.layout, one.rank)}</td>
+            <td>${one.last_entered?.name ?? "nothing"}</td><td class="n">${count(one.last_entered?.step)}</td>
+            <td class="n">${seconds(one.last_entered?.seconds_ago)}</td></tr>`)}</tbody></table>
+    </div>`;
+}
+
+function Facts({ run, rank, about }) {
+  const last = about?.last_entered;
+  const rows = [
+    ["Node", about?.node ?? run.nodes?.[Math.floor(rank / run.node_size)]],
+    ["Place", placeOf(run.layout, rank)],
+    ["Last entered", last ? `${last.name}, step ${count(last.step)}, ${seconds(last.seconds_ago)} ago` : "nothing yet"],
+    ["Waits for", about?.waits_for?.length ? html`<${Chips} ranks=${about.waits_for} rank=${rank} />` : "nobody"],
+    ["Silent", about?.silent ? "yes: others wait, and it entered nothing" : "no"],
+  ];
+  return html`<dl>${rows.map(([name, value]) => html`<dt key=${name}>${name}</dt><dd>${value ?? "–"}</dd>`)}</dl>`;
+}
+
+/** The model's one copy that the rank belongs to. */
+function Replica({ run, rank, about, silent }) {
+  const at = coordinatesOf(run.layout, rank);
+  const [stages, tensor] = [sizeOf(run.layout, "pp"), sizeOf(run.layout, "tp")];
+  const rows = Array.from({ length: tensor }, (_, tp) => Array.from({ length: stages }, (_, pp) => rankAt(run.layout, { ...at, pp, tp })));
+  return html`
+    <div class="scroll"><table class="replica"><thead><tr><th></th>${rows[0].map((_, pp) => html`<th key=${pp}>pp ${pp}</th>`)}</tr></thead>
+      <tbody>${rows.map((ranks, tp) => html`<tr key=${tp}><th>tp ${tp}</th>${ranks.map((each) => html`
+        <td key=${each}><${Chip} rank=${each} kind=${kindOf(each, rank, about, silent)} /></td>`)}</tr>`)}</tbody></table></div>
+    <p class="dim key"><span class="chip me">this rank</span> <span class="chip awaited">waited for</span> <span class="chip silent">silent</span></p>`;
+}
+
+const kindOf = (each, rank, about, silent) =>
+  each === rank ? "me" : silent.some((one) => one.rank === each) ? "silent" : about?.waits_for?.includes(each) ? "awaited" : "";
+
+const Chip = ({ rank, kind = "" }) => html`<a class="chip ${kind}" href=${hrefOf("parallel", { rank })}
+  aria-label="rank ${rank}${kind === "silent" ? ", silent" : kind === "awaited" ? ", waited for" : ""}" aria-current=${kind === "me" ? "true" : undefined}>${rank}</a>`;
+
+/** A group's ranks; of a long one those around this rank. */
+function Chips({ ranks, rank, about, silent = [] }) {
+  const from = Math.max(0, Math.min(ranks.indexOf(rank) - MOST_CHIPS / 2, ranks.length - MOST_CHIPS));
+  const shown = ranks.slice(from, from + MOST_CHIPS);
+  return html`<span class="chips">${shown.map((each) => html`<${Chip} key=${each} rank=${each} kind=${kindOf(each, rank, about, silent)} />`)}
+    ${shown.length < ranks.length && html`<span class="dim">${shown.length} of ${count(ranks.length)}: from ${shown[0]} to ${shown.at(-1)}</span>`}</span>`;
+}
+
+const Group = ({ name, ranks, ...rest }) => html`<div class="group"><h3>${name} of ${count(ranks.length)}</h3><${Chips} ranks=${ranks} ...${rest} /></div>`;
+
+/** Asks the run for a trace of this rank. @param {{rank: number}} props */
+function Trace({ rank }) {
+  const [said, setSaid] = useState("");
+  const ask = async () => {
+    setSaid("asking…");
+    try {
+      const answer = await post("/api/trace", { ranks: [rank], seconds: TRACE_SECONDS });
+      setSaid(answer.text ?? answer.path ?? `asked: ${TRACE_SECONDS} s of rank ${rank}, into the run's folder`);
+    } catch (problem) {
+      setSaid(problem.message);
+    }
+  };
+  return html`<button onClick=${ask}>Trace it for ${TRACE_SECONDS} s</button><span class="dim" role="status">${said}</span>`;
+}

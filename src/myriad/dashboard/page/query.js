@@ -1,0 +1,49 @@
+/** A question to the server inside a view: asked again when its key changes or the run does. */
+
+import { useEffect, useRef, useState } from "./html.js";
+
+/**
+ * One request at a time, then the newest that was wanted meanwhile: dragging through time asks as often as
+ * the server answers, and shows every answer. The value of before stays until the next is there.
+ *
+ * @template T
+ * @param {string} key what is asked; "" asks nothing
+ * @param {() => Promise<T>} request
+ * @param {any} version of what the server has
+ * @returns {{value: T | undefined, key: string, error: Error | undefined, busy: boolean}}
+ */
+export function useAnswer(key, request, version) {
+  const [answer, setAnswer] = useState({ value: undefined, key: "", error: undefined, busy: true });
+  const state = useRef({ wanted: "", flying: false, request, alive: true });
+  state.current.request = request;
+
+  async function fly() {
+    const now = state.current;
+    now.flying = true;
+    while (now.alive && now.wanted) {
+      const [asked, question] = [now.wanted, now.wanted.slice(now.wanted.indexOf("|") + 1)];
+      let outcome;
+      try {
+        outcome = { value: await now.request(), error: undefined };
+      } catch (problem) {
+        outcome = { error: problem };
+      }
+      if (now.wanted === asked) now.wanted = "";
+      if (now.alive) setAnswer((before) => ({ ...before, ...outcome, key: question, busy: Boolean(now.wanted) }));
+    }
+    now.flying = false;
+  }
+
+  useEffect(() => {
+    if (!key) return;
+    state.current.wanted = `${version}|${key}`;
+    if (!state.current.flying) fly();
+  }, [key, version]);
+  useEffect(() => {
+    state.current.alive = true;
+    return () => {
+      state.current.alive = false;
+    };
+  }, []);
+  return answer;
+}

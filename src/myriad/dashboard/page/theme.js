@@ -1,0 +1,43 @@
+/** Light or dark: as the system is, unless a person chose. */
+
+import { useEffect, useState } from "./html.js";
+
+const system = matchMedia("(prefers-color-scheme: dark)");
+
+/** @returns {import("./colours.js").Theme} */
+const current = () => {
+  const chosen = localStorage.getItem("theme");
+  return chosen === "light" || chosen === "dark" ? chosen : system.matches ? "dark" : "light";
+};
+
+/** @returns {[import("./colours.js").Theme, () => void]} the theme, and what changes it */
+export function useTheme() {
+  const [theme, setTheme] = useState(current);
+  useEffect(() => {
+    document.documentElement.dataset.theme = theme;
+  }, [theme]);
+  useEffect(() => {
+    const follow = () => setTheme(current());
+    system.addEventListener("change", follow);
+    return () => system.removeEventListener("change", follow);
+  }, []);
+  const change = () => {
+    localStorage.setItem("theme", theme === "dark" ? "light" : "dark");
+    setTheme(current());
+  };
+  return [theme, change];
+}
+
+/** Size of an element's inside, as it changes. @param {{current: HTMLElement | null}} ref */
+export function useSize(ref) {
+  const [size, setSize] = useState({ width: 0, height: 0 });
+  useEffect(() => {
+    const observer = new ResizeObserver(([entry]) => {
+      const { width, height } = entry.contentRect;
+      setSize({ width: Math.floor(width), height: Math.floor(height) });
+    });
+    observer.observe(ref.current);
+    return () => observer.disconnect();
+  }, []);
+  return size;
+}

@@ -1,0 +1,135 @@
+/** Timeline of any ranks and steps: what each did, what was predicted, and who waited for whom. */
+
+import { askTile } from "./api.js";
+import { SPAN_LEGEND, spanColour } from "./colours.js";
+import { countRanges, placeOf, rangesText, withWaiters } from "./grid.js";
+import { count, plural, seconds } from "./format.js";
+import { html, useMemo, useRef } from "./html.js";
+import { arrangeLanes, waitersOf } from "./lanes.js";
+import { useAnswer } from "./query.js";
+import { amend, go, hrefOf } from "./route.js";
+import { useSize } from "./theme.js";
+import { TimelineCanvas } from "./timeline_canvas.js";
+import { AXIS } from "./timeline_paint.js";
+import { Field, Problem, Tick } from "./widgets.js";
+
+const LANE_PIXELS = 3;
+const MOST_LANES = 4096;
+const SETTLE_MS = 120;
+const WAITERS_NAMED = 12;
+
+/** @param {{run: any, query: Record<string, string>, version: number, theme: import("./colours.js").Theme}} props */
+export function TimelineView({ run, query, version, theme }) {
+  const area = useRef(null);
+  const size = useSize(area);
+  const ranks = query.ranks || `0-${run.world - 1}`;
+  const chosen = countRanges(ranks, run.world);
+  const steps = query.start === undefined ? query.steps || `${Math.max(run.first_step, run.last_step - 1)}-${run.last_step}` : "";
+  const selected = query.rank === undefined ? -1 : Number(query.rank);
+
+  const zoom = Number(query.zoom) || 1;
+  const lanes = Math.min(chosen, MOST_LANES, Math.floor(((size.height - AXIS) / LANE_PIXELS) * zoom));
+  const window_ = steps ? { steps } : wider(query);
+  const asked = { ranks, ...window_, lanes, width: size.width * (steps ? 1 : 2) };
+  // A run that goes on changes nothing in steps that are over: those are asked once.
+  const fixed = query.steps || query.start ? 0 : version;
+  const key = size.height && chosen ? JSON.stringify(asked) : "";
+  const answer = useAnswer(key, () => askTile("/api/timeline", asked), fixed);
+  const data = useMemo(() => answer.value && arrangeLanes(answer.value), [answer.value]);
+  const look = useLook(query, steps, data, answer.key);
+  const onLook = useSettled((at) => amend({ start: text(at.start), end: text(at.end), steps: undefined, zoom: at.zoom > 1 ? at.zoom.toFixed(2) : undefined }));
+
+  return html`
+    <section class="timeline" aria-label="Timeline">
+      <div class="bar">
+        <${Field} label="Ranks" value=${ranks} size=${18} hint="0-63,70" onChange=${(value) => amend({ ranks: value, rank: undefined })} />
+        <${Field} label="Steps" value=${steps} size=${9} hint="10-12" onChange=${(value) => amend({ steps: value, start: undefined, end: undefined })} />
+        <${Tick} label="Arrows" checked=${query.arrows !== "off"} onChange=${(on) => amend({ arrows: on ? undefined : "off" })} />
+        <button onClick=${() => amend({ ranks: undefined, rank: undefined })}>All ranks</button>
+        ${query.start !== undefined && html`<button onClick=${() => amend({ start: undefined, end: undefined, zoom: undefined })}>Newest steps</button>`}
+        <${Legend} names=${data?.names ?? []} />
+      </div>
+      <${Problem} error=${Number.isNaN(chosen) ? new Error(`Ranks: numbers from 0 to ${run.world - 1} and ranges, as in 0-63,70`) : answer.error} />
+      <div class="area" ref=${area}>
+        ${data && size.height > AXIS && html`<${TimelineCanvas} data=${data} look=${look} onLook=${onLook} size=${size} selected=${selected}
+          onSelect=${(rank) => amend({ rank })} onOpen=${(rank) => go("parallel", { rank })}
+          options=${{ theme, arrows: query.arrows !== "off", clockError: run.clock_error_seconds }}
+          describe=${(lane, span) => describe(run, data, lane, span)} />`}
+        ${!data && !answer.error && html`<p class="dim">Reading spans…</p>`}
+      </div>
+      <p class="below">${data && html`<${Selected} run=${run} data=${data} rank=${selected} chosen=${chosen} />`}</p>
+    </section>`;
+}
+
+/** Asked beyond both edges, so that a pan has something to show. */
+function wider({ start, end }) {
+  const [from, to] = [Number(start), Number(end)];
+  const more = (to - from) / 2;
+  return { start: text(from - more), end: text(to + more) };
+}
+
+/** Seconds as they stand in an address. @param {number} value */
+const text = (value) => value.toFixed(7).replace(/\.?0+$/, "");
+
+/** What is looked at: as the address says, or all that came. Panning changes it in place; only others make a new one. */
+function useLook(query, steps, data, answered) {
+  const kept = useRef({ look: { start: 0, end: 1, top: 0, zoom: 1 }, key: "", window: "" });
+  const held = kept.current;
+  const wanted = steps ? `${answered} ${data?.begin}` : `${query.start} ${query.end}`;
+  if (wanted !== held.window) {
+    held.window = wanted;
+    const [start, end] = steps ? [data?.begin ?? 0, data?.end ?? 1] : [Number(query.start), Number(query.end)];
+    const same = text(start) === text(held.look.start) && text(end) === text(held.look.end);
+    if (!same) held.look = { start, end: Math.max(end, start + 1e-6), top: steps ? 0 : held.look.top, zoom: Number(query.zoom) || 1 };
+  }
+  return held.look;
+}
+
+/** Calls with the newest value, a little later and not more often. @template T @param {(value: T) => void} call @returns {(value: T) => void} */
+function useSettled(call) {
+  const state = useRef({ timer: 0, value: undefined, call });
+  state.current.call = call;
+  return (value) => {
+    const now = state.current;
+    now.value = value;
+    now.timer ||= setTimeout(() => {
+      now.timer = 0;
+      now.call(now.value);
+    }, SETTLE_MS);
+  };
+}
+
+/** @returns {string[]} */
+function describe(run, data, lane, span) {
+  const where = `rank ${lane.rank} · ${run.nodes?.[Math.floor(lane.rank / run.node_size)] ?? ""} · ${placeOf(run.layout, lane.rank)}`;
+  const group = lane.worstOf > 1 ? [`the worst of ${plural(lane.worstOf, "rank")} here`] : [];
+  if (span < 0) return [where, ...group];
+  const part = [data.microBatch[span] >= 0 && `micro-batch ${data.microBatch[span]}`, data.stage[span] >= 0 && `stage ${data.stage[span]}`].filter(Boolean);
+  const name = `${data.names[data.name[span]]}${lane.predicted ? ", predicted" : ""}: ${seconds(data.stop[span] - data.start[span])}`;
+  return [name, ...(part.length ? [part.join(", ")] : []), where, ...group, `from ${data.start[span].toFixed(6)} s`];
+}
+
+function Selected({ run, data, rank, chosen }) {
+  const measured = data.lanes.filter((lane) => !lane.predicted);
+  const grouped = measured.some((lane) => lane.worstOf > 1);
+  const lanes = grouped ? `${plural(measured.length, "lane")} for ${plural(chosen, "rank")}: each is the worst of its group.` : plural(measured.length, "rank");
+  if (rank < 0) return html`<span>${lanes} Drag to pan, wheel to zoom time, Shift and wheel to zoom lanes; click a lane to choose its rank.</span>`;
+  const waiters = waitersOf(data, rank);
+  const named = waiters.slice(0, WAITERS_NAMED);
+  return html`
+    <span><b>Rank ${rank}</b> on ${run.nodes?.[Math.floor(rank / run.node_size)]} · ${placeOf(run.layout, rank)} ·
+      <a href=${hrefOf("parallel", { rank })}>its groups</a> ·
+      <a href=${hrefOf("timeline", { rank, ranks: rangesText(withWaiters(run.layout, rank)), steps: `${run.last_step}` })}>with those who wait</a></span>
+    <span class="waiters">${waiters.length ? html`Waiting for it: ${named.map(({ rank: other, times }) => html`
+      <button class="link" key=${other} onClick=${() => amend({ rank: other })} title="${plural(times, "time")} in this window">${other}</button> `)}
+      ${waiters.length > named.length && `and ${count(waiters.length - named.length)} more`}` : "Nobody waits for it in this window."}</span>`;
+}
+
+/** Only of what is there. @param {{names: string[]}} props */
+function Legend({ names }) {
+  const known = new Set(SPAN_LEGEND.flatMap(([, of]) => of.split(" ")));
+  const entries = SPAN_LEGEND.filter(([, of]) => of.split(" ").some((name) => names.includes(name)));
+  const added = names.filter((name) => !known.has(name)).slice(0, 4);
+  const all = [...entries.map(([title, of]) => [title, spanColour(of.split(" ")[0])]), ...added.map((name) => [name, spanColour(name)])];
+  return html`<div class="legend">${all.map(([title, colour]) => html`<span key=${title}><i class="swatch" style=${{ background: colour }}></i>${title}</span>`)}</div>`;
+}
