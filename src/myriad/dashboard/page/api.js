@@ -1,22 +1,6 @@
-/**
- * The server's answers. A token in the page's address goes into each request's head and out of the address,
- * so that nobody copies it with a link.
- */
+/** The server's answers. Where it wants a token, the browser has it as a cookie since the page came. */
 
 import { decodeTile } from "./tile.js";
-
-const token = takeToken();
-
-function takeToken() {
-  const address = new URL(location.href);
-  const given = address.searchParams.get("token");
-  if (given) {
-    sessionStorage.setItem("token", given);
-    address.searchParams.delete("token");
-    history.replaceState(null, "", address);
-  }
-  return given || sessionStorage.getItem("token");
-}
 
 /** The server said no, and why. */
 export class Refused extends Error {}
@@ -32,10 +16,9 @@ export class Gone extends Error {}
 export async function ask(path, query = {}, options = {}) {
   const kept = Object.entries(query).filter(([, value]) => value !== undefined && value !== null && value !== "");
   const text = new URLSearchParams(kept.map(([key, value]) => [key, String(value)])).toString();
-  const headers = { ...options.headers, ...(token ? { Authorization: `Bearer ${token}` } : {}) };
   let response;
   try {
-    response = await fetch(`${path}${text ? `?${text}` : ""}`, { ...options, headers });
+    response = await fetch(`${path}${text ? `?${text}` : ""}`, options);
   } catch (problem) {
     if (options.signal?.aborted) throw problem;
     throw new Gone("the server does not answer");

@@ -21,7 +21,7 @@
 
 import { rankAt, sizeOf } from "./grid.js";
 
-const LARGEST_CELL = 44;
+const LARGEST_CELL = 64;
 
 /** @param {number} cell */
 const gapOf = (cell) => (cell >= 12 ? 4 : cell >= 4 ? 2 : 1);
@@ -35,8 +35,8 @@ export function byNode(world, nodeSize, width, height, names, scale = 1) {
   const nodes = Math.ceil(world / nodeSize);
   let best = { cell: 0, wide: nodeSize, high: 1, across: 1 };
   for (let wide = 1; wide <= nodeSize; wide++) {
-    const high = Math.ceil(nodeSize / wide);
-    if (wide < high || wide * high - nodeSize >= wide) continue;
+    const high = nodeSize / wide;
+    if (wide < high || high % 1) continue;
     for (let across = 1; across <= nodes; across++) {
       const down = Math.ceil(nodes / across);
       const room = Math.min((width / across - 2) / wide, (height / down - 2) / high);
@@ -72,7 +72,7 @@ export function byGrid(layout, width, height, scale = 1) {
   let best = { room: 0, way: ways[0] };
   for (const way of ways) {
     // A stage in several lines is harder to read: only where cells grow by it.
-    const room = Math.min(width / way.columns, (1.5 * height) / way.rows, LARGEST_CELL * scale) / (way.lines > 1 ? 1.3 : 1);
+    const room = Math.min(width / way.columns, (1.5 * height) / way.rows, LARGEST_CELL * scale) / (way.lines > 1 ? 1.6 : 1);
     if (room > best.room) best = { room, way };
   }
   const { rows, columns, lines, down } = best.way;

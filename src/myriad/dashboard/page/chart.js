@@ -122,7 +122,7 @@ function niceRange(part) {
   const span = top - bottom || Math.abs(top) || 1;
   const power = 10 ** Math.floor(Math.log10(span / 3));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= span / 3.001);
-  return { low: Math.floor(bottom / step + 1e-9) * step, high: Math.max(top, bottom + step), step };
+  return { low: Math.floor(bottom / step + 1e-9) * step, high: Math.max(top + span * 0.06, bottom + step), step };
 }
 
 function drawAxes(context, { width, height, low, high, step, show, yOf, at, stretch, xOf }) {

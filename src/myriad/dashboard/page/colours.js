@@ -14,7 +14,7 @@ const CIVIDIS = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678
 
 export const UNKNOWN = { light: "#d3c9dd", dark: "#4a4154" };
 
-/** Waiting is one colour, and the only warm one that is large: it is what a person looks for. */
+/** Waiting has the warm colours: it is what a person looks for. */
 const SPAN_COLOURS = {
   forward: "#5b94d6",
   backward: "#3f9e74",
@@ -23,27 +23,41 @@ const SPAN_COLOURS = {
   load: "#d9c02f",
   step: "#93a1b3",
   update: "#93a1b3",
-  checkpoint_copy: "#8264b5",
+  tensor_comm: "#7a4fa3",
+  checkpoint_copy: "#8c6d4f",
   collect_garbage: "#d66aa5",
 };
-const WAITS = "exchange wait gather await_gather reduce await_reduce sync_tied clip tensor_comm";
-const POSTS = "start_gather start_reduce send receive release";
-for (const name of WAITS.split(" ")) SPAN_COLOURS[name] = "#cf4d17";
-for (const name of POSTS.split(" ")) SPAN_COLOURS[name] = "#b3a5e0";
+const PIPELINE = "exchange wait receive";
+const DATA = "gather await_gather reduce await_reduce sync_tied clip";
+const POSTS = "start_gather start_reduce send release";
+for (const name of PIPELINE.split(" ")) SPAN_COLOURS[name] = "#cf4d17";
+for (const name of DATA.split(" ")) SPAN_COLOURS[name] = "#efa463";
+for (const name of POSTS.split(" ")) SPAN_COLOURS[name] = "#c3b9e6";
 const OTHERS = ["#5f8aa6", "#9c7b55", "#6f8f4f", "#a86a8f", "#7580a8"];
 
-/** Colour of each class of time, as in `myriad.telemetry.records.CLASSES` and the ledger's lines. */
-export const CLASS_COLOURS = {
+/** Of each class of time (`myriad.telemetry.records.CLASSES`) and each line of the ledger (as in the report). */
+const CLASS_COLOURS = {
   compute: "#5b94d6",
-  tp: "#a3320b",
+  tp: "#7a4fa3",
   pp: "#cf4d17",
-  dp: "#f0a35e",
+  dp: "#efa463",
   bubble: "#c9a227",
   optimizer: "#93a1b3",
   data: "#d9c02f",
-  checkpoint: "#8264b5",
+  checkpoint: "#8c6d4f",
   garbage: "#d66aa5",
   other: "#7d8894",
+  training: "#3a8f5c",
+  lost: "#b3403a",
+  saving: "#e8c547",
+  validating: "#4fb0c6",
+  slow: "#8f7fc9",
+  detecting: "#1f5fa8",
+  diagnosing: "#2a8a99",
+  restarting: "#b07c1e",
+  planned: "#9fb3a4",
+  waiting: "#7d7d7d",
+  person: "#d98cb3",
 };
 
 /** @param {string} name @param {number} index of it */
@@ -55,7 +69,9 @@ export const SPAN_LEGEND = [
   ["backward", "backward"],
   ["backward, input half", "backward_input"],
   ["backward, weight half", "backward_weight"],
-  ["waiting for others", WAITS],
+  ["tensor", "tensor_comm"],
+  ["pipeline wait", PIPELINE],
+  ["replica wait", DATA],
   ["posting", POSTS],
   ["optimizer", "step update"],
   ["data", "load"],

@@ -32,25 +32,34 @@ export function FaultsView({ run, version }) {
     </section>`;
 }
 
-const troubled = ({ health, heartbeat_seconds_ago: ago }) => !["good", "ok", "healthy", undefined, null, ""].includes(health) || ago > LATE_SECONDS;
+const WELL = new Set(["good", "ok", "healthy", "no complaint"]);
+
+/** Somebody complained of it, or it is silent while others are not. @param {any[]} nodes */
+function troubles(nodes) {
+  const newest = Math.min(...nodes.map((one) => one.heartbeat_seconds_ago ?? Infinity));
+  return (one) => (one.health && !WELL.has(one.health)) || one.heartbeat_seconds_ago > newest + LATE_SECONDS;
+}
 
 /** Those in trouble first. */
 function Nodes({ nodes }) {
   const [filter, setFilter] = useState("");
+  const troubled = useMemo(() => troubles(nodes), [nodes]);
   const sorted = useMemo(() => [...nodes].sort((a, b) => Number(troubled(b)) - Number(troubled(a))), [nodes]);
-  const found = sorted.filter((one) => !filter || `${one.node} ${one.health ?? ""}`.toLowerCase().includes(filter.toLowerCase()));
+  const found = sorted.filter((one) => !filter || `${nodeText(one.node)} ${one.health ?? ""}`.toLowerCase().includes(filter.toLowerCase()));
   const bad = nodes.filter(troubled).length;
   return html`
     <h2>${plural(nodes.length, "node")}${bad ? `, ${count(bad)} in trouble` : ""}</h2>
     <${Field} label="Find" value=${filter} size=${14} hint="name or health" onChange=${setFilter} />
     <table><thead><tr><th>Node</th><th>Health</th><th class="n">Heartbeat</th><th class="n">Ranks</th></tr></thead>
       <tbody>${found.slice(0, MOST_NODES).map((one) => html`
-        <tr key=${one.node} class=${troubled(one) ? "bad" : ""}><td>${one.node}</td>
+        <tr key=${one.node} class=${troubled(one) ? "bad" : ""}><td>${nodeText(one.node)}</td>
           <td>${troubled(one) ? "▲ " : ""}${one.health ?? "not examined"}</td>
           <td class="n">${one.heartbeat_seconds_ago === undefined || one.heartbeat_seconds_ago === null ? "–" : `${seconds(one.heartbeat_seconds_ago)} ago`}</td>
           <td class="n"><${Ranks} ranks=${one.ranks} /></td></tr>`)}</tbody></table>
     ${found.length > MOST_NODES && html`<p class="dim">${count(found.length - MOST_NODES)} more: find them by name.</p>`}`;
 }
+
+const nodeText = (node) => (typeof node === "number" ? `node ${node}` : node);
 
 function Ranks({ ranks }) {
   if (!Array.isArray(ranks) || !ranks.length) return count(Array.isArray(ranks) ? 0 : ranks);

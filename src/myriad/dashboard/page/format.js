@@ -21,14 +21,14 @@ export function seconds(value) {
   return size === 0 ? "0 s" : size >= 1e-6 ? `${digits(value * 1e6)} µs` : `${digits(value * 1e9)} ns`;
 }
 
-/** @param {number} value */
+/** Exact below a million. @param {number} value */
 export function count(value) {
   if (unknown(value)) return "–";
   const size = Math.abs(value);
-  for (const [unit, name] of /** @type {[number, string][]} */ ([[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]])) {
-    if (size >= unit) return `${digits(value / (name === "k" ? 1e3 : unit))} ${name}`;
+  for (const [unit, name] of /** @type {[number, string][]} */ ([[1e12, "T"], [1e9, "G"], [1e6, "M"]])) {
+    if (size >= unit) return `${digits(value / unit)} ${name}`;
   }
-  return Number.isInteger(value) ? value.toLocaleString("en") : digits(value);
+  return Number.isInteger(value) || size >= 1e4 ? Math.round(value).toLocaleString("en") : digits(value);
 }
 
 /** @param {number} value */
@@ -42,11 +42,8 @@ export function bytes(value) {
 /** @param {number} ratio */
 export const percent = (ratio) => (unknown(ratio) ? "–" : `${(ratio * 100).toFixed(Math.abs(ratio) < 0.1 ? 2 : 1)} %`);
 
-/** @param {number} ratio with its sign */
-export const signed = (ratio) => (unknown(ratio) ? "–" : `${ratio < 0 ? "−" : "+"}${(Math.abs(ratio) * 100).toFixed(1)} %`);
-
 /** @param {number} z */
-export const score = (z) => (unknown(z) ? "–" : `${z < 0 ? "−" : "+"}${digits(Math.abs(z))}`);
+export const score = (z) => (unknown(z) ? "–" : `${z < 0 ? "−" : "+"}${Math.abs(z).toFixed(1)}`);
 
 /** Seconds since the epoch as local time. @param {number} epoch */
 export function clock(epoch) {

@@ -15,6 +15,8 @@ import { Choice, Problem } from "./widgets.js";
 
 const STEPS_SHOWN = 10;
 const GUTTER = 64;
+/** Below this a score says nothing. */
+const USUAL_SCORE = 3;
 
 /** @param {{run: any, query: Record<string, string>, version: number, theme: import("./colours.js").Theme}} props */
 export function HeatView({ run, query, version, theme }) {
@@ -146,7 +148,7 @@ function WorstTable({ rows, run, phase, selected, timelineOf }) {
             <th key=${by} class=${by === "node" ? "" : "n"} aria-sort=${order.by === by ? (order.down ? "descending" : "ascending") : "none"}>
               <button onClick=${() => sorting(by)}>${text}${order.by === by ? (order.down ? " ↓" : " ↑") : ""}</button></th>`)}</tr></thead>
           <tbody>${sorted.map((row) => html`
-            <tr key=${row.rank} class=${row.rank === selected ? "selected" : ""} onMouseEnter=${() => amend({ rank: row.rank })}
+            <tr key=${row.rank} class="${row.rank === selected ? "selected" : ""} ${Math.abs(row.z) < USUAL_SCORE ? "usual" : ""}" onMouseEnter=${() => amend({ rank: row.rank })}
               title=${placeText(row.coordinates ?? {}, (axis) => sizeOf(run.layout, axis) > 1)}>
               <td class="n"><a href=${hrefOf("timeline", timelineOf(row.rank))} onFocus=${() => amend({ rank: row.rank })}>${row.rank}</a></td>
               <td>${row.node}</td><td class="n">${score(row.z)}</td>

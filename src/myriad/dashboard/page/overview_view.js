@@ -36,7 +36,7 @@ export function OverviewView({ run, version, theme }) {
         <${Figure} name="MFU" value=${percent(last("mfu"))} note=${run.peak_flops ? `of ${count(run.peak_flops)}FLOP/s, ${run.peak_source}` : run.peak_source} />
         <${Figure} name="ETTR" value=${percent(it?.ettr)} note="effective training time" />
         <${Figure} name="Goodput" value=${`${count(it?.goodput)} tokens/s`} note="since the start, all stops counted" />
-        <${Figure} name="Spans dropped" value=${count(run.dropped)} />
+        <${Figure} name="Not shown" ...${notShown(run.dropped ?? {})} />
       </div>
       <div class="charts">${it?.step.length > 0 && CURVES.map(([title, name, show]) => html`
         <${Chart} key=${name} title=${title} at=${it.step} values=${it[name]} show=${show} marks=${marks} theme=${theme} ...${shared} />`)}</div>
@@ -49,6 +49,13 @@ export function OverviewView({ run, version, theme }) {
         <div class="card wide"><h2>Events</h2>${it && html`<${Events} events=${it.events} />`}</div>
       </div>
     </section>`;
+}
+
+/** What was lost on its way here, counted. @param {Record<string, number>} dropped */
+function notShown(dropped) {
+  const kinds = Object.entries(dropped).filter(([name, number]) => number > 0 && name !== "spans_kept");
+  const texts = kinds.map(([name, number]) => `${count(number)} ${name.replaceAll("_", " ")}`);
+  return { value: kinds.length ? texts[0] : "nothing", note: texts.slice(1).join(", ") };
 }
 
 /** Cursor and stretch of all charts: all steps, unless a person chose some. @param {number} length */
@@ -74,18 +81,17 @@ function marksOf({ step, time, events }) {
 function Ledger({ ledger }) {
   const lines = Object.entries(ledger).filter(([, spent]) => spent > 0);
   const total = lines.reduce((sum, [, spent]) => sum + spent, 0) || 1;
-  const colour = (name, i) => (/^(training|effective|productive|iterations?|steps?|compute)/.test(name) ? "#5b94d6" : classColour(name, i));
   return html`
     <div class="stack" role="img" aria-label=${lines.map(([name, spent]) => `${name} ${percent(spent / total)}`).join(", ")}>
-      ${lines.map(([name, spent], i) => html`<i key=${name} title="${name}: ${seconds(spent)}" style=${{ flexGrow: spent / total, background: colour(name, i) }}></i>`)}</div>
+      ${lines.map(([name, spent], i) => html`<i key=${name} title="${name}: ${seconds(spent)}" style=${{ flexGrow: spent / total, background: classColour(name, i) }}></i>`)}</div>
     <p class="key">${lines.map(([name, spent], i) => html`
-      <span key=${name}><i class="swatch" style=${{ background: colour(name, i) }}></i>${name} <b>${percent(spent / total)}</b> <span class="dim">${seconds(spent)}</span></span>`)}</p>`;
+      <span key=${name}><i class="swatch" style=${{ background: classColour(name, i) }}></i>${name} <b>${percent(spent / total)}</b> <span class="dim">${seconds(spent)}</span></span>`)}</p>`;
 }
 
 /** From the peak down to what was reached, each loss named; beside it what the plan said. */
 function Waterfall({ answer }) {
   const lines = waterfallLines(answer.value);
-  if (!lines.length) return answer.error ? html`<p class="dim">${answer.error.message}</p>` : null;
+  if (!lines.length) return null;
   const predicted = lines.some((line) => line.predicted !== undefined);
   return html`
     <h2>From the peak to the measured MFU</h2>

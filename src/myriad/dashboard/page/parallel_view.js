@@ -55,7 +55,7 @@ function Silent({ silent, run }) {
       <table><thead><tr><th class="n">Rank</th><th>Node</th><th>Place</th><th>Last entered</th><th class="n">Step</th><th class="n">Ago</th></tr></thead>
         <tbody>${silent.slice(0, 20).map((one) => html`
           <tr key=${one.rank}><td class="n"><a href=${hrefOf("parallel", { rank: one.rank })}>${one.rank}</a></td>
-            <td>${one.node ?? run.nodes?.[Math.floor(one.rank / run.node_size)]}</td><td>${placeOf(run.layout, one.rank)}</td>
+            <td>${run.nodes[Math.floor(one.rank / run.node_size)]}</td><td>${placeOf(run.layout, one.rank)}</td>
             <td>${one.last_entered?.name ?? "nothing"}</td><td class="n">${count(one.last_entered?.step)}</td>
             <td class="n">${seconds(one.last_entered?.seconds_ago)}</td></tr>`)}</tbody></table>
     </div>`;
@@ -64,7 +64,7 @@ function Silent({ silent, run }) {
 function Facts({ run, rank, about }) {
   const last = about?.last_entered;
   const rows = [
-    ["Node", about?.node ?? run.nodes?.[Math.floor(rank / run.node_size)]],
+    ["Node", run.nodes[Math.floor(rank / run.node_size)]],
     ["Place", placeOf(run.layout, rank)],
     ["Last entered", last ? `${last.name}, step ${count(last.step)}, ${seconds(last.seconds_ago)} ago` : "nothing yet"],
     ["Waits for", about?.waits_for?.length ? html`<${Chips} ranks=${about.waits_for} rank=${rank} />` : "nobody"],

@@ -1,6 +1,6 @@
 /**
- * "Something changed", from the server. Reads the stream by `fetch`: so the token travels in the head, and
- * silence is noticed (an EventSource hides keep-alive comments, and with them that a machine has vanished).
+ * "Something changed", from the server. Reads the stream by `fetch`, so that silence is noticed: an EventSource
+ * hides keep-alive comments, and with them that a machine has vanished.
  */
 
 import { ask } from "./api.js";

@@ -13,7 +13,9 @@ import { firstVisible } from "./lanes.js";
 
 export const GUTTER = 96;
 export const AXIS = 22;
-const MOST_LABELS = 220;
+const MOST_LABELS = 600;
+/** Kept free at the right end of the axis. */
+const CLOCK_WIDTH = 170;
 const MOST_ARROWS = 600;
 const INK = {
   light: { back: "#ffffff", idle: "#eff2f5", line: "#d9dfe6", text: "#16202c", dim: "#5d6875", arrow: "#16202c", chosen: "#1f5fa8" },
@@ -146,7 +148,7 @@ export class TimelinePaint {
       const x = Math.round(GUTTER + (at - look.start) * perSecond) + 0.5;
       context.moveTo(x, AXIS - 6);
       context.lineTo(x, height);
-      context.fillText(timeText(at, step), x + 3, AXIS / 2);
+      if (x < width - CLOCK_WIDTH) context.fillText(timeText(at, step), x + 3, AXIS / 2);
     }
     context.globalAlpha = 0.55;
     context.stroke();
@@ -164,12 +166,12 @@ export class TimelinePaint {
     for (let at = first; at <= last; at++) {
       const lane = data.lanes[at];
       const chosen = lane.rank === options.selected && !lane.predicted;
-      const y = AXIS + geometry.tops[at] - look.top + geometry.heights[at] * 0.45;
+      const y = Math.max(AXIS + 6, AXIS + geometry.tops[at] - look.top + geometry.heights[at] * 0.45);
       if (chosen) this.drawChosen(geometry, look, ink, at);
       if (y < free && !chosen) continue;
       if (lane.predicted && geometry.heights[at] < 11) continue;
       context.fillStyle = chosen ? ink.chosen : lane.predicted ? ink.dim : ink.text;
-      const text = lane.predicted ? "predicted" : lane.worstOf > 1 ? `${lane.rank}, of ${lane.worstOf}` : `rank ${lane.rank}`;
+      const text = lane.predicted ? "predicted" : lane.worstOf > 1 ? `${lane.rank} (of ${lane.worstOf})` : `rank ${lane.rank}`;
       context.fillText(text, GUTTER - 8, y);
       free = y + 12;
     }
@@ -184,23 +186,26 @@ export class TimelinePaint {
     context.strokeRect(GUTTER - 3, AXIS + geometry.tops[at] - look.top - 1, this.width - GUTTER + 2, high);
   }
 
-  /** Micro-batch numbers, and names where they fit. */
+  /** Names and micro-batches where they fit; each lane has its share of what a frame may cost. */
   drawLabels({ data, geometry, look, first, last, perSecond }) {
     const { context } = this;
-    let left = MOST_LABELS;
+    const share = Math.ceil(MOST_LABELS / (last - first + 1));
     context.textAlign = "left";
-    for (let at = first; at <= last && left > 0; at++) {
+    for (let at = first; at <= last; at++) {
       const lane = data.lanes[at];
-      if (geometry.heights[at] < 13 || lane.predicted) continue;
       const y = AXIS + geometry.tops[at] - look.top + geometry.heights[at] * 0.45;
-      if (y < AXIS + 5) continue;
+      if (geometry.heights[at] < 13 || lane.predicted || y < AXIS + 5) continue;
+      let left = share;
       for (let i = firstVisible(data, lane, look.start); i < lane.to && left > 0 && data.start[i] < look.end; i++) {
+        // As far as the span is seen: up to one that lies in it.
+        const stop = i + 1 < lane.to ? Math.min(data.stop[i], data.start[i + 1]) : data.stop[i];
         const begin = Math.max(GUTTER, GUTTER + (data.start[i] - look.start) * perSecond);
-        const room = Math.min(this.width, GUTTER + (data.stop[i] - look.start) * perSecond) - begin - 4;
+        const room = Math.min(this.width, GUTTER + (stop - look.start) * perSecond) - begin - 4;
         if (room < 14) continue;
-        const text = labelOf(data.names[data.name[i]], data.microBatch[i], room);
+        const name = data.names[data.name[i]];
+        const text = labelOf(name, data.microBatch[i], room);
         if (!text) continue;
-        context.fillStyle = inkOn(data.names[data.name[i]]);
+        context.fillStyle = inkOn(name);
         context.fillText(text, begin + 3, y);
         left--;
       }
@@ -303,10 +308,16 @@ function labelOf(name, microBatch, room) {
 
 /** Readable on a span's colour. */
 function inkOn(name) {
-  const colour = word(spanColour(name));
-  const light = 0.299 * (colour & 255) + 0.587 * ((colour >> 8) & 255) + 0.114 * ((colour >> 16) & 255);
-  return light < 120 ? "#ffffff" : "#10161d";
+  if (!inks.has(name)) {
+    const colour = word(spanColour(name));
+    const light = 0.299 * (colour & 255) + 0.587 * ((colour >> 8) & 255) + 0.114 * ((colour >> 16) & 255);
+    inks.set(name, light < 120 ? "#ffffff" : "#10161d");
+  }
+  return inks.get(name);
 }
+
+/** @type {Map<string, string>} */
+const inks = new Map();
 
 /** 1, 2 or 5 times a power of ten, at least `least`. */
 function niceStep(least) {

@@ -112,13 +112,12 @@ function describe(run, data, lane, span) {
 function Selected({ run, data, rank, chosen }) {
   const measured = data.lanes.filter((lane) => !lane.predicted);
   const grouped = measured.some((lane) => lane.worstOf > 1);
-  const lanes = grouped ? `${plural(measured.length, "lane")} for ${plural(chosen, "rank")}: each is the worst of its group.` : plural(measured.length, "rank");
+  const lanes = grouped ? `${plural(measured.length, "lane")} for ${plural(chosen, "rank")}: each is the worst of its group.` : `${plural(measured.length, "rank")}.`;
   if (rank < 0) return html`<span>${lanes} Drag to pan, wheel to zoom time, Shift and wheel to zoom lanes; click a lane to choose its rank.</span>`;
   const waiters = waitersOf(data, rank);
   const named = waiters.slice(0, WAITERS_NAMED);
   return html`
-    <span><b>Rank ${rank}</b> on ${run.nodes?.[Math.floor(rank / run.node_size)]} · ${placeOf(run.layout, rank)} ·
-      <a href=${hrefOf("parallel", { rank })}>its groups</a> ·
+    <span><b>Rank ${rank}</b> on ${run.nodes?.[Math.floor(rank / run.node_size)]} · ${placeOf(run.layout, rank)} · <a href=${hrefOf("parallel", { rank })}>its groups</a>${" · "}
       <a href=${hrefOf("timeline", { rank, ranks: rangesText(withWaiters(run.layout, rank)), steps: `${run.last_step}` })}>with those who wait</a></span>
     <span class="waiters">${waiters.length ? html`Waiting for it: ${named.map(({ rank: other, times }) => html`
       <button class="link" key=${other} onClick=${() => amend({ rank: other })} title="${plural(times, "time")} in this window">${other}</button> `)}

@@ -1,0 +1,108 @@
+"""Runs with something wrong in them, as the span generator plays them, and the server that shows them."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+for folder in ("benchmarks", "tests/processes"):
+    sys.path.insert(0, str(REPOSITORY / folder))
+
+from ranks import free_port  # noqa: E402
+
+from myriad.resilience.engines import child  # noqa: E402
+from myriad.run import Run  # noqa: E402
+from myriad.telemetry.batch import SpanBatch, encode  # noqa: E402
+from myriad.telemetry.span_files import write_span_file  # noqa: E402
+from span_generator import Player, Wrong, batches, make_run, ranks_of, tell_step  # noqa: E402
+
+SLOW_NODE, SLOW_FROM = 12, 3
+SILENT_RANK, HANG_AT = 98, 6
+STEP_SECONDS = 0.5
+
+
+@dataclass
+class Watch:
+    """``myriad watch`` as a process of its own; ends with this one."""
+
+    run: Run
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> "Watch":
+        """Returns when it answers."""
+        watch = ["-m", "myriad.cli.main", "watch", self.run.path, "--no-open", "--port", self.port]
+        command = [sys.executable, "-S", child.__file__, os.getpid(), sys.executable, *watch]
+        self.process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
+        until = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.address}/api/run", timeout=60).read()
+                return self
+            except OSError:
+                if self.process.poll() is not None or time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait(30)
+
+    def post(self, batch: SpanBatch) -> None:
+        """As a node sends its spans."""
+        request = urllib.request.Request(f"{self.address}/api/spans", encode(batch), method="POST")
+        urllib.request.urlopen(request, timeout=60).read()
+
+
+def chromium() -> str | None:
+    """The system's browser."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def player_of(run: Run, wrong: Wrong, steps: int, ago_seconds: float = 0.0) -> Player:
+    """Whose last step has just ended, or a while ago."""
+    begin = time.time() - steps * STEP_SECONDS - ago_seconds
+    return Player(ranks_of(run), 2, wrong, begin, STEP_SECONDS)
+
+
+def slow_run(folder: Path, ranks: int = 256, steps: int = 8) -> Run:
+    """Its thirteenth node computes 10 % slower from step 3 on. In files."""
+    run = make_run(folder, ranks)
+    wrong = Wrong(slow_node=SLOW_NODE, slow_from=SLOW_FROM)
+    player = player_of(run, wrong, steps)
+    run.append_event(
+        "start", world=ranks, time=player.begin_seconds, peak_flops=312e12, peak_source="A100 data sheet"
+    )
+    (run.path / "spans").mkdir(exist_ok=True)
+    for step in range(steps):
+        for _, batch in batches(player, step, 1, ranks // 8):
+            write_span_file(run.path / "spans" / f"attempt-1-node-0-{step}.parquet", batch)
+        tell_step(run, player, step)
+    return run
+
+
+def hung_run(folder: Path) -> Run:
+    """Of which `play_hang` tells."""
+    return make_run(folder, 256)
+
+
+def play_hang(watch: Watch) -> None:
+    """One rank stops in the middle of a step, a minute ago; nodes have sent what had ended."""
+    wrong = Wrong(hang_rank=SILENT_RANK, hang_at=HANG_AT)
+    player = player_of(watch.run, wrong, HANG_AT + 1, ago_seconds=60.0)
+    for step in range(HANG_AT + 1):
+        for _, batch in batches(player, step, 1, 32):
+            watch.post(batch)
+        if step < HANG_AT:
+            tell_step(watch.run, player, step)

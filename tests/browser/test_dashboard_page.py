@@ -1,0 +1,218 @@
+"""What a person sees of a run in a real browser: who is slow, who waits, who is silent."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from played_runs import HANG_AT, SILENT_RANK, SLOW_NODE, Watch, player_of, slow_run
+
+from myriad.telemetry.batch import SpanBatch
+from span_generator import Wrong
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+Tab = Callable[..., "Page"]
+SLOW_RANKS = range(8 * SLOW_NODE, 8 * SLOW_NODE + 8)
+GONE = (
+    "ERR_CONNECTION_REFUSED",
+    "ERR_INCOMPLETE_CHUNKED_ENCODING",
+    "ERR_CONNECTION_RESET",
+    "ERR_EMPTY_RESPONSE",
+)
+
+REDDEST = """canvas => {
+    const {width, height} = canvas;
+    const {data} = canvas.getContext("2d").getImageData(0, 0, width, height);
+    let [most, at] = [-1, 0];
+    for (let i = 0; i < data.length; i += 4) {
+        const red = data[i + 3] ? data[i] - data[i + 1] - data[i + 2] : -1e9;
+        if (red > most) [most, at] = [red, i / 4];
+    }
+    const scale = canvas.clientWidth / width;
+    return {x: (at % width + 2) * scale, y: (Math.floor(at / width) + 2) * scale};
+}"""
+"""Where the reddest cell of a canvas begins, in the page's pixels."""
+
+OPAQUE = """canvas => {
+    const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    let sum = 0;
+    for (let i = 0; i < data.length; i++) sum = (sum * 31 + data[i]) % 1000000007;
+    return sum;
+}"""
+"""One number for all of a canvas."""
+
+
+def cells(page: "Page") -> "Locator":
+    page.locator(".beside tbody tr").first.wait_for()
+    return page.locator(".cells canvas")
+
+
+def test_slow_host_is_the_reddest_cell_and_row_1_of_the_table(slow: Watch, tab: Tab) -> None:
+    page = tab(slow, "heat")
+    spot = cells(page).evaluate(REDDEST)
+    cells(page).hover(position=spot)
+    tip = page.locator(".tip").inner_text()
+    assert f"node {SLOW_NODE}" in tip and "forward" in tip and "dp 1 · tp" in tip
+    rows = page.locator(".beside tbody tr").all_inner_texts()
+    ranks = {int(row.split()[0]) for row in rows[:8]}
+    assert ranks == set(SLOW_RANKS)
+    assert f"node {SLOW_NODE}" in page.locator(".said").inner_text()
+
+
+def test_click_on_the_slow_cell_leads_to_its_timeline_with_arrows_to_those_who_wait(
+    slow: Watch, tab: Tab
+) -> None:
+    page = tab(slow, "heat?last=6")
+    canvas = cells(page)
+    canvas.click(position=canvas.evaluate(REDDEST))
+    waiters = page.locator(".waiters")
+    waiters.get_by_role("button").first.wait_for()
+    rank = int(re.search(r"rank=(\d+)", page.url)[1])
+    assert rank in SLOW_RANKS
+    waiting = {int(text) for text in waiters.get_by_role("button").all_inner_texts()}
+    assert waiting and waiting.isdisjoint(SLOW_RANKS)
+    drawn = page.locator(".lanes canvas")
+    with_arrows = drawn.evaluate(OPAQUE)
+    page.get_by_label("Arrows").uncheck()
+    page.wait_for_function(
+        "([canvas, before]) => (" + OPAQUE + ")(canvas) !== before", arg=[drawn.element_handle(), with_arrows]
+    )
+
+
+def test_a_hang_names_the_silent_rank_in_front(hung: Watch, tab: Tab) -> None:
+    page = tab(hung, "overview")
+    link = page.get_by_role("link", name=f"Silent: rank {SILENT_RANK}")
+    link.wait_for()
+    assert "hang" in page.locator(".state").inner_text()
+    link.click()
+    alarm = page.locator(".alarm")
+    alarm.get_by_role("heading", name=f"Rank {SILENT_RANK} is silent").wait_for()
+    assert re.search(rf"{SILENT_RANK}\s+node 12\s.*\s{HANG_AT}\s", alarm.locator("tbody").inner_text())
+    page.goto(f"{hung.address}/#/parallel?rank=99")
+    page.locator("dd", has=page.locator(f"text='{SILENT_RANK}'")).wait_for()
+
+
+def test_page_says_that_the_server_is_gone_and_comes_back_with_it(tmp_path: Path, tab: Tab) -> None:
+    watch = Watch(slow_run(tmp_path / "again", ranks=16, steps=3)).start()
+    try:
+        page = tab(watch, "overview", *GONE)
+        page.get_by_text(re.compile("after step 3 of|step 3 of")).first.wait_for()
+        watch.stop()
+        page.get_by_text("The server is gone since").wait_for()
+        metrics = watch.run.metrics_path
+        line = json.loads(metrics.read_text().splitlines()[-1])
+        metrics.write_text(metrics.read_text() + json.dumps(line | {"step": 4}) + "\n")
+        watch.start()
+        page.get_by_text("The server is gone since").wait_for(state="detached")
+        page.get_by_text(re.compile("step 4 of")).first.wait_for()
+    finally:
+        watch.stop()
+
+
+def test_all_views_work_offline_in_light_and_dark(slow: Watch, tab: Tab) -> None:
+    page = tab(slow, "overview")
+    page.locator(".chart canvas").nth(3).wait_for()
+    before = page.locator("body").evaluate("body => getComputedStyle(body).backgroundColor")
+    page.get_by_role("button", name="Use dark colours").click()
+    assert page.locator("body").evaluate("body => getComputedStyle(body).backgroundColor") != before
+    for view, there in {
+        "Heat map": ".cells canvas",
+        "Timeline": ".lanes canvas",
+        "Parallel view": ".replica",
+        "Nodes": ".faults table",
+    }.items():
+        page.get_by_role("navigation").get_by_role("link", name=view).click()
+        page.locator(there).first.wait_for()
+    policy = page.request.get(slow.address).headers["content-security-policy"]
+    assert "default-src 'self'" in policy and "unsafe" not in policy
+
+
+def test_everything_can_be_reached_by_keyboard(slow: Watch, tab: Tab) -> None:
+    page = tab(slow, "heat?rank=0")
+    cells(page)
+    focused = "() => document.activeElement.getAttribute('aria-roledescription')"
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.evaluate(focused) == "heat map":
+            break
+    assert page.evaluate(focused) == "heat map"
+    assert page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle") != "none"
+    page.keyboard.press("ArrowRight")
+    page.locator("[aria-live]", has_text="rank 1 on node 0").wait_for()
+    page.keyboard.press("PageDown")
+    page.keyboard.press("Enter")
+    page.locator(".lanes canvas").wait_for()
+    assert "/timeline?" in page.url
+    chosen = page.locator(".below b").inner_text()
+    page.locator(".lanes").focus()
+    page.keyboard.press("ArrowDown")
+    page.wait_for_function("before => document.querySelector('.below b').textContent !== before", arg=chosen)
+    page.keyboard.press("+")
+    page.wait_for_url("**start=**")
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name=re.compile(r"^Rank \d+$")).wait_for()
+
+
+def test_slider_moves_the_steps_shown_and_the_address_keeps_them(slow: Watch, tab: Tab) -> None:
+    page = tab(slow, "heat?by=grid&scale=ms&phase=backward")
+    cells(page)
+    page.get_by_role("slider", name="Last step shown").press("ArrowLeft")
+    page.wait_for_url("**last=6**")
+    page.get_by_role("slider", name="First step shown").press("End")
+    page.wait_for_url("**last=7**")
+    page.reload()
+    cells(page)
+    assert page.get_by_label("Phase").input_value() == "backward"
+    assert page.get_by_label("Arranged by").input_value() == "grid"
+    assert page.get_by_role("slider", name="Last step shown").get_attribute("aria-valuenow") == "7"
+
+
+def test_worst_lane_stands_for_its_group_when_lanes_outnumber_pixels(slow: Watch, tab: Tab) -> None:
+    page = tab(slow, "timeline?steps=6", viewport={"width": 1280, "height": 340})
+    page.get_by_text("each is the worst of its group").wait_for()
+    page.locator(".lanes").focus()
+    for _ in range(80):
+        page.keyboard.press("ArrowDown")
+        if int(re.search(r"\d+", page.locator(".below").inner_text())[0]) in SLOW_RANKS:
+            return
+    pytest.fail("the slow host is hidden behind faster ranks")
+
+
+def test_names_and_texts_of_a_run_cannot_inject_anything(tmp_path: Path, tab: Tab) -> None:
+    attack = "<img src=x onerror=window.hit=1><script>window.hit=1<"
+    run = slow_run(tmp_path / attack.replace("/", ""), ranks=16, steps=2)
+    run.append_event("fault", node=0, problem=attack, evidence={attack: attack}, rule=attack)
+    watch = Watch(run).start()
+    try:
+        watch.post(span_named(run, attack))
+        page = tab(watch, "heat")
+        page.locator("option", has_text=attack).first.wait_for(state="attached")
+        for view in (
+            "overview",
+            "faults",
+            "parallel?rank=0",
+            "timeline",
+            f"heat?phase={attack}&by={attack}",
+            f"{attack}?rank={attack}",
+        ):
+            page.goto(f"{watch.address}/#/{view}")
+            page.locator("main > section").wait_for()
+            if view in ("overview", "faults"):
+                page.locator("main").get_by_text(attack).first.wait_for()
+            assert page.locator("img, main script").count() == 0
+        assert page.evaluate("() => window.hit") is None
+        assert attack.replace("/", "") in page.locator(".name").inner_text()
+    finally:
+        watch.stop()
+
+
+def span_named(run: object, name: str) -> SpanBatch:
+    """Of all ranks, in step 1."""
+    records = player_of(run, Wrong(), 2).step(1)[:, 1].copy()
+    records["name"] = 0
+    return SpanBatch(0, 1, (name,), np.ascontiguousarray(records))
