@@ -3,9 +3,9 @@
     python benchmarks/dashboard_page.py [--ranks 12288] [--steps 12] [--seconds 4]
 
 Plays a run into a server of its own (benchmarks/span_generator.py) and opens the page in the system's
-Chromium, which draws by software here. A frame is the time from one animation frame to the next; 16.7 ms is the
-display's own pace. Scrubbing drags the window of steps of the heat map, so that each move asks the server;
-panning drags and zooms a timeline of thousands of lanes.
+Chromium, which draws by software here. A frame is the time from one animation frame to the next; 16.7 ms is
+the display's own pace. Scrubbing drags the window of steps of the heat map, so that each move asks the
+server; panning drags and zooms a timeline of thousands of lanes.
 """
 
 import argparse

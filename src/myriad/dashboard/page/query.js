@@ -1,6 +1,6 @@
 /** A question to the server inside a view: asked again when its key changes or the run does. */
 
-import { useEffect, useRef, useState } from "./html.js";
+import { useEffect, useLayoutEffect, useRef, useState } from "./html.js";
 
 /**
  * One request at a time, then the newest that was wanted meanwhile: dragging through time asks as often as
@@ -34,7 +34,8 @@ export function useAnswer(key, request, version) {
     now.flying = false;
   }
 
-  useEffect(() => {
+  // Not after the next frame: the answer is what people wait for.
+  useLayoutEffect(() => {
     if (!key) return;
     state.current.wanted = `${version}|${key}`;
     if (!state.current.flying) fly();

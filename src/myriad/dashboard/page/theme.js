@@ -1,6 +1,6 @@
 /** Light or dark: as the system is, unless a person chose. */
 
-import { useEffect, useState } from "./html.js";
+import { useEffect, useLayoutEffect, useState } from "./html.js";
 
 const system = matchMedia("(prefers-color-scheme: dark)");
 
@@ -31,11 +31,13 @@ export function useTheme() {
 /** Size of an element's inside, as it changes. @param {{current: HTMLElement | null}} ref */
 export function useSize(ref) {
   const [size, setSize] = useState({ width: 0, height: 0 });
-  useEffect(() => {
-    const observer = new ResizeObserver(([entry]) => {
-      const { width, height } = entry.contentRect;
-      setSize({ width: Math.floor(width), height: Math.floor(height) });
-    });
+  useLayoutEffect(() => {
+    const measure = () => {
+      const { clientWidth: width, clientHeight: height } = ref.current;
+      setSize((before) => (before.width === width && before.height === height ? before : { width, height }));
+    };
+    measure();
+    const observer = new ResizeObserver(measure);
     observer.observe(ref.current);
     return () => observer.disconnect();
   }, []);
