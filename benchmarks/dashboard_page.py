@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "browser"))
 
 from played_runs import REPOSITORY, Watch, chromium
 
-from span_generator import Player, Wrong, batches, make_run, ranks_of, tell_step
+from span_generator import make_run, ranks_of, tell_step
+from span_player import Player, Wrong, batches
 
 PAGE = REPOSITORY / "src" / "myriad" / "dashboard" / "page"
 VIEWPORT = {"width": 1280, "height": 720}
@@ -68,13 +69,14 @@ def script_bytes() -> tuple[int, int]:
 def play(watch: Watch, ranks: int, steps: int) -> int:
     """Sends the spans of all steps; how many."""
     wrong = Wrong(slow_node=ranks // 8 * 588 // 1536, slow_from=steps // 3)
-    player = Player(ranks_of(watch.run), 4, wrong, time.time() - steps * 6.0)
+    player = Player(ranks_of(watch.run), 16, wrong, time.time() - steps * 6.5)
     count = 0
     for step in range(steps):
-        for _, batch in batches(player, step, 1, 128):
+        began = player.begin_seconds
+        for _, batch in batches(player, step, 10.0, 128):
             watch.post(batch)
             count += len(batch.records)
-        tell_step(watch.run, player, step)
+        tell_step(watch.run, player, step, began)
     return count
 
 

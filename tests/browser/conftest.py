@@ -7,7 +7,7 @@ import pytest
 from played_runs import Watch, chromium, hung_run, play_hang, slow_run
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Page
 
 ONLY_HERE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 
@@ -40,7 +40,7 @@ def tab(browser: "Browser") -> Iterator[Callable[..., "Page"]]:
             if not any(part in text for part in allowed):
                 said.append(text)
 
-        page.on("console", lambda message: message.type in ("error", "warning") and say(message.text))
+        page.on("console", lambda message: message.type == "error" and say(told(message)))
         page.on("pageerror", lambda error: say(str(error)))
         page.on(
             "request", lambda request: request.url.startswith((watch.address, "data:")) or say(request.url)
@@ -52,6 +52,10 @@ def tab(browser: "Browser") -> Iterator[Callable[..., "Page"]]:
     for context in contexts:
         context.close()
     assert not said
+
+
+def told(message: "ConsoleMessage") -> str:
+    return f"{message.text} {message.location.get('url', '')}"
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,8 @@ from myriad.resilience.engines import child  # noqa: E402
 from myriad.run import Run  # noqa: E402
 from myriad.telemetry.batch import SpanBatch, encode  # noqa: E402
 from myriad.telemetry.span_files import write_span_file  # noqa: E402
-from span_generator import Player, Wrong, batches, make_run, ranks_of, tell_step  # noqa: E402
+from span_generator import make_run, ranks_of, tell_step  # noqa: E402
+from span_player import Player, Wrong, batches  # noqa: E402
 
 SLOW_NODE, SLOW_FROM = 12, 3
 SILENT_RANK, HANG_AT = 98, 6
@@ -71,24 +72,23 @@ def chromium() -> str | None:
 
 
 def player_of(run: Run, wrong: Wrong, steps: int, ago_seconds: float = 0.0) -> Player:
-    """Whose last step has just ended, or a while ago."""
-    begin = time.time() - steps * STEP_SECONDS - ago_seconds
-    return Player(ranks_of(run), 2, wrong, begin, STEP_SECONDS)
+    """Whose last step ends about now, or a while ago."""
+    return Player(ranks_of(run), 4, wrong, time.time() - steps * STEP_SECONDS - ago_seconds, STEP_SECONDS)
 
 
 def slow_run(folder: Path, ranks: int = 256, steps: int = 8) -> Run:
     """Its thirteenth node computes 10 % slower from step 3 on. In files."""
     run = make_run(folder, ranks)
-    wrong = Wrong(slow_node=SLOW_NODE, slow_from=SLOW_FROM)
-    player = player_of(run, wrong, steps)
+    player = player_of(run, Wrong(slow_node=SLOW_NODE, slow_from=SLOW_FROM), steps)
     run.append_event(
         "start", world=ranks, time=player.begin_seconds, peak_flops=312e12, peak_source="A100 data sheet"
     )
     (run.path / "spans").mkdir(exist_ok=True)
     for step in range(steps):
-        for _, batch in batches(player, step, 1, ranks // 8):
-            write_span_file(run.path / "spans" / f"attempt-1-node-0-{step}.parquet", batch)
-        tell_step(run, player, step)
+        began = player.begin_seconds
+        for place, (_, batch) in enumerate(batches(player, step, 10.0, ranks // 8)):
+            write_span_file(run.path / "spans" / f"attempt-1-node-0-{10 * step + place}.parquet", batch)
+        tell_step(run, player, step, began)
     return run
 
 
@@ -99,10 +99,12 @@ def hung_run(folder: Path) -> Run:
 
 def play_hang(watch: Watch) -> None:
     """One rank stops in the middle of a step, a minute ago; nodes have sent what had ended."""
-    wrong = Wrong(hang_rank=SILENT_RANK, hang_at=HANG_AT)
-    player = player_of(watch.run, wrong, HANG_AT + 1, ago_seconds=60.0)
+    player = player_of(
+        watch.run, Wrong(hang_rank=SILENT_RANK, hang_at=HANG_AT), HANG_AT + 1, ago_seconds=60.0
+    )
     for step in range(HANG_AT + 1):
-        for _, batch in batches(player, step, 1, 32):
+        began = player.begin_seconds
+        for _, batch in batches(player, step, 10.0, 32):
             watch.post(batch)
-        if step < HANG_AT:
-            tell_step(watch.run, player, step)
+        if not player.hangs:
+            tell_step(watch.run, player, step, began)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 from played_runs import HANG_AT, SILENT_RANK, SLOW_NODE, Watch, player_of, slow_run
 
+from myriad.run import Run
 from myriad.telemetry.batch import SpanBatch
-from span_generator import Wrong
+from span_player import Wrong
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -93,12 +93,12 @@ def test_a_hang_names_the_silent_rank_in_front(hung: Watch, tab: Tab) -> None:
     alarm = page.locator(".alarm")
     alarm.get_by_role("heading", name=f"Rank {SILENT_RANK} is silent").wait_for()
     assert re.search(rf"{SILENT_RANK}\s+node 12\s.*\s{HANG_AT}\s", alarm.locator("tbody").inner_text())
-    page.goto(f"{hung.address}/#/parallel?rank=99")
+    page.goto(f"{hung.address}/#/parallel?rank=106")
     page.locator("dd", has=page.locator(f"text='{SILENT_RANK}'")).wait_for()
 
 
 def test_page_says_that_the_server_is_gone_and_comes_back_with_it(tmp_path: Path, tab: Tab) -> None:
-    watch = Watch(slow_run(tmp_path / "again", ranks=16, steps=3)).start()
+    watch = Watch(slow_run(tmp_path / "again", ranks=64, steps=3)).start()
     try:
         page = tab(watch, "overview", *GONE)
         page.get_by_text(re.compile("after step 3 of|step 3 of")).first.wait_for()
@@ -185,7 +185,7 @@ def test_worst_lane_stands_for_its_group_when_lanes_outnumber_pixels(slow: Watch
 
 def test_names_and_texts_of_a_run_cannot_inject_anything(tmp_path: Path, tab: Tab) -> None:
     attack = "<img src=x onerror=window.hit=1><script>window.hit=1<"
-    run = slow_run(tmp_path / attack.replace("/", ""), ranks=16, steps=2)
+    run = slow_run(tmp_path / attack.replace("/", ""), ranks=64, steps=2)
     run.append_event("fault", node=0, problem=attack, evidence={attack: attack}, rule=attack)
     watch = Watch(run).start()
     try:
@@ -211,8 +211,9 @@ def test_names_and_texts_of_a_run_cannot_inject_anything(tmp_path: Path, tab: Ta
         watch.stop()
 
 
-def span_named(run: object, name: str) -> SpanBatch:
+def span_named(run: Run, name: str) -> SpanBatch:
     """Of all ranks, in step 1."""
-    records = player_of(run, Wrong(), 2).step(1)[:, 1].copy()
+    records = player_of(run, Wrong(), 2).step(1)
+    records = records[records["name"] == records["name"][0]].copy()
     records["name"] = 0
-    return SpanBatch(0, 1, (name,), np.ascontiguousarray(records))
+    return SpanBatch(0, 1, (name,), records)

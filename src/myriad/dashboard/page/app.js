@@ -37,7 +37,7 @@ function App() {
   useEffect(() => {
     if (run.value) document.title = `${run.value.name}: ${title}`;
   }, [run.value?.name, title]);
-  const silentRanks = hangs ? listOf(silent.value) : [];
+  const silentRanks = (hangs && silent.value?.silent) || [];
   return html`
     <a class="skip" href="#main" onClick=${skip}>To the view</a>
     <header>
@@ -55,8 +55,6 @@ function App() {
 
 /** A chosen rank stays chosen in other views. */
 const carried = ({ query }, view) => (query.rank !== undefined && ["heat", "parallel"].includes(view) ? { rank: query.rank } : {});
-
-const listOf = (silent) => (Array.isArray(silent) ? silent : (silent?.silent ?? silent?.ranks ?? [])).map((one) => (typeof one === "number" ? { rank: one } : one));
 
 /** Without the address's hash, which is the view's. */
 function skip(event) {

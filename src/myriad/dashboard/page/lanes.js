@@ -12,6 +12,7 @@
  * @property {Uint16Array} name @property {Int16Array} stage @property {Int16Array} microBatch
  * @property {string[]} names
  * @property {{fromRank: Int32Array, toRank: Int32Array, fromAt: Float64Array, toAt: Float64Array, kind: Uint8Array}} arrows
+ * @property {boolean} arrowsToCome they are not all known yet
  * @property {number} begin of the window, seconds since the run's first span @property {number} end
  */
 
@@ -44,6 +45,7 @@ export function arrangeLanes({ facts, arrays }) {
       toAt: arrays.to_at,
       kind: arrays.kind,
     },
+    arrowsToCome: Boolean(facts.arrows_to_come),
     begin: facts.start,
     end: facts.end,
   };

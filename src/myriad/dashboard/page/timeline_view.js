@@ -4,7 +4,7 @@ import { askTile } from "./api.js";
 import { SPAN_LEGEND, spanColour } from "./colours.js";
 import { countRanges, placeOf, rangesText, withWaiters } from "./grid.js";
 import { count, plural, seconds } from "./format.js";
-import { html, useMemo, useRef } from "./html.js";
+import { html, useEffect, useMemo, useRef, useState } from "./html.js";
 import { arrangeLanes, waitersOf } from "./lanes.js";
 import { useAnswer } from "./query.js";
 import { amend, go, hrefOf } from "./route.js";
@@ -16,6 +16,7 @@ import { Field, Problem, Tick } from "./widgets.js";
 const LANE_PIXELS = 3;
 const MOST_LANES = 4096;
 const SETTLE_MS = 120;
+const ARROWS_MS = 600;
 const WAITERS_NAMED = 12;
 
 /** @param {{run: any, query: Record<string, string>, version: number, theme: import("./colours.js").Theme}} props */
@@ -33,8 +34,10 @@ export function TimelineView({ run, query, version, theme }) {
   const asked = { ranks, ...window_, lanes, width: size.width * (steps ? 1 : 2) };
   // A run that goes on changes nothing in steps that are over: those are asked once.
   const fixed = query.steps || query.start ? 0 : version;
+  const [again, setAgain] = useState(0);
   const key = size.height && chosen ? JSON.stringify(asked) : "";
-  const answer = useAnswer(key, () => askTile("/api/timeline", asked), fixed);
+  const answer = useAnswer(key, () => askTile("/api/timeline", asked), `${fixed}.${again}`);
+  useArrowsToCome(answer.value, setAgain);
   const data = useMemo(() => answer.value && arrangeLanes(answer.value), [answer.value]);
   const look = useLook(query, steps, data, answer.key);
   const onLook = useSettled((at) => amend({ start: text(at.start), end: text(at.end), steps: undefined, zoom: at.zoom > 1 ? at.zoom.toFixed(2) : undefined }));
@@ -59,6 +62,15 @@ export function TimelineView({ run, query, version, theme }) {
       </div>
       <p class="below">${data && html`<${Selected} run=${run} data=${data} rank=${selected} chosen=${chosen} />`}</p>
     </section>`;
+}
+
+/** Who waited for whom may still be worked out: then the window is asked for again. */
+function useArrowsToCome(tile, setAgain) {
+  useEffect(() => {
+    if (!tile?.facts.arrows_to_come) return;
+    const timer = setTimeout(() => setAgain((before) => before + 1), ARROWS_MS);
+    return () => clearTimeout(timer);
+  }, [tile]);
 }
 
 /** Asked beyond both edges, so that a pan has something to show. */
@@ -121,7 +133,7 @@ function Selected({ run, data, rank, chosen }) {
       <a href=${hrefOf("timeline", { rank, ranks: rangesText(withWaiters(run.layout, rank)), steps: `${run.last_step}` })}>with those who wait</a></span>
     <span class="waiters">${waiters.length ? html`Waiting for it: ${named.map(({ rank: other, times }) => html`
       <button class="link" key=${other} onClick=${() => amend({ rank: other })} title="${plural(times, "time")} in this window">${other}</button> `)}
-      ${waiters.length > named.length && `and ${count(waiters.length - named.length)} more`}` : "Nobody waits for it in this window."}</span>`;
+      ${waiters.length > named.length && `and ${count(waiters.length - named.length)} more`}` : data.arrowsToCome ? "Who waited for it is being worked out…" : "Nobody waits for it in this window."}</span>`;
 }
 
 /** Only of what is there. @param {{names: string[]}} props */
