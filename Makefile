@@ -25,13 +25,14 @@ test: check services
 	@$(BIN)/python -m pytest --ignore tests/unit --ignore tests/processes --ignore tests/services
 	@$(BIN)/python -m pytest -n 3 --dist loadfile tests/processes tests/services
 
-# tests/services use these; where they cannot be installed the tests are skipped and say so. No service is started.
+# tests/services and tests/browser use these; where they cannot be installed the tests are skipped and say so. No
+# service is started.
 services:
 	@{ command -v redis-server && command -v mkfs.ext4 && command -v fsfreeze && command -v slurmctld && command -v slurmd \
-		&& command -v srun; } >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
-		{ echo "installing redis-server, e2fsprogs, util-linux and Slurm for tests/services"; \
+		&& command -v srun && command -v chromium; } >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
+		{ echo "installing redis-server, e2fsprogs, util-linux and Slurm for tests/services, Chromium for tests/browser"; \
 		RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server e2fsprogs util-linux \
-		slurmctld slurmd slurm-client munge >/dev/null 2>&1; } || true
+		slurmctld slurmd slurm-client munge chromium >/dev/null 2>&1; } || true
 
 check: $(VENV)/.installed-dev
 	@$(BIN)/ruff check

@@ -8,6 +8,7 @@ import time
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 for folder in ("benchmarks", "tests/processes"):
@@ -76,10 +77,10 @@ def player_of(run: Run, wrong: Wrong, steps: int, ago_seconds: float = 0.0) -> P
     return Player(ranks_of(run), 4, wrong, time.time() - steps * STEP_SECONDS - ago_seconds, STEP_SECONDS)
 
 
-def slow_run(folder: Path, ranks: int = 256, steps: int = 8) -> Run:
+def slow_run(folder: Path, ranks: int = 256, steps: int = 8, ago_seconds: float = 0.0) -> Run:
     """Its thirteenth node computes 10 % slower from step 3 on. In files."""
     run = make_run(folder, ranks)
-    player = player_of(run, Wrong(slow_node=SLOW_NODE, slow_from=SLOW_FROM), steps)
+    player = player_of(run, Wrong(slow_node=SLOW_NODE, slow_from=SLOW_FROM), steps, ago_seconds)
     run.append_event(
         "start", world=ranks, time=player.begin_seconds, peak_flops=312e12, peak_source="A100 data sheet"
     )
@@ -90,6 +91,35 @@ def slow_run(folder: Path, ranks: int = 256, steps: int = 8) -> Run:
             write_span_file(run.path / "spans" / f"attempt-1-node-0-{10 * step + place}.parquet", batch)
         tell_step(run, player, step, began)
     return run
+
+
+def tell_repair(run: Run, began: float) -> None:
+    """What a driver and the ranks write when a node breaks and is replaced."""
+    blamed = {"rank": 41, "node": 5}
+    beats = {"seconds_since_heartbeat": 10.4, "allowed_seconds": 10.0}
+    saved = {"seconds": 0.4, "bytes": 91 * 2**30, "verified": True}
+    silent = {
+        **blamed,
+        "cause": "node-lost",
+        "rule": "no heartbeat",
+        "evidence": beats,
+        "problem": "node 5 is silent",
+    }
+    broken = {"node": 5, "verdict": "broken", "cause": "node-lost", "rule": "the node does not answer"}
+    events: list[tuple[float, str, dict[str, Any]]] = [
+        (2.0, "checkpoint", {"step": 4, "tier": "memory", **saved}),
+        (4.0, "fault", silent),
+        (4.1, "diagnosis", broken),
+        (
+            4.2,
+            "eviction",
+            {"node": 5, "machine": "gpu-0412", "rule": "a broken node leaves", "evidence": beats},
+        ),
+        (4.4, "restart", {"epoch": 2, "rule": "a spare takes its place"}),
+        (6.0, "checkpoint", {"step": 12, "tier": "disk", **saved}),
+    ]
+    for after, event, fields in events:
+        run.append_event(event, **{"time": began + after} | fields)
 
 
 def hung_run(folder: Path) -> Run:

@@ -207,6 +207,7 @@ def test_names_and_texts_of_a_run_cannot_inject_anything(tmp_path: Path, tab: Ta
             assert page.locator("img, main script").count() == 0
         assert page.evaluate("() => window.hit") is None
         assert attack.replace("/", "") in page.locator(".name").inner_text()
+        page.close()
     finally:
         watch.stop()
 

@@ -14,7 +14,7 @@ const CIVIDIS = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678
 
 export const UNKNOWN = { light: "#d3c9dd", dark: "#4a4154" };
 
-/** Waiting has the warm colours: it is what a person looks for. */
+/** Waiting has the warm colours, pale because there is much of it: arrows and work stand out. */
 const SPAN_COLOURS = {
   forward: "#5b94d6",
   backward: "#3f9e74",
@@ -30,8 +30,8 @@ const SPAN_COLOURS = {
 const PIPELINE = "exchange wait receive";
 const DATA = "gather await_gather reduce await_reduce sync_tied clip";
 const POSTS = "start_gather start_reduce send release";
-for (const name of PIPELINE.split(" ")) SPAN_COLOURS[name] = "#cf4d17";
-for (const name of DATA.split(" ")) SPAN_COLOURS[name] = "#efa463";
+for (const name of PIPELINE.split(" ")) SPAN_COLOURS[name] = "#dd7f52";
+for (const name of DATA.split(" ")) SPAN_COLOURS[name] = "#f2cda9";
 for (const name of POSTS.split(" ")) SPAN_COLOURS[name] = "#c3b9e6";
 const OTHERS = ["#5f8aa6", "#9c7b55", "#6f8f4f", "#a86a8f", "#7580a8"];
 
@@ -39,8 +39,8 @@ const OTHERS = ["#5f8aa6", "#9c7b55", "#6f8f4f", "#a86a8f", "#7580a8"];
 const CLASS_COLOURS = {
   compute: "#5b94d6",
   tp: "#7a4fa3",
-  pp: "#cf4d17",
-  dp: "#efa463",
+  pp: "#dd7f52",
+  dp: "#f2cda9",
   bubble: "#c9a227",
   optimizer: "#93a1b3",
   data: "#d9c02f",

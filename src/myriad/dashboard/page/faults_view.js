@@ -53,7 +53,7 @@ function Nodes({ nodes }) {
     <table><thead><tr><th>Node</th><th>Health</th><th class="n">Heartbeat</th><th class="n">Ranks</th></tr></thead>
       <tbody>${found.slice(0, MOST_NODES).map((one) => html`
         <tr key=${one.node} class=${troubled(one) ? "bad" : ""}><td>${nodeText(one.node)}</td>
-          <td>${troubled(one) ? "▲ " : ""}${one.health ?? "not examined"}</td>
+          <td class="text">${troubled(one) ? "▲ " : ""}${one.health ?? "not examined"}</td>
           <td class="n">${one.heartbeat_seconds_ago === undefined || one.heartbeat_seconds_ago === null ? "–" : `${seconds(one.heartbeat_seconds_ago)} ago`}</td>
           <td class="n"><${Ranks} ranks=${one.ranks} /></td></tr>`)}</tbody></table>
     ${found.length > MOST_NODES && html`<p class="dim">${count(found.length - MOST_NODES)} more: find them by name.</p>`}`;
@@ -73,7 +73,7 @@ function Told({ events = [], nothing }) {
   return html`<ol class="told">${[...events].reverse().map((event, i) => html`
     <li key=${i}><time>${clock(event.time)}</time><b>${event.event}</b> <span>${event.text ?? ""}</span>
       ${event.rule && html`<div class="dim">rule: ${event.rule}</div>`}
-      ${event.evidence !== undefined && html`<details><summary>evidence</summary><pre>${asText(event.evidence)}</pre></details>`}</li>`)}</ol>`;
+      ${event.evidence && html`<details><summary>evidence</summary><pre>${asText(event.evidence)}</pre></details>`}</li>`)}</ol>`;
 }
 
 const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 2));

@@ -99,7 +99,7 @@ function worstStep(tile, first, last) {
 }
 
 /** The rank's timeline with those who wait for it. */
-const timelineQuery = (run, rank, step) => ({ rank, ranks: rangesText(withWaiters(run.layout, rank)), steps: `${step}-${step}` });
+const timelineQuery = (run, rank, step) => ({ rank, ranks: rangesText(withWaiters(run.layout, rank)), steps: `${step}` });
 
 /** @returns {string[]} */
 function describe(run, tile, phase, rank) {

@@ -10,7 +10,7 @@
  * @property {Lane[]} lanes @property {Map<number, number>} laneOf measured lane of each rank that has one
  * @property {Float64Array} start @property {Float64Array} stop @property {Float64Array} reach latest stop so far in the lane
  * @property {Uint16Array} name @property {Int16Array} stage @property {Int16Array} microBatch
- * @property {string[]} names
+ * @property {string[]} names @property {string[]} drawn those that a span here has
  * @property {{fromRank: Int32Array, toRank: Int32Array, fromAt: Float64Array, toAt: Float64Array, kind: Uint8Array}} arrows
  * @property {boolean} arrowsToCome they are not all known yet
  * @property {number} begin of the window, seconds since the run's first span @property {number} end
@@ -38,6 +38,7 @@ export function arrangeLanes({ facts, arrays }) {
     stage: new Int16Array(count),
     microBatch: new Int16Array(count),
     names: facts.names,
+    drawn: [...new Set(arrays.name)].map((code) => facts.names[code]),
     arrows: {
       fromRank: arrays.from_rank,
       toRank: arrays.to_rank,

@@ -17,6 +17,8 @@ const CURVES = [
 /** Events that are marks on the curves: what a person asks about when a curve bends. */
 const MARKED = new Set(["fault", "diagnosis", "eviction", "restart", "resume", "start", "spike", "health"]);
 const NEWEST_EVENTS = 200;
+/** Losses whose colours are those of a class of time. */
+const LOSS_CLASSES = { "slower than peak": "compute", "slower ranks": "slow", tensor: "tp", pipeline: "pp", "data parallel": "dp", evaluation: "validating" };
 
 /** @param {{run: any, version: number, theme: import("./colours.js").Theme}} props */
 export function OverviewView({ run, version, theme }) {
@@ -100,21 +102,18 @@ function Waterfall({ answer }) {
         <tr key=${line.name} class=${line.total ? "total" : ""}><td>${line.name}</td><td class="n">${percent(line.measured)}</td>
           ${predicted && html`<td class="n dim">${percent(line.predicted)}</td>`}
           <td class="fall"><i style=${{ marginLeft: `${Math.max(0, line.from) * 100}%`, width: `${Math.min(1, Math.abs(line.measured || 0)) * 100}%`,
-            background: line.total ? "#5b94d6" : classColour(line.class ?? line.name, i) }}></i></td></tr>`)}</tbody></table>`;
+            background: line.total ? "#5b94d6" : classColour(LOSS_CLASSES[line.name] ?? line.name, i) }}></i></td></tr>`)}</tbody></table>`;
 }
 
-/** @returns {{name: string, measured: number, predicted?: number, from: number, total?: boolean, class?: string}[]} */
+/** @returns {{name: string, measured: number, predicted?: number, from: number, total?: boolean}[]} */
 function waterfallLines(value) {
-  if (!value) return [];
-  const measured = value.measured ?? value;
-  const losses = Object.entries(measured.losses ?? {});
-  let left = 1;
-  const lines = losses.map(([name, lost]) => {
-    left -= lost;
-    return { name, measured: lost, predicted: value.predicted?.losses?.[name], from: left };
-  });
-  if (measured.mfu !== undefined) lines.push({ name: "MFU", measured: measured.mfu, predicted: value.predicted?.mfu, from: 0, total: true });
-  return lines;
+  if (!value?.measured) return [];
+  const { measured, predicted } = value;
+  const planned = new Map(predicted?.losses.map((loss) => [loss.name, loss.lost]));
+  const seen = measured.losses.filter((loss) => loss.lost > 0 || planned.get(loss.name) > 0);
+  const lines = seen.map(({ name, lost, left }) => ({ name, measured: lost, predicted: planned.get(name), from: left }));
+  const mfu = { name: "MFU", measured: measured.mfu, predicted: predicted?.mfu, from: 0, total: true };
+  return measured.mfu ? [...lines, mfu] : lines;
 }
 
 /** @param {{events: {time: number, event: string, text: string}[]}} props */

@@ -45,12 +45,12 @@ export function TimelineView({ run, query, version, theme }) {
   return html`
     <section class="timeline" aria-label="Timeline">
       <div class="bar">
-        <${Field} label="Ranks" value=${ranks} size=${18} hint="0-63,70" onChange=${(value) => amend({ ranks: value, rank: undefined })} />
+        <${Field} label="Ranks" value=${ranks} size=${24} hint="0-63,70" onChange=${(value) => amend({ ranks: value, rank: undefined })} />
         <${Field} label="Steps" value=${steps} size=${9} hint="10-12" onChange=${(value) => amend({ steps: value, start: undefined, end: undefined })} />
         <${Tick} label="Arrows" checked=${query.arrows !== "off"} onChange=${(on) => amend({ arrows: on ? undefined : "off" })} />
         <button onClick=${() => amend({ ranks: undefined, rank: undefined })}>All ranks</button>
         ${query.start !== undefined && html`<button onClick=${() => amend({ start: undefined, end: undefined, zoom: undefined })}>Newest steps</button>`}
-        <${Legend} names=${data?.names ?? []} />
+        <${Legend} names=${data?.drawn ?? []} />
       </div>
       <${Problem} error=${Number.isNaN(chosen) ? new Error(`Ranks: numbers from 0 to ${run.world - 1} and ranges, as in 0-63,70`) : answer.error} />
       <div class="area" ref=${area}>
