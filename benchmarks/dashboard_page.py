@@ -71,7 +71,7 @@ def play(watch: Watch, ranks: int, steps: int) -> int:
     wrong = Wrong(slow_node=ranks // 8 * 588 // 1536, slow_from=steps // 3)
     player = Player(ranks_of(watch.run), 16, wrong, time.time() - steps * 6.5)
     count = 0
-    for step in range(steps):
+    for step in range(1, steps + 1):
         began = player.begin_seconds
         for _, batch in batches(player, step, 10.0, 128):
             watch.post(batch)

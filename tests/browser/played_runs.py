@@ -25,7 +25,7 @@ from span_player import Player, Wrong, batches  # noqa: E402
 
 SLOW_NODE, SLOW_FROM = 12, 3
 SILENT_RANK, HANG_AT = 98, 6
-STEP_SECONDS = 0.5
+STEP_SECONDS = 6.0
 
 
 @dataclass
@@ -77,15 +77,20 @@ def player_of(run: Run, wrong: Wrong, steps: int, ago_seconds: float = 0.0) -> P
     return Player(ranks_of(run), 4, wrong, time.time() - steps * STEP_SECONDS - ago_seconds, STEP_SECONDS)
 
 
+def tell_start(run: Run, player: Player) -> None:
+    """As rank 0 does."""
+    world = player.ranks.layout.world
+    facts = {"world": world, "peak_flops": world * 312e12, "peak_source": "A100 data sheet"}
+    run.append_event("start", time=player.begin_seconds, **facts)
+
+
 def slow_run(folder: Path, ranks: int = 256, steps: int = 8, ago_seconds: float = 0.0) -> Run:
     """Its thirteenth node computes 10 % slower from step 3 on. In files."""
     run = make_run(folder, ranks)
     player = player_of(run, Wrong(slow_node=SLOW_NODE, slow_from=SLOW_FROM), steps, ago_seconds)
-    run.append_event(
-        "start", world=ranks, time=player.begin_seconds, peak_flops=312e12, peak_source="A100 data sheet"
-    )
+    tell_start(run, player)
     (run.path / "spans").mkdir(exist_ok=True)
-    for step in range(steps):
+    for step in range(1, steps + 1):
         began = player.begin_seconds
         for place, (_, batch) in enumerate(batches(player, step, 10.0, ranks // 8)):
             write_span_file(run.path / "spans" / f"attempt-1-node-0-{10 * step + place}.parquet", batch)
@@ -119,7 +124,7 @@ def tell_repair(run: Run, began: float) -> None:
         (6.0, "checkpoint", {"step": 12, "tier": "disk", **saved}),
     ]
     for after, event, fields in events:
-        run.append_event(event, **{"time": began + after} | fields)
+        run.append_event(event, **{"time": began + STEP_SECONDS * after} | fields)
 
 
 def hung_run(folder: Path) -> Run:
@@ -128,11 +133,11 @@ def hung_run(folder: Path) -> Run:
 
 
 def play_hang(watch: Watch) -> None:
-    """One rank stops in the middle of a step, a minute ago; nodes have sent what had ended."""
-    player = player_of(
-        watch.run, Wrong(hang_rank=SILENT_RANK, hang_at=HANG_AT), HANG_AT + 1, ago_seconds=60.0
-    )
-    for step in range(HANG_AT + 1):
+    """One rank stops in the middle of a step, two minutes ago; nodes have sent what had ended."""
+    wrong = Wrong(hang_rank=SILENT_RANK, hang_at=HANG_AT)
+    player = player_of(watch.run, wrong, HANG_AT, ago_seconds=120.0)
+    tell_start(watch.run, player)
+    for step in range(1, HANG_AT + 1):
         began = player.begin_seconds
         for _, batch in batches(player, step, 10.0, 32):
             watch.post(batch)

@@ -67,7 +67,7 @@ function State({ run, silent }) {
   return html`
     <span class="name">${run.name}</span>
     <span class="state ${run.state}"><span aria-hidden="true">${STATES[run.state] ?? "●"}</span> ${run.state}</span>
-    <p class="sentence" role="status">${run.sentence}
+    <p class="sentence" role="status">${run.sentence.charAt(0).toUpperCase()}${run.sentence.slice(1)}.
       ${silent.length > 0 && html` <a href=${hrefOf("parallel", { rank: silent[0].rank })}>Silent: rank ${silent.slice(0, 5).map((one) => one.rank).join(", ")}${silent.length > 5 ? ` and ${count(silent.length - 5)} more` : ""}</a>`}</p>`;
 }
 
