@@ -22,13 +22,14 @@ from myriad.run import Run  # noqa: E402
 SLOW_RANK = 8 * SLOW_NODE + 3
 VIEWPORT = {"width": 1200, "height": 675}
 STILL_SECONDS = 120.0
+STEPS = 24
 DRAWN_MS = 900
 
 
 def slow_story(folder: Path) -> Run:
     """A run that repaired itself once, and still has a slow host. It goes on while it is looked at."""
-    began = time.time() + STILL_SECONDS - 40 * STEP_SECONDS
-    run = slow_run(folder, steps=40, ago_seconds=-STILL_SECONDS)
+    began = time.time() + STILL_SECONDS - STEPS * STEP_SECONDS
+    run = slow_run(folder, steps=STEPS, ago_seconds=-STILL_SECONDS, micro_batches=16)
     tell_repair(run, began)
     return run
 
@@ -44,6 +45,9 @@ def slow_pictures(page: Page, address: str) -> Iterator[str]:
     row = page.locator(".beside tbody tr").first
     row.get_by_role("link").click()
     page.locator(".waiters").get_by_role("button").first.wait_for()
+    page.locator(".lanes").focus()
+    for _ in range(3):
+        page.keyboard.press("+")
     yield "dashboard-timeline"
     page.goto(f"{address}/#/faults")
     page.locator(".told").first.wait_for()

@@ -72,9 +72,10 @@ def chromium() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def player_of(run: Run, wrong: Wrong, steps: int, ago_seconds: float = 0.0) -> Player:
+def player_of(run: Run, wrong: Wrong, steps: int, ago_seconds: float = 0.0, micro_batches: int = 4) -> Player:
     """Whose last step ends about now, or a while ago."""
-    return Player(ranks_of(run), 4, wrong, time.time() - steps * STEP_SECONDS - ago_seconds, STEP_SECONDS)
+    begin = time.time() - steps * STEP_SECONDS - ago_seconds
+    return Player(ranks_of(run), micro_batches, wrong, begin, STEP_SECONDS)
 
 
 def tell_start(run: Run, player: Player) -> None:
@@ -84,10 +85,13 @@ def tell_start(run: Run, player: Player) -> None:
     run.append_event("start", time=player.begin_seconds, **facts)
 
 
-def slow_run(folder: Path, ranks: int = 256, steps: int = 8, ago_seconds: float = 0.0) -> Run:
+def slow_run(
+    folder: Path, ranks: int = 256, steps: int = 8, ago_seconds: float = 0.0, micro_batches: int = 4
+) -> Run:
     """Its thirteenth node computes 10 % slower from step 3 on. In files."""
     run = make_run(folder, ranks)
-    player = player_of(run, Wrong(slow_node=SLOW_NODE, slow_from=SLOW_FROM), steps, ago_seconds)
+    wrong = Wrong(slow_node=SLOW_NODE, slow_from=SLOW_FROM)
+    player = player_of(run, wrong, steps, ago_seconds, micro_batches)
     tell_start(run, player)
     (run.path / "spans").mkdir(exist_ok=True)
     for step in range(1, steps + 1):

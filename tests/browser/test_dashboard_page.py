@@ -11,6 +11,7 @@ from played_runs import HANG_AT, SILENT_RANK, SLOW_NODE, Watch, player_of, slow_
 
 from myriad.run import Run
 from myriad.telemetry.batch import SpanBatch
+from span_generator import make_run
 from span_player import Wrong
 
 if TYPE_CHECKING:
@@ -183,6 +184,37 @@ def test_worst_lane_stands_for_its_group_when_lanes_outnumber_pixels(slow: Watch
         if int(re.search(r"\d+", page.locator(".below").inner_text())[0]) in SLOW_RANKS:
             return
     pytest.fail("the slow host is hidden behind faster ranks")
+
+
+def test_run_that_has_told_nothing_yet_says_so_in_every_view(tmp_path: Path, tab: Tab) -> None:
+    watch = Watch(make_run(tmp_path / "new", 64)).start()
+    try:
+        page = tab(watch, "heat")
+        for view in ("heat", "timeline"):
+            page.goto(f"{watch.address}/#/{view}")
+            page.get_by_text("No span has come yet").wait_for()
+        for view in ("overview", "parallel", "faults"):
+            page.goto(f"{watch.address}/#/{view}")
+            page.locator("main > section").wait_for()
+        page.close()
+    finally:
+        watch.stop()
+
+
+def test_predicted_lane_lies_under_its_measured_one(slow: Watch, tab: Tab) -> None:
+    page = tab(slow, "overview")
+    lanes = [{"rank": 7}, {"rank": 9}, {"rank": 9, "predicted": True}, {"rank": 7, "predicted": True}]
+    spans = {"lane": [3, 0, 2, 1], "start": [0, 0.5, 0, 0], "duration": [1, 1, 1, 1], "name": [0, 0, 0, 0]}
+    found = page.evaluate(
+        """async ([lanes, spans]) => {
+            const {arrangeLanes} = await import("/static/lanes.js");
+            const arrays = {...spans, stage: [0, 0, 0, 0], micro_batch: [0, 0, 0, 0]};
+            const made = arrangeLanes({facts: {lanes, names: ["forward"], start: 0, end: 2}, arrays});
+            return made.lanes.map(lane => [lane.rank, lane.predicted, made.start[lane.from]]);
+        }""",
+        [lanes, spans],
+    )
+    assert found == [[7, False, 0.5], [7, True, 0], [9, False, 0], [9, True, 0]]
 
 
 def test_names_and_texts_of_a_run_cannot_inject_anything(tmp_path: Path, tab: Tab) -> None:

@@ -23,6 +23,7 @@ const VIEWS = {
   parallel: ["Parallel view", ParallelView],
   faults: ["Nodes and faults", FaultsView],
 };
+const NEEDS_SPANS = new Set([HeatView, TimelineView]);
 const REFRESH_MS = 1000;
 const STATES = { training: "●", finished: "✓", hangs: "▲", failed: "▲", stopped: "■" };
 
@@ -37,6 +38,7 @@ function App() {
   useEffect(() => {
     if (run.value) document.title = `${run.value.name}: ${title}`;
   }, [run.value?.name, title]);
+  const waitsForSpans = NEEDS_SPANS.has(View) && run.value?.first_step === null;
   const silentRanks = (hangs && silent.value?.silent) || [];
   return html`
     <a class="skip" href="#main" onClick=${skip}>To the view</a>
@@ -49,7 +51,9 @@ function App() {
     <${Link} link=${link} />
     <main id="main" tabindex="-1">
       ${run.error && !run.value && html`<p class="problem" role="alert">${run.error.message}</p>`}
-      ${run.value && html`<${View} run=${run.value} query=${route.query} version=${version} theme=${theme} silent=${silentRanks} />`}
+      ${waitsForSpans && html`
+        <p class="dim">No span has come yet. Ranks record them from the first step on; they are here some seconds later.</p>`}
+      ${run.value && !waitsForSpans && html`<${View} run=${run.value} query=${route.query} version=${version} theme=${theme} silent=${silentRanks} />`}
     </main>`;
 }
 

@@ -25,7 +25,7 @@ export function seconds(value) {
 export function count(value) {
   if (unknown(value)) return "–";
   const size = Math.abs(value);
-  for (const [unit, name] of /** @type {[number, string][]} */ ([[1e12, "T"], [1e9, "G"], [1e6, "M"]])) {
+  for (const [unit, name] of /** @type {[number, string][]} */ ([[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"]])) {
     if (size >= unit) return `${digits(value / unit)} ${name}`;
   }
   return Number.isInteger(value) || size >= 1e4 ? Math.round(value).toLocaleString("en") : digits(value);

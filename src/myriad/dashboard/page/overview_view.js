@@ -110,7 +110,7 @@ function waterfallLines(value) {
   if (!value?.measured) return [];
   const { measured, predicted } = value;
   const planned = new Map(predicted?.losses.map((loss) => [loss.name, loss.lost]));
-  const seen = measured.losses.filter((loss) => loss.lost > 0 || planned.get(loss.name) > 0);
+  const seen = measured.losses.filter((loss) => Math.abs(loss.lost) >= 5e-5 || planned.get(loss.name) >= 5e-5);
   const lines = seen.map(({ name, lost, left }) => ({ name, measured: lost, predicted: planned.get(name), from: left }));
   const mfu = { name: "MFU", measured: measured.mfu, predicted: predicted?.mfu, from: 0, total: true };
   return measured.mfu ? [...lines, mfu] : lines;

@@ -102,17 +102,17 @@ function Chips({ ranks, rank, about, silent = [] }) {
 
 const Group = ({ name, ranks, ...rest }) => html`<div class="group"><h3>${name} of ${count(ranks.length)}</h3><${Chips} ranks=${ranks} ...${rest} /></div>`;
 
-/** Asks the run for a trace of this rank. @param {{rank: number}} props */
+/** Asks the run for a trace of this rank, and says where it lies or why there is none. @param {{rank: number}} props */
 function Trace({ rank }) {
   const [said, setSaid] = useState("");
   const ask = async () => {
-    setSaid("asking…");
+    setSaid(`tracing for ${TRACE_SECONDS} s…`);
     try {
-      const answer = await post("/api/trace", { ranks: [rank], seconds: TRACE_SECONDS });
-      setSaid(answer.text ?? answer.path ?? `asked: ${TRACE_SECONDS} s of rank ${rank}, into the run's folder`);
+      const { files = [], problems = [] } = await post("/api/trace", { ranks: [rank], seconds: TRACE_SECONDS });
+      setSaid([...files, ...problems].join("; ") || "the run gave no trace");
     } catch (problem) {
       setSaid(problem.message);
     }
   };
-  return html`<button onClick=${ask}>Trace it for ${TRACE_SECONDS} s</button><span class="dim" role="status">${said}</span>`;
+  return html`<button onClick=${ask}>Trace it for ${TRACE_SECONDS} s</button><span class="dim said-of-trace" role="status">${said}</span>`;
 }
