@@ -114,7 +114,7 @@ def pan(page: Page, address: str, seconds: float, ranks: int) -> tuple[list[floa
     page.goto(f"{address}/#/timeline?ranks=0-{min(ranks, 4096) - 1}&steps=1-2&zoom=32")
     page.locator(".lanes canvas").wait_for()
     page.wait_for_timeout(1500)
-    lanes = int("".join(filter(str.isdigit, page.locator(".lanes").get_attribute("aria-label") or "0")))
+    lanes = int((page.locator(".lanes").get_attribute("aria-label") or "").split()[2])
     page.mouse.move(700, 400)
     page.mouse.down()
     frames = moved(page, seconds, 400, 1000, 400, sway=150)

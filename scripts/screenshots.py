@@ -22,7 +22,7 @@ from myriad.run import Run  # noqa: E402
 SLOW_RANK = 8 * SLOW_NODE + 3
 VIEWPORT = {"width": 1200, "height": 675}
 STILL_SECONDS = 120.0
-STEPS = 24
+STEPS, CLUSTER = 24, "megascale-12288xa100"
 DRAWN_MS = 900
 
 
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     into = Path(arguments[0]) if arguments else REPOSITORY / "docs"
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as engine:
         browser = engine.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
-        slow = Watch(slow_story(Path(folder) / "slow-host")).start()
+        slow = Watch(slow_story(Path(folder) / "slow-host"), ("--cluster", CLUSTER)).start()
         hung = Watch(hung_run(Path(folder) / "hung")).start()
         try:
             play_hang(hung)

@@ -9,6 +9,7 @@ from played_runs import Watch, chromium, hung_run, play_hang, slow_run
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
 
+CLUSTER = "megascale-12288xa100"
 ONLY_HERE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 
 
@@ -60,7 +61,7 @@ def told(message: "ConsoleMessage") -> str:
 
 @pytest.fixture(scope="session")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watch]:
-    watch = Watch(slow_run(tmp_path_factory.mktemp("slow") / "slow host")).start()
+    watch = Watch(slow_run(tmp_path_factory.mktemp("slow") / "slow host"), ("--cluster", CLUSTER)).start()
     yield watch
     watch.stop()
 

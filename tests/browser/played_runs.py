@@ -33,6 +33,7 @@ class Watch:
     """``myriad watch`` as a process of its own; ends with this one."""
 
     run: Run
+    options: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
@@ -42,7 +43,16 @@ class Watch:
 
     def start(self) -> "Watch":
         """Returns when it answers."""
-        watch = ["-m", "myriad.cli.main", "watch", self.run.path, "--no-open", "--port", self.port]
+        watch = [
+            "-m",
+            "myriad.cli.main",
+            "watch",
+            self.run.path,
+            "--no-open",
+            "--port",
+            self.port,
+            *self.options,
+        ]
         command = [sys.executable, "-S", child.__file__, os.getpid(), sys.executable, *watch]
         self.process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
         until = time.monotonic() + 60

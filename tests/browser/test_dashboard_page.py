@@ -201,6 +201,15 @@ def test_run_that_has_told_nothing_yet_says_so_in_every_view(tmp_path: Path, tab
         watch.stop()
 
 
+def test_plan_stands_beside_what_was_measured(slow: Watch, tab: Tab) -> None:
+    page = tab(slow, "overview")
+    page.locator(".waterfall th", has_text="Predicted").wait_for()
+    assert re.search(r"MFU\s+[\d.]+ %\s+[\d.]+ %", page.locator(".waterfall .total").inner_text())
+    page.goto(f"{slow.address}/#/timeline?ranks=96-99&steps=6")
+    page.locator(".lanes canvas").wait_for()
+    assert page.locator(".lanes").get_attribute("aria-label") == "Timeline of 8 lanes, 4 of them predicted"
+
+
 def test_predicted_lane_lies_under_its_measured_one(slow: Watch, tab: Tab) -> None:
     page = tab(slow, "overview")
     lanes = [{"rank": 7}, {"rank": 9}, {"rank": 9, "predicted": True}, {"rank": 7, "predicted": True}]

@@ -29,6 +29,7 @@ export function TimelineCanvas(props) {
   const [spoken, setSpoken] = useState("");
   const [zoom, setZoom] = useState(look.zoom);
   const room = size.height - AXIS;
+  const predicted = data.lanes.length - data.laneOf.size;
   const geometry = useMemo(() => laneGeometry(data.lanes, room, zoom), [data, room, zoom]);
 
   // What handlers and frames read: always the newest.
@@ -142,7 +143,7 @@ export function TimelineCanvas(props) {
 
   return html`
     <div class="lanes" ref=${box} tabindex="0" role="application" aria-roledescription="timeline" onKeyDown=${onKey}
-      aria-label="Timeline of ${data.lanes.length} lanes" aria-describedby="lane-keys">
+      aria-label="Timeline of ${data.lanes.length} lanes${predicted ? `, ${predicted} of them predicted` : ""}" aria-describedby="lane-keys">
       <canvas ref=${canvas} onPointerMove=${follow} onPointerLeave=${() => setHover(null)} onPointerUp=${end}
         onPointerDown=${(event) => {
           drag.current = { x: event.clientX, y: event.clientY, moved: 0 };
