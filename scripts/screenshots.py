@@ -1,6 +1,6 @@
 """Makes the README's pictures of the dashboard, from the same runs that the browser's tests look at.
 
-    python scripts/screenshots.py [FOLDER]        # docs/ when left out
+    python scripts/screenshots.py [FOLDER [dark]]        # docs/ when left out
 
 Needs Chromium and `pip install 'myriad[dev]'`. Each picture is 1200 x 675.
 """
@@ -42,16 +42,13 @@ def slow_pictures(page: Page, address: str) -> Iterator[str]:
     page.goto(f"{address}/#/heat?rank={SLOW_RANK}")
     page.locator(".beside tbody tr").first.wait_for()
     yield "dashboard-heat"
-    row = page.locator(".beside tbody tr").first
-    row.get_by_role("link").click()
+    pipeline = ",".join(str(rank) for rank in range(SLOW_RANK % 8 + 64, 128, 8))
+    page.goto(f"{address}/#/timeline?rank={SLOW_RANK}&ranks={pipeline}&steps=20")
     page.locator(".waiters").get_by_role("button").first.wait_for()
     page.locator(".lanes").focus()
     for _ in range(3):
         page.keyboard.press("+")
     yield "dashboard-timeline"
-    page.goto(f"{address}/#/faults")
-    page.locator(".told").first.wait_for()
-    yield "dashboard-faults"
 
 
 def hung_pictures(page: Page, address: str) -> Iterator[str]:
@@ -64,21 +61,21 @@ def hung_pictures(page: Page, address: str) -> Iterator[str]:
 def main(arguments: list[str]) -> int:
     """Writes all pictures."""
     into = Path(arguments[0]) if arguments else REPOSITORY / "docs"
+    theme = "dark" if "dark" in arguments[1:] else "light"
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as engine:
         browser = engine.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         slow = Watch(slow_story(Path(folder) / "slow-host"), ("--cluster", CLUSTER)).start()
         hung = Watch(hung_run(Path(folder) / "hung")).start()
         try:
             play_hang(hung)
-            for theme in ("light", "dark"):
-                page = browser.new_page(viewport=VIEWPORT, color_scheme=theme)
-                for pictures, watch in ((slow_pictures, slow), (hung_pictures, hung)):
-                    for name in pictures(page, watch.address):
-                        page.wait_for_timeout(DRAWN_MS)
-                        suffix = "" if theme == "light" else "-dark"
-                        path = into / f"{name}{suffix}.png"
-                        path.write_bytes(page.screenshot())
-                        print(f"{path}: {path.stat().st_size / 1000:.0f} KB")
+            page = browser.new_page(viewport=VIEWPORT, color_scheme=theme)
+            for pictures, watch in ((slow_pictures, slow), (hung_pictures, hung)):
+                for name in pictures(page, watch.address):
+                    page.wait_for_timeout(DRAWN_MS)
+                    path = into / f"{name}.png"
+                    path.write_bytes(page.screenshot())
+                    print(f"{path}: {path.stat().st_size / 1000:.0f} KB")
+            page.close()
         finally:
             slow.stop()
             hung.stop()

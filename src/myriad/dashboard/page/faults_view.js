@@ -18,7 +18,7 @@ export function FaultsView({ run, version }) {
     <section class="faults scroll" tabindex="0" aria-label="Nodes and faults">
       <${Problem} error=${answer.error} />
       <div class="columns">
-        <div class="card"><${Nodes} nodes=${it?.nodes ?? []} /></div>
+        <div class="card nodes"><${Nodes} nodes=${it?.nodes ?? []} /></div>
         <div class="card wide">
           <h2>Decisions, newest first</h2>
           <${Told} events=${it?.decisions} nothing="The driver had nothing to decide." />
@@ -54,10 +54,13 @@ function Nodes({ nodes }) {
       <tbody>${found.slice(0, MOST_NODES).map((one) => html`
         <tr key=${one.node} class=${troubled(one) ? "bad" : ""}><td>${nodeText(one.node)}</td>
           <td class="text">${troubled(one) ? "▲ " : ""}${one.health ?? "not examined"}</td>
-          <td class="n">${one.heartbeat_seconds_ago === undefined || one.heartbeat_seconds_ago === null ? "–" : `${seconds(one.heartbeat_seconds_ago)} ago`}</td>
+          <td class="n">${agoText(one.heartbeat_seconds_ago)}</td>
           <td class="n"><${Ranks} ranks=${one.ranks} /></td></tr>`)}</tbody></table>
     ${found.length > MOST_NODES && html`<p class="dim">${count(found.length - MOST_NODES)} more: find them by name.</p>`}`;
 }
+
+/** @param {number | null} ago seconds */
+const agoText = (ago) => (ago === undefined || ago === null ? "–" : ago < 1 ? "now" : `${seconds(ago)} ago`);
 
 const nodeText = (node) => (typeof node === "number" ? `node ${node}` : node);
 

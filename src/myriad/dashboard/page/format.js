@@ -40,7 +40,11 @@ export function bytes(value) {
 }
 
 /** @param {number} ratio */
-export const percent = (ratio) => (unknown(ratio) ? "–" : `${(ratio * 100).toFixed(Math.abs(ratio) < 0.1 ? 2 : 1)} %`);
+export function percent(ratio) {
+  if (unknown(ratio)) return "–";
+  const text = (Math.abs(ratio) * 100).toFixed(Math.abs(ratio) < 0.1 ? 2 : 1);
+  return `${ratio < 0 && Number(text) > 0 ? "−" : ""}${text} %`;
+}
 
 /** @param {number} z */
 export const score = (z) => (unknown(z) ? "–" : `${z < 0 ? "−" : "+"}${Math.abs(z).toFixed(1)}`);
