@@ -7,6 +7,8 @@
               logs/               rank-R-attempt-A.log
               checkpoints/        step-N/
               profile.json, hierarchy.json, peak.json    measured once, so that a resumed run computes alike
+              traces/             what a person asked to see of ranks at work
+              counters/           of the links of nodes, each second
               lock                held (flock) by the launcher while ranks are at work
 
 A resumed run goes back to its checkpoint, so its steps may be written twice. The newest attempt is right: a
@@ -53,6 +55,8 @@ class Run:
         self.spans_path = self.path / "spans"
         self.logs_path = self.path / "logs"
         self.checkpoints_path = self.path / "checkpoints"
+        self.traces_path = self.path / "traces"
+        self.counters_path = self.path / "counters"
         self.plot_path = self.path / "loss.svg"
         self.report_path = self.path / "report.html"
         self._lock_path = self.path / "lock"

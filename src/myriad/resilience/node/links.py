@@ -11,23 +11,16 @@ watch began is nobody's loss: a second port that no cable was ever put in.
 
 import os
 import socket
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from myriad.resilience.doctor.hardware import SYS, read_number, read_text
 from myriad.resilience.facts import LinkSeen
+from myriad.telemetry.links import Kernel, LinkCounters
+from myriad.telemetry.links import parse_link as parse_counters
 
 __all__ = ["LinkWatch", "chosen_interfaces", "parse_link", "rdma_ports"]
-
-_HEADER, _LINK = struct.Struct("=LHHLL"), struct.Struct("=BxHiII")
-_ATTRIBUTE, _STATISTICS = struct.Struct("=HH"), struct.Struct("=8Q")
-_NEW_LINK, _GET_LINK, _REQUEST = 16, 18, 1
-_NAME, _STATISTICS_64, _TIMES_DOWN = 3, 23, 48
-_UP, _LOWER_UP = 1, 1 << 16
-"""Wanted up; with a carrier."""
-_MOST_BYTES = 2**16
 
 
 class LinkWatch:
@@ -60,43 +53,22 @@ def chosen_interfaces(environment: Mapping[str, str], there: Iterable[str]) -> s
 
 
 def _ask(names: Iterable[str]) -> Iterator[LinkSeen]:
-    """The kernel answers at once; of what is not there it says nothing."""
-    with suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
-        for name in names:
-            text = name.encode() + b"\0"
-            attribute = _ATTRIBUTE.pack(_ATTRIBUTE.size + len(text), _NAME) + text.ljust(
-                -(-len(text) // 4) * 4, b"\0"
-            )
-            size = _HEADER.size + _LINK.size + len(attribute)
-            kernel.send(_HEADER.pack(size, _GET_LINK, _REQUEST, 0, 0) + _LINK.pack(0, 0, 0, 0, 0) + attribute)
-            if (link := parse_link(kernel.recv(_MOST_BYTES, socket.MSG_DONTWAIT))) is not None:
-                yield link
+    with suppress(OSError):
+        kernel = Kernel()
+        try:
+            yield from map(_seen, kernel.ask(names))
+        finally:
+            kernel.close()
+
+
+def _seen(link: LinkCounters) -> LinkSeen:
+    return LinkSeen(link.name, link.up, link.downs, link.errors)
 
 
 def parse_link(message: bytes) -> LinkSeen | None:
     """What the kernel says of an interface; ``None``: nothing, or an error."""
-    if len(message) < _HEADER.size + _LINK.size or _HEADER.unpack_from(message)[1] != _NEW_LINK:
-        return None
-    flags = _LINK.unpack_from(message, _HEADER.size)[3]
-    known = dict(_attributes(message[_HEADER.size + _LINK.size :]))
-    downs, statistics = known.get(_TIMES_DOWN, b""), known.get(_STATISTICS_64, b"")
-    errors = sum(_STATISTICS.unpack_from(statistics)[4:6]) if len(statistics) >= _STATISTICS.size else 0
-    return LinkSeen(
-        name=known.get(_NAME, b"").rstrip(b"\0").decode(errors="replace"),
-        up=bool(flags & _UP and flags & _LOWER_UP),
-        downs=struct.unpack("=I", downs)[0] if len(downs) == 4 else 0,
-        errors=errors,
-    )
-
-
-def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    at = 0
-    while at + _ATTRIBUTE.size <= len(data):
-        size, kind = _ATTRIBUTE.unpack_from(data, at)
-        if size < _ATTRIBUTE.size:
-            return
-        yield kind, data[at + _ATTRIBUTE.size : at + size]
-        at += -(-size // 4) * 4
+    found = parse_counters(message)
+    return None if found is None else _seen(found)
 
 
 def rdma_ports(environment: Mapping[str, str], sys: Path = SYS) -> list[LinkSeen]:
