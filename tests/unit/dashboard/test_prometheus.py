@@ -1,0 +1,186 @@
+"""If these fail, Prometheus gets what it cannot read or too much of it, or an alert that can never fire."""
+
+import json
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from myriad.dashboard.prometheus import RunMetrics, metrics_text
+from myriad.jsonl import append_line
+from myriad.run import Run
+from myriad.telemetry.counters import LINK_FIELDS, RDMA_FIELDS, CounterFile, Sample
+
+MONITORING = Path(__file__).parents[3] / "examples" / "monitoring"
+PHASES = (
+    "data",
+    "forward",
+    "backward",
+    "receive wait",
+    "gather",
+    "reduce",
+    "optimizer",
+    "garbage collection",
+)
+
+
+class ManySpans:
+    """As a store of 12,288 ranks on 1,536 nodes tells."""
+
+    def __init__(self, nodes: int) -> None:
+        self._nodes = nodes
+
+    def num_dropped(self) -> int:
+        return 5
+
+    def node_phase_seconds(self) -> Iterable[tuple[int, str, float, float]]:
+        return ((node, phase, 1.0, 1.5) for node in range(self._nodes) for phase in PHASES)
+
+
+def series(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """By name and labels."""
+    return {
+        (one.name, tuple(sorted(one.labels.items()))): one.value
+        for family in text_string_to_metric_families(text.decode())
+        for one in family.samples
+    }
+
+
+def look(run: Run, node: int, received: int, at: float | None = None) -> None:
+    values = tuple((dict.fromkeys(LINK_FIELDS, 2) | {"received_bytes": received}).values())
+    port = tuple((dict.fromkeys(RDMA_FIELDS, 3) | {"received_bytes": 2 * received}).values())
+    sample = Sample(time.time() if at is None else at, {"eth0": values}, (7, 0), {"mlx5_0:1": port})
+    CounterFile(run.counters_path / f"node-{node}.jsonl", {"eth0": 1.25e9}).append([sample])
+
+
+def step(run: Run, number: int, loss: float | None = 2.5) -> None:
+    line = {"time": 1e9 + number, "step": number, "loss": loss, "tokens": 512 * number, "step_seconds": 0.25}
+    others = {"grad_norm": 1.0, "learning_rate": 1e-3, "mfu": 0.5, "memory_bytes": 100}
+    run.append_metrics(line | others | {"data_wait_seconds": 0.0, "exposed_comm_seconds": 0.01})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """With something of everything."""
+    run = Run(tmp_path / "my-run")
+    run.path.mkdir()
+    run.append_event("start", world=16, device="cuda", parameters=1000, peak_flops=1e15)
+    for number in (1, 2, 3):
+        step(run, number)
+    run.append_event("fault", cause="hang", rank=3, problem="hung")
+    run.append_event("fault", problem="a disk was full")
+    run.append_event("restart", epoch=2)
+    run.append_event("eviction", node=1, accused="hang")
+    step(run, 3)
+    run.append_event("validation", step=3, loss=2.25)
+    run.append_event("checkpoint", step=3)
+    look(run, 0, 1000)
+    look(run, 1, 2000, time.time() - 90)
+    return run
+
+
+def account() -> dict[str, object]:
+    return {"effective_ratio": 0.75, "classes": {"training": 75.0, "restarting": 25.0}}
+
+
+def test_what_a_run_did_is_told(run: Run) -> None:
+    found = series(RunMetrics(run, account, ManySpans(2)).text())
+    expected = {
+        "myriad_ranks": 16.0,
+        "myriad_step": 3.0,
+        "myriad_step_seconds": 0.25,
+        "myriad_loss": 2.5,
+        "myriad_mfu_ratio": 0.5,
+        "myriad_validation_loss": 2.25,
+        "myriad_checkpoint_step": 3.0,
+        "myriad_restarts_total": 1.0,
+        "myriad_ettr_ratio": 0.75,
+        "myriad_spans_dropped_total": 5.0,
+        "myriad_run_over": 0.0,
+    }
+    assert {name: found[name, ()] for name in expected} == expected
+    assert (found["myriad_steps_total", ()], found["myriad_tokens_total", ()]) == (4, 4 * 512), "one again"
+    assert found["myriad_faults_total", (("cause", "hang"),)] == 1
+    assert found["myriad_faults_total", (("cause", "storage"),)] == 1
+    assert found["myriad_time_seconds", (("class", "restarting"),)] == 25
+    assert found["myriad_run_info", (("device", "cuda"), ("name", "my-run"))] == 1
+    assert 89 < found["myriad_node_heartbeat_age_seconds", (("node", "1"),)] < 100
+    received = "myriad_node_network_receive_bytes_total"
+    assert found[received, (("device", "eth0"), ("node", "1"))] == 2000
+    assert found[received, (("device", "mlx5_0:1"), ("node", "0"))] == 2000
+    assert found["myriad_node_phase_highest_seconds", (("node", "1"), ("phase", "forward"))] == 1.5
+
+
+def test_each_look_tells_what_has_come_since(run: Run) -> None:
+    metrics = RunMetrics(run)
+    assert series(metrics.text())["myriad_steps_total", ()] == 4
+    step(run, 4, loss=None)
+    run.append_event("finish", step=4)
+    look(run, 0, 5000)
+    found = series(metrics.text())
+    assert (found["myriad_steps_total", ()], found["myriad_run_over", ()]) == (5, 1)
+    assert math.isnan(found["myriad_loss", ()])
+    assert found["myriad_node_network_receive_bytes_total", (("device", "eth0"), ("node", "0"))] == 5000
+
+
+def test_files_that_are_wrong_take_nothing_else_with_them(run: Run) -> None:
+    """Damaged, foreign, or made to fill Prometheus."""
+    metrics = RunMetrics(run)
+    metrics.text()
+    append_line(run.metrics_path, {"step": "seven", "loss": []})
+    append_line(run.metrics_path, {"step": 5, "loss": "high", "tokens": 10**400, "time": True})
+    for number in range(1000):
+        run.append_event("fault", cause=f'"}} myriad_evil{{a="\n{number}')
+    for name, text in {
+        "node-0.jsonl": "{}\n",
+        "node-1.jsonl": "no json\n",
+        "node-7.jsonl": '{"a":1}\n[]\n',
+    }.items():
+        (run.counters_path / name).write_text(text)
+    (run.counters_path / "node-8.jsonl").symlink_to("/dev/zero")
+    found = series(metrics.text())
+    names = Counter(name for name, _ in found)
+    assert names["myriad_faults_total"] <= 33 and not any("evil" in name for name in names)
+    assert found["myriad_step", ()] == 5 and math.isnan(found["myriad_loss", ()])
+    assert found["myriad_node_network_receive_bytes_total", (("device", "eth0"), ("node", "0"))] == 1000, (
+        "as before"
+    )
+    assert sum(found[key] for key in found if key[0] == "myriad_faults_total") == 1002
+
+
+def test_there_are_series_for_nodes_and_never_for_ranks(run: Run) -> None:
+    nodes = 1536
+    for node in range(nodes):
+        look(run, node, node)
+    found = series(RunMetrics(run, account, ManySpans(nodes)).text())
+    assert len(found) < 40 * nodes
+    assert {label for _, labels in found for label, _ in labels} <= {
+        *("accused", "cause", "class", "device", "name", "node", "phase")
+    }
+
+
+def test_a_run_of_which_nothing_is_known_yet_is_told(tmp_path: Path) -> None:
+    found = series(metrics_text(Run(tmp_path)))
+    assert found["myriad_steps_total", ()] == 0 and math.isnan(found["myriad_ranks", ()])
+
+
+def expressions() -> list[str]:
+    rules = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"][0]["rules"]
+    panels = json.loads((MONITORING / "grafana-dashboard.json").read_text())["panels"]
+    return [rule["expr"] for rule in rules] + [
+        target["expr"] for panel in panels for target in panel["targets"]
+    ]
+
+
+def test_rules_and_panels_use_what_there_is(run: Run) -> None:
+    there = {name for name, _ in series(RunMetrics(run, account, ManySpans(2)).text())}
+    used = {name for text in expressions() for name in re.findall(r"myriad_\w+", text)}
+    assert used <= there and len(used) > 25
+    phases = {name for text in expressions() for name in re.findall(r'phase=~?"([^"]+)"', text)}
+    assert {phase for text in phases for phase in text.split("|")} <= set(PHASES)
