@@ -17,9 +17,15 @@ Record = dict[str, Any]
 class JsonlTail:
     """Reads the complete lines added to a file since the last look. A torn or foreign line is left out."""
 
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+    def __init__(self, path: Path, *, from_end: bool = False, offset: int = 0) -> None:
+        """``offset``: bytes that were read before."""
         self._path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
+        self._offset = path.stat().st_size if from_end and path.exists() else offset
+
+    @property
+    def offset(self) -> int:
+        """Bytes that have been read."""
+        return self._offset
 
     def poll(self) -> list[Record]:
         """New lines; none when the file is not there yet."""

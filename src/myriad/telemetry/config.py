@@ -1,10 +1,11 @@
-"""What a run records of where its time goes. No torch here."""
+"""What a run records of where its time goes, and whom it tells. No torch here."""
 
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from myriad.config import Config, Size
+from myriad.telemetry.logger_names import LoggerName
 
 __all__ = ["TelemetryConfig", "is_address"]
 
@@ -20,6 +21,10 @@ class TelemetryConfig(Config):
     """Files of spans of each node, in bytes: beyond it the oldest are removed; off: none are."""
     collector: str | None = None
     """Where else spans go: http://HOST:PORT of a `myriad watch` on another machine; off: nowhere."""
+    loggers: tuple[LoggerName, ...] = ()
+    """Who else gets each step's metrics: tensorboard (RUN/tensorboard), wandb (RUN/wandb where it has no
+    key), mlflow (RUN/mlflow.db where MLFLOW_TRACKING_URI is not set); each in a process beside the
+    launcher."""
 
 
 def is_address(text: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from myriad.job import Job
 from myriad.run import Run
+from myriad.telemetry.logger_names import check_loggers
 
 __all__ = ["Engine", "Observer", "Outcome", "check_engine", "train_on"]
 
@@ -69,7 +70,9 @@ _ENGINES = {
 
 
 def check_engine(job: Job, *, oversubscribe: bool = False) -> None:
-    """Refuses a job that its engine cannot start. Raises `BadInputError`."""
+    """Refuses a job that its engine cannot start, or whose metrics cannot go where it says. Raises
+    `BadInputError`."""
+    check_loggers(job.telemetry.loggers)
     module, check, _ = _ENGINES[job.resilience.engine]
     getattr(import_module(module), check)(job, oversubscribe=oversubscribe)
 

@@ -24,6 +24,7 @@ from myriad.resilience.drive.journal import Journal
 from myriad.resilience.engines.begin import begin_journal
 from myriad.resilience.engines.engine import Engine, Observer, Outcome
 from myriad.resilience.engines.kept import Kept, of_module
+from myriad.resilience.engines.loggers import logged
 from myriad.resilience.engines.replica_groups import replica_groups
 from myriad.resilience.facts import STOP_ASKED
 from myriad.resilience.listen import check_listen
@@ -83,7 +84,8 @@ def see_through(
     run_secret(run.path / "secret")
     options = begin_journal(run, how, plan)
     (run.path / "driver.json").unlink(missing_ok=True)
-    ended = supervise(run, engine, how.patience, options, observer)
+    with logged(run, job.telemetry.loggers):
+        ended = supervise(run, engine, how.patience, options, observer)
     return "finished" if ended == "finished" else "interrupted"
 
 
