@@ -5,14 +5,16 @@ decisions.
     driver ──Start, End, Turn, Dump, Agreed, ExamineNode, Stop, ClockTold, Leave──► executor
     somebody who wants to be a node ──NodeWanted──► driver ──NodeNumber──► it becomes one
     a person who wants a node to leave ──EvictionAsked──► driver ──EvictionAnswer──► is told
+    a person who wants to see what ranks do: `traces`
 
 ``epoch`` is the number of an attempt. Whoever is told of another epoch than its own drops what it was told.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
+from myriad.resilience.traces import Trace, Traced
 
 __all__ = [
     "OBSERVED",
@@ -283,7 +285,7 @@ class ClockAsked:
 
 Observed = NodeJoined | RankExited | Beat | StopAsked | Examined
 Observation = Observed | NodeLeft | EvictionAsked
-OBSERVED = (NodeJoined, RankExited, Beat, StopAsked, Examined)
+OBSERVED = (NodeJoined, RankExited, Beat, StopAsked, Examined, Traced)
 """What an executor may send."""
 
 
@@ -379,5 +381,18 @@ class ClockTold:
     """Of the driver's machine: on the same one there is nothing to compare."""
 
 
-Order = Start | End | Turn | Dump | Agreed | ExamineNode | Stop | NodeTaken | NodeRefused | Leave | ClockTold
-ORDERS = (Start, End, Turn, Dump, Agreed, ExamineNode, Stop, NodeTaken, NodeRefused, Leave, ClockTold)
+Order = (
+    Start
+    | End
+    | Turn
+    | Dump
+    | Agreed
+    | ExamineNode
+    | Stop
+    | NodeTaken
+    | NodeRefused
+    | Leave
+    | ClockTold
+    | Trace
+)
+ORDERS = get_args(Order)

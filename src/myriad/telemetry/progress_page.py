@@ -7,14 +7,18 @@ reads; a reader may see a row between two stores, so it decides nothing from one
     bytes   0   8      16     24      32      40      48        56     64 .. 80    80 .. 96    96   104
             pid epoch  step   entered left    changed step_time agreed activity    phase       turn busy
 
+          112   120
+          trace trace_answer
+
           128 .. 256: the newest eight digests of what replicas hold alike, each with its step
 
 ``step`` is the one under way. ``entered`` and ``left`` count the communication of this attempt: a rank
 inside has entered more than it has left. ``changed`` is the machine's monotonic clock in nanoseconds,
-written last. ``agreed`` and ``turn`` alone are the reader's to write: after which step replicas are known to
-have held the same; and that the rank is to end after its step, with a snapshot in memory, for another
-attempt. A rank finds its row by MYRIAD_PROGRESS = DESCRIPTOR:ROW; without that it writes into memory of
-its own, so that ranks of any launcher run the same code.
+written last. ``agreed``, ``turn`` and ``trace`` alone are the reader's to write: after which step replicas
+are known to have held the same; that the rank is to end after its step, with a snapshot in memory, for
+another attempt; what a person wants to see of it (`trace_request`), to which it answers beside it. A rank
+finds its row by MYRIAD_PROGRESS = DESCRIPTOR:ROW; without that it writes into memory of its own, so that
+ranks of any launcher run the same code.
 """
 
 import mmap
@@ -32,7 +36,7 @@ ROW_BYTES = 256
 _NAME_BYTES = 16
 _ACTIVITY, _PHASE = slice(64, 64 + _NAME_BYTES), slice(80, 80 + _NAME_BYTES)
 _PID, _EPOCH, _STEP, _ENTERED, _LEFT, _CHANGED, _STEP_TIME, _AGREED = range(8)
-_TURN, _BUSY = 12, 13
+_TURN, _BUSY, _TRACE, _TRACE_ANSWER = 12, 13, 14, 15
 _FIRST_DIGEST, _NUM_DIGESTS = 16, 8
 _ROW = struct.Struct("8q16s16s2q16x16q")
 _ONE = struct.Struct("q")
@@ -104,6 +108,15 @@ class ProgressRow:
     def turns(self) -> bool:
         """The executor asks for the end of this attempt."""
         return self._words[_TURN] != 0
+
+    @property
+    def trace_word(self) -> int:
+        """What a person wants to see; 0: nobody has asked."""
+        return self._words[_TRACE]
+
+    def answer_trace(self, word: int) -> None:
+        """What has become of that."""
+        self._words[_TRACE_ANSWER] = word
 
     def step_done(self, busy_seconds: float = 0.0) -> None:
         """It has ended. ``busy_seconds``: in which this rank computed; 0: it does not know."""
@@ -179,6 +192,15 @@ class ProgressPage:
     def turn(self, row: int) -> None:
         """Asks a rank to end after its step."""
         self._write(row, _TURN, 1)
+
+    def ask_trace(self, row: int, word: int) -> None:
+        """Asks a rank for what a person wants to see of it."""
+        self._write(row, _TRACE, word)
+
+    def trace_answer(self, row: int) -> int:
+        """What it says of that; 0: nothing yet."""
+        answer: int = _ONE.unpack_from(self._memory, row * ROW_BYTES + 8 * _TRACE_ANSWER)[0]
+        return answer
 
     def _write(self, row: int, word: int, value: int) -> None:
         _ONE.pack_into(self._memory, row * ROW_BYTES + 8 * word, value)

@@ -46,6 +46,7 @@ from myriad.train.peak import Peak, find_peak
 from myriad.train.sample import continue_text
 from myriad.train.save_clock import SaveClock
 from myriad.train.spikes import SpikeWatch
+from myriad.train.tracing import Tracer
 from myriad.train.verify import Verifier
 
 __all__ = ["Trainer"]
@@ -83,6 +84,7 @@ class Trainer:
         self.recorder = self._open_recorder()
         self.garbage = GarbageSchedule(job.train.collect_garbage_every, self.recorder)
         self.is_first = self.place.rank == 0
+        self.tracer = Tracer(run.traces_path, self.place.rank, self.progress, self.device)
         self.feed: LoaderClient = open_feed(run, job, self.groups.grid, self.place)
         self.validation = Validation(job, self.groups.grid, self.device)
         self.session = self._open_session()
@@ -199,6 +201,7 @@ class Trainer:
             stopping = self._train_step()
             self._after_step(is_last=self.step == steps, stopping=stopping)
             self.garbage.after_step(self.step)
+            self.tracer.after_step(self.step)
             if self._turns and not stopping:
                 self.verifier.finish(self.step)
                 self.exit_code = TURNED_CODE
@@ -213,6 +216,7 @@ class Trainer:
     def close(self) -> None:
         """Leaves the loader and the world."""
         self.progress.phase("ending")
+        self.tracer.close()
         self.garbage.close()
         self.session.close(for_good=not self.exit_code)
         self.engine.close()
@@ -292,8 +296,10 @@ class Trainer:
         return self.clock.signal(self.stop.asked, self.progress.agreed_step(), turn=turn)
 
     def _busy_seconds(self) -> float:
-        """Of the last step; on a GPU spans say when work was asked for, not how long it took."""
-        return self.recorder.take_busy() if self.device.type == "cpu" else 0.0
+        """Of the last step; on a GPU spans say when work was asked for, not how long it took. A rank that is
+        profiled is not compared with others."""
+        busy = self.recorder.take_busy() if self.device.type == "cpu" else 0.0
+        return 0.0 if self.tracer.is_on else busy
 
     @property
     def _turns(self) -> bool:

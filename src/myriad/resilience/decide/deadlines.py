@@ -79,7 +79,7 @@ class Deadlines:
         return next((phase for phase in _SLOWEST_FIRST if phase in phases), "starting")
 
 
-_SLOWEST_FIRST = ("starting", "loading", "saving", "ending", "validating", "first step", "step")
+_SLOWEST_FIRST = ("starting", "loading", "saving", "ending", "tracing", "validating", "first step", "step")
 
 
 def _phase_of(one: RankSeen) -> str:

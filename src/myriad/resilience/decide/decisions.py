@@ -113,6 +113,10 @@ class Decider:
         """After which a node that says nothing is given up."""
         return self._presence.silent_seconds
 
+    def step_seconds(self) -> float:
+        """What a step takes, as far as is known; 0: it is not."""
+        return max((one.step_seconds for one in self._watch.all()), default=0.0)
+
     @property
     def _world(self) -> int:
         """Ranks of this attempt."""

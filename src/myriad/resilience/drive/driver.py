@@ -52,6 +52,7 @@ from myriad.resilience.drive.journal import Journal
 from myriad.resilience.drive.members import HEAR_SECONDS, Members
 from myriad.resilience.drive.scribe import Scribe, ScribeHandler
 from myriad.resilience.drive.tenure import Alone, Tenure
+from myriad.resilience.drive.traces import Traces
 from myriad.resilience.engines.child import die_with_parent
 from myriad.resilience.facts import (
     OBSERVED,
@@ -83,6 +84,7 @@ from myriad.resilience.facts import (
 )
 from myriad.resilience.herald import Herald
 from myriad.resilience.listen import split_listen
+from myriad.resilience.traces import TraceAnswer, TraceAsked, Traced
 from myriad.resilience.wire import Link, Refused, run_secret
 from myriad.run import Run
 
@@ -114,6 +116,7 @@ class Driver:
         self._links: dict[int, Link] = {}
         self._members, self._began = Members(), time.monotonic()
         self._gate = Gate(run, scribe, lambda node: _tell_engine({"replace": node}))
+        self._traces = Traces(run, scribe, self._links, self._decider.step_seconds)
         self._clocks = Clocks()
         self._over = asyncio.Event()
         self.is_lost = False
@@ -195,7 +198,7 @@ class Driver:
         link, node = Link(reader, writer), None
         try:
             await link.prove(self._secret, "driver", "executor")
-            joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked, Examined))
+            joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked, TraceAsked, Examined))
             if isinstance(joined, Examined):
                 self._note_left(joined)
                 return
@@ -211,13 +214,16 @@ class Driver:
             node = joined.node
             self._let_in(joined, link)
             while True:
-                heard: Observed | ClockAsked = await link.receive((*OBSERVED, ClockAsked))
+                heard: Observed | ClockAsked | Traced = await link.receive((*OBSERVED, ClockAsked))
                 if isinstance(heard, ClockAsked):
                     link.send(tell_clock(heard, time.time_ns()))
                     continue
                 if heard.node != node:
                     raise Refused(f"node {node} speaks for node {heard.node}")
-                self._hear(heard)
+                if isinstance(heard, Traced):
+                    self._traces.heard(heard)
+                else:
+                    self._hear(heard)
                 self._members.heard(node, time.monotonic())
         except Refused as error:
             _LOG.warning("a connection was refused: %s", error)
@@ -228,6 +234,7 @@ class Driver:
             if node is not None and self._links.get(node) is link:
                 del self._links[node]
                 self._members.left(node)
+                self._traces.left(node)
                 self._hear(NodeLeft(node))
 
     def _let_in(self, joined: NodeJoined, link: Link) -> None:
@@ -257,10 +264,14 @@ class Driver:
             node, machine = examined.node, examined.machine
             self._gate.remember(Evict(rule=rule, node=node, machine=machine, accused="doctor"))
 
-    async def _answer(self, asked: NodeWanted | EvictionAsked) -> NodeNumber | NodeRefused | EvictionAnswer:
+    async def _answer(
+        self, asked: NodeWanted | EvictionAsked | TraceAsked
+    ) -> NodeNumber | NodeRefused | EvictionAnswer | TraceAnswer:
         """To who is no node yet, or to a person; a new driver hears of its nodes first."""
-        if isinstance(asked, EvictionAsked) or asked.node < 0:
+        if not isinstance(asked, NodeWanted) or asked.node < 0:
             await asyncio.sleep(max(0.0, self._began + HEAR_SECONDS - time.monotonic()))
+        if isinstance(asked, TraceAsked):
+            return await self._traces.ask(asked, self._decider.state)
         if isinstance(asked, EvictionAsked):
             return self._answer_person(asked)
         left_out = self._decider.state.left_out.get(asked.machine, "") if asked.machine else ""

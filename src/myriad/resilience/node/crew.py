@@ -130,6 +130,16 @@ class Crew:
         for rank in self._ranks.values():
             self._page.agree(rank.row, step)
 
+    def ask_trace(self, ranks: Iterable[int], word: int) -> None:
+        """What a person wants to see of these; 0: nothing any more."""
+        for rank in ranks:
+            if rank in self._ranks:
+                self._page.ask_trace(self._ranks[rank].row, word)
+
+    def trace_answer(self, rank: int) -> int:
+        """What it says of that."""
+        return self._page.trace_answer(self._ranks[rank].row) if rank in self._ranks else 0
+
     async def told(self) -> None:
         """Returns when the warm parent has told something."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()

@@ -42,15 +42,18 @@ from myriad.resilience.facts import (
     StopAsked,
     Turn,
 )
+from myriad.resilience.node.counting import CounterLog
 from myriad.resilience.node.crew import Crew
 from myriad.resilience.node.device_watch import DeviceWatch
 from myriad.resilience.node.examination import Examination
 from myriad.resilience.node.links import LinkWatch
 from myriad.resilience.node.machine import machine_name
 from myriad.resilience.node.spans import NodeSpans
+from myriad.resilience.node.tracing import TraceDesk
 from myriad.resilience.node.warm import DUMP_SIGNAL
 from myriad.resilience.node.warm_parent import WarmParent
 from myriad.resilience.reach import DriverLostError, Reach, executor_name
+from myriad.resilience.traces import Trace, Traced
 from myriad.resilience.wire import Link
 from myriad.run import Run
 from myriad.telemetry.progress_page import ProgressPage
@@ -98,6 +101,7 @@ class _Executor:
         self._examination = Examination(node, run.path)
         self._links = LinkWatch(lambda: self._reach.interface, rdma=has_driver())
         self._devices = DeviceWatch(node)
+        self._traces, self._counters = TraceDesk(run, node, crew), CounterLog(run, node)
         self._link: Link | None = None
         self.problem: str | None = None
         self.lonely = False
@@ -118,6 +122,7 @@ class _Executor:
             task.add_done_callback(self._end_with)
         await self._over.wait()
         self._examination.cancel()
+        self._traces.cancel()
         for task in tasks:
             task.cancel()
 
@@ -161,6 +166,7 @@ class _Executor:
                 port, known = _free_port(self._reach.host), self._news(seen)
                 self._tell(Beat(self._node, self.crew.epoch, port, known, links, devices, time.time()))
             looks += 1
+            self._counters.look()
             await asyncio.sleep(_LOOK_SECONDS)
 
     # The driver
@@ -185,7 +191,7 @@ class _Executor:
                 self._link.send(self._clocks.ask())
             await self._clocks.pause()
 
-    def _tell(self, message: RankExited | Beat | StopAsked | Examined) -> None:
+    def _tell(self, message: RankExited | Beat | StopAsked | Examined | Traced) -> None:
         if self._link is not None:
             self._link.send(message)
 
@@ -266,6 +272,8 @@ class _Executor:
             self._clocks.hear(order)
         elif isinstance(order, ExamineNode):
             self._examination.begin(order.how, self._tell)
+        elif isinstance(order, Trace):
+            self._traces.begin(order, self._tell)
         elif isinstance(order, NodeRefused) or order.epoch != self.crew.epoch:
             return
         elif isinstance(order, End):

@@ -1,0 +1,101 @@
+"""``myriad trace``: look into ranks of a run that is at work, for a few seconds."""
+
+import json as json_format
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+
+from myriad.cli.runs import existing_run
+from myriad.errors import BadInputError
+from myriad.telemetry.trace_request import What
+
+if TYPE_CHECKING:
+    from myriad.resilience.traces import TraceAnswer
+    from myriad.run import Run
+
+__all__ = ["register", "trace"]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command("trace")(trace)
+
+
+def trace(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="The run's folder, or its name under runs/.", show_default=False),
+    ],
+    ranks: Annotated[
+        str, typer.Option(metavar="RANKS", help="As in 3,7 or 0-15; all: every rank of the run.")
+    ] = "0",
+    seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long, at most 60; a profile takes whole steps.")
+    ] = 5.0,
+    what: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="profile: operators; flight: collectives that the communication library remembers; stacks: "
+            "where each thread is, also of a rank that hangs or is stopped; network: the counters of the "
+            "links of these ranks' nodes, each 10 ms.",
+        ),
+    ] = "profile",
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on standard output, for programs.")
+    ] = False,
+) -> None:
+    """Look into ranks of a run while it trains: operators, collectives, stacks, links.
+
+    Files go to RUN/traces and RUN/counters. A profile slows its rank down while it is taken, and stops it
+    for a moment at the end; the others wait for it meanwhile. Nothing of the result changes.
+
+    Exit code: 0 done, 1 some of it is missing, 2 it cannot be.
+    """
+    from myriad.resilience.ask_trace import request_trace
+    from myriad.run import Run
+
+    folder = Run(existing_run(run))
+    wanted = parse_ranks(ranks)
+    answer = request_trace(folder, wanted, seconds, _what(what))
+    if json:
+        told = {"files": answer.files, "found": answer.found, "problems": answer.problems}
+        typer.echo(json_format.dumps({"run": str(folder.path), "what": what, **told}))
+    else:
+        _show(folder, answer)
+    if answer.problems:
+        raise typer.Exit(1)
+
+
+def _show(run: "Run", answer: "TraceAnswer") -> None:
+    for line in answer.found:
+        typer.echo(line)
+    for name in answer.files:
+        typer.echo(run.path / name)
+    for line in answer.problems:
+        typer.echo(f"myriad: missing: {line}", err=True)
+
+
+def _what(given: str) -> What:
+    for what in get_args(What):
+        if given == what:
+            return what
+    raise BadInputError("--what", given, f"one of {', '.join(get_args(What))}")
+
+
+def parse_ranks(text: str) -> list[int]:
+    """``3,7`` or ``0-15,20``; none: all. Raises `BadInputError`."""
+    if text == "all":
+        return []
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not (_is_rank(first) and (_is_rank(last) if dash else True)) or int(last or first) < int(first):
+            raise BadInputError("--ranks", text, "numbers of ranks, as in 3,7 or 0-15; or all")
+        found += range(int(first), int(last or first) + 1)
+    return list(dict.fromkeys(found))
+
+
+def _is_rank(text: str) -> bool:
+    """A number that no range of them fills memory with."""
+    return text.isascii() and text.isdigit() and len(text) <= 6

@@ -1,0 +1,153 @@
+"""A run that trains is looked into: files are there and can be read, and the run goes on as if nobody had."""
+
+import gzip
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import pytest
+from tiny_corpora import make_corpus
+from watching import process_of, wait_until
+
+from myriad.errors import BadInputError
+from myriad.job import load_job
+from myriad.jsonl import JsonlTail
+from myriad.resilience.ask_trace import request_trace
+from myriad.resilience.engines.local import run_local
+from myriad.resilience.traces import TraceAnswer
+from myriad.run import Run
+from myriad.telemetry.loggers import read_place
+
+SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=100000"]
+TWO = ["layout.dp=2", "layout.zero=2", "resilience.patience=40"]
+
+
+class Looks:
+    """Does something beside the run once it trains; then has it stop."""
+
+    def __init__(self, run: Run, act: Callable[[], None]) -> None:
+        self._run, self._act = run, act
+        self.error: BaseException | None = None
+        self._over = self._asked = False
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def _look(self) -> None:
+        try:
+            wait_until(lambda: len(self._run.read_metrics()) >= 3, 60)
+            self._act()
+        except BaseException as error:
+            self.error = error
+        self._over = True
+
+    def tick(self) -> None:
+        if self._over and not self._asked:
+            self._asked = True
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def stopping(self) -> None: ...
+
+    def end(self) -> None:
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+
+def look_at(run: Run, act: Callable[[], None]) -> None:
+    looks = Looks(run, act)
+    assert run_local(run, 2, threads=1, observer=looks) == "interrupted"
+    looks.end()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("traced")
+    run = Run(folder / "run")
+    corpus = make_corpus(folder, count=300)
+    loggers = ['telemetry.loggers=["tensorboard"]'] if find_spec("tensorboard") else []
+    run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *SMALL, *TWO, *loggers]))
+    return run
+
+
+def test_ranks_are_looked_into_while_they_train(run: Run) -> None:
+    answers: dict[str, TraceAnswer] = {}
+
+    def act() -> None:
+        with pytest.raises(BadInputError, match="no rank 5 in this run, which has 0 to 1"):
+            request_trace(run, [1, 5], 1)
+        answers["profile"] = request_trace(run, [0, 1], 0.3)
+        answers["again"] = request_trace(run, [1], 0.1)
+        answers["flight"] = request_trace(run, [1], 1, "flight")
+        answers["stacks"] = request_trace(run, [], 1, "stacks")
+        answers["network"] = request_trace(run, [0], 0.3, "network")
+        pid = process_of("rank-1")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(0.1)
+            answers["stopped"] = request_trace(run, [1], 1, "stacks")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        before = len(run.read_metrics())
+        wait_until(lambda: len(run.read_metrics()) > before + 3, 60)
+
+    look_at(run, act)
+    steps = [record["step"] for record in JsonlTail(run.metrics_path).poll()]
+    events = run.read_events()
+    assert steps == list(range(1, len(steps) + 1)), "no step was done twice"
+    assert not [event for event in events if event["event"] in ("fault", "restart", "move")]
+    told = [event for event in events if event["event"] == "trace"]
+    assert [event["what"] for event in told] == [
+        "profile",
+        "profile",
+        "flight",
+        "stacks",
+        "network",
+        "stacks",
+    ]
+    assert all(event["who"] and event["num_files"] == len(event["files"]) for event in told)
+    check_profiles(run, answers["profile"], 2)
+    check_profiles(run, answers["again"], 1)
+    (flight,) = answers["flight"].files
+    entries = json.loads((run.path / flight).read_text())["entries"]
+    assert any("all_reduce" in one["profiling_name"] for one in entries)
+    check_stacks(run, answers)
+    (network,) = answers["network"].files
+    looks = JsonlTail(run.path / network).poll()
+    assert "sent_bytes" in looks[0]["fields"]["links"] and len(looks) > 10 and "lo" in looks[1]["links"]
+    assert any("lo: at most" in line for line in answers["network"].found)
+    assert len(JsonlTail(run.counters_path / "node-0.jsonl").poll()) > 3, "each second, by itself"
+
+
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="pip install tensorboard")
+def test_tensorboard_has_had_every_step(run: Run) -> None:
+    """Of the run before, while it was looked into."""
+    assert [path.name.split(".")[0] for path in (run.path / "tensorboard").iterdir()] == ["events"]
+    assert read_place(run.path, "tensorboard").metrics == run.metrics_path.stat().st_size
+    assert not [event for event in run.read_events() if event["event"] == "logger"]
+
+
+def check_profiles(run: Run, answer: TraceAnswer, count: int) -> None:
+    assert answer.problems == () and len(answer.files) == count
+    for name in answer.files:
+        with gzip.open(run.path / name) as file:
+            events = json.load(file)["traceEvents"]
+        names = {event.get("name") for event in events}
+        assert "aten::mm" in names and any("Backward" in str(name) for name in names)
+        assert not any("gloo" in str(name) for name in names), "what other threads do kills the rank later"
+
+
+def check_stacks(run: Run, answers: dict[str, TraceAnswer]) -> None:
+    texts = [(run.path / name).read_text() for name in answers["stacks"].files]
+    assert answers["stacks"].problems == () and len(texts) == 2
+    for rank, text in enumerate(texts):
+        assert text.startswith(f"rank {rank}, pid ") and "train/loop.py" in text
+        assert "In the kernel:" in text and f"myriad-rank-{rank}" in text
+    (name,) = answers["stopped"].files
+    stopped = (run.path / name).read_text()
+    assert "state T: step " in stopped and "myriad-rank-1: T" in stopped
+    has_stacks = "train/loop.py" in stopped
+    assert has_stacks or ("py-spy" in stopped and len(answers["stopped"].problems) == 1)
