@@ -66,7 +66,7 @@ def _watch(
     """Show a run in the browser, while it trains or afterwards. Only reads: a run never notices.
 
     Also collects: nodes may send their spans to URL/api/spans instead of writing them into the run's folder.
-    Ctrl-C ends it.
+    For Prometheus it is the run's exporter: URL/metrics. Ctrl-C ends it.
 
     With --remote it opens the page of a `myriad watch --host ...` of another machine, with its --token.
 
@@ -77,12 +77,15 @@ def _watch(
     if run is None:
         raise BadInputError("run", "", "a run folder, or the name of one under runs/; or --remote URL")
     _check_installed()
+    from myriad.dashboard.api.more import more_routes
     from myriad.dashboard.app import build_app
     from myriad.dashboard.server import listen_at, serve
+    from myriad.resilience.ask_trace import tracer
 
     path, secret, size = existing_run(run), _token(host, token), _memory_bytes(memory)
     _check_collect(collect, path)
-    app = build_app(_watched(path, size, cluster), secret, collect)
+    watched = _watched(path, size, cluster)
+    app = build_app(watched, secret, collect, more_routes(watched, tracer(watched.files.run)))
     listener = listen_at(host, port)
     address = f"http://{_in_address(host)}:{listener.getsockname()[1]}"
     serve(app, listener, lambda: _tell(address, secret, open_page, as_json))
@@ -91,7 +94,9 @@ def _watch(
 def _check_installed() -> None:
     from importlib.util import find_spec
 
-    missing = [name for name in ("starlette", "uvicorn", "pyarrow") if find_spec(name) is None]
+    missing = [
+        name for name in ("starlette", "uvicorn", "pyarrow", "prometheus_client") if find_spec(name) is None
+    ]
     if missing:
         raise BadInputError("watch", ", ".join(missing), "not installed: pip install 'myriad[watch]'")
 
