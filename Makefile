@@ -53,7 +53,7 @@ $(VENV)/.created:
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/.created
 	@echo "installing myriad (PyTorch is the large part)"
-	@$(PIP) -e .
+	@$(PIP) -e '.[watch]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.created

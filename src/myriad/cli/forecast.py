@@ -88,11 +88,6 @@ def _check_place(job: "Job", cluster: "Cluster") -> None:
 def _check_folder(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInputError("--spans", str(folder), "must be a new or empty folder")
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError:
-        allowed = "Parquet needs pyarrow: pip install 'myriad[parquet]'"
-        raise BadInputError("--spans", str(folder), allowed) from None
 
 
 def _predict(wanted: Wanted, job: "Job", cluster: "Cluster") -> "tuple[Outlook, Mapping[int, list[Span]]]":

@@ -94,9 +94,7 @@ def _watch(
 def _check_installed() -> None:
     from importlib.util import find_spec
 
-    missing = [
-        name for name in ("starlette", "uvicorn", "pyarrow", "prometheus_client") if find_spec(name) is None
-    ]
+    missing = [name for name in ("starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise BadInputError("watch", ", ".join(missing), "not installed: pip install 'myriad[watch]'")
 

@@ -1,7 +1,7 @@
 """The page's files, read and compressed once when a server starts: all of them are less than a photograph.
 
-A first visit asks for thirty of them. From memory they cost a server a fraction of what opening them does, and
-no name that is asked for ever reaches the file system.
+A first visit asks for thirty of them. From memory they cost a server a fraction of what opening them does,
+and no name that is asked for ever reaches the file system.
 """
 
 import gzip

@@ -239,11 +239,9 @@ def _read_parquet(span: Span, key: str) -> Iterator[str]:
 
 def _parquet(file: IO[bytes], url: str, key: str) -> Any:
     """An open Parquet file that has the column, of text."""
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise BadInputError("INPUT", url, "Parquet needs pyarrow: pip install 'myriad[parquet]'") from None
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
     try:
         opened = parquet.ParquetFile(file)
     except arrow.ArrowInvalid as error:

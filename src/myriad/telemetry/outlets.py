@@ -33,11 +33,9 @@ class FileWriter:
         self._number = 0
 
     def write(self, batches: Sequence[SpanBatch]) -> None:
-        """Raises ``OSError``, also when nothing that writes Parquet is installed."""
-        try:
-            from myriad.telemetry.span_files import write_span_file
-        except ImportError as error:  # pyarrow comes with what reads spans, too
-            raise OSError(f"{error.name} is not installed (pip install 'myriad[watch]')") from None
+        """Raises ``OSError``."""
+        from myriad.telemetry.span_files import write_span_file
+
         sizes = self._look()
         by_attempt: defaultdict[int, list[SpanBatch]] = defaultdict(list)
         for batch in batches:
