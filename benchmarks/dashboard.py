@@ -1,6 +1,6 @@
 """The server of `myriad watch` with 12,288 ranks: what it takes in, how quickly it answers, what it holds.
 
-    python benchmarks/dashboard.py [--ranks 12288] [--seconds 20] [--connections 16] [--memory "1 GiB"]
+    python benchmarks/dashboard.py [--ranks 12288] [--seconds 20] [--connections 16] [--memory "256 MiB"]
         [--json]
 
 ingest     batches of a node's last two seconds, encoded beforehand, sent as fast as they are taken over some
@@ -40,8 +40,7 @@ from span_generator import MICRO_BATCHES, Sender, make_run, ranks_of
 from span_player import NAMES, Player, Wrong, batches
 
 NODE_SENDS_EVERY_SECONDS = 2
-PROBE_STEP = 20_000
-"""Of spans that are sent to be seen: far from those that are played."""
+STEP_NS = 6 * 10**9
 QUERIES = {
     "heat map of a phase, newest step": "heat?phase=forward",
     "heat map of a phase, all steps": "heat?phase=forward&first=0",
@@ -62,6 +61,7 @@ class Results:
     delay_p50_seconds: float = 0.0
     delay_p99_seconds: float = 0.0
     live_spans_per_second: float = 0.0
+    asked_spans_per_second: float = 0.0
     queries: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Seconds: the middle, the 99th of a hundred."""
     live_queries: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -134,10 +134,11 @@ def encoded_steps(player: Player, steps: int) -> list[tuple[bytes, int]]:
 
 
 def renumbered(body: bytes, spans: int, steps: int) -> bytes:
-    """The same batch some steps later: only the numbers of steps are written anew."""
+    """The same batch some steps later."""
     head = len(body) - spans * RECORD.itemsize
     records = np.frombuffer(body, RECORD, offset=head).copy()
     records["step"] += steps
+    records["start_ns"] += steps * STEP_NS
     return body[:head] + records.tobytes()
 
 
@@ -202,11 +203,13 @@ def measure_live(server: Server, given: argparse.Namespace, results: Results) ->
         while server.facts()["dropped"]["spans_kept"] < 2_000_000 * given.ranks / 12288:
             time.sleep(0.5)
         probing.start()
-        before, began = server.facts()["dropped"]["spans_kept"], time.perf_counter()
-        for name, question in QUERIES.items():
-            results.live_queries[name] = _times(server, question, pause_seconds=0.05)
-        seconds = time.perf_counter() - began
-        results.live_spans_per_second = (server.facts()["dropped"]["spans_kept"] - before) / seconds
+        with _rate(server) as rate:
+            time.sleep(12.0)
+        results.live_spans_per_second = rate[0]
+        with _rate(server) as rate:
+            for name, question in QUERIES.items():
+                results.live_queries[name] = _times(server, question, pause_seconds=0.05)
+        results.asked_spans_per_second = rate[0]
     finally:
         stop.set()
         feeding.kill()
@@ -215,21 +218,33 @@ def measure_live(server: Server, given: argparse.Namespace, results: Results) ->
     results.delay_p50_seconds, results.delay_p99_seconds = _middle_and_99th(delays)
 
 
+@contextmanager
+def _rate(server: Server) -> Iterator[list[float]]:
+    """Spans a second that were taken meanwhile."""
+    found: list[float] = []
+    before, began = server.facts()["dropped"]["spans_kept"], time.perf_counter()
+    yield found
+    taken = server.facts()["dropped"]["spans_kept"] - before
+    found.append(taken / (time.perf_counter() - began))
+
+
 def _probe(server: Server, rank: int, stop: threading.Event, delays: list[float]) -> None:
-    """A span that ends now, on a rank that is asked for until it is told."""
+    """A span of no step that ends now, on a rank that is asked for until something as new is told."""
     sender = Sender(server.url, None)
-    for step in range(PROBE_STEP, PROBE_STEP + 1000):
-        if stop.is_set():
-            return
+    while not stop.wait(0.1):
         ended = time.time()
         span = np.zeros(1, RECORD)
         span["start_ns"], span["duration_ns"] = int((ended - 1e-3) * 1e9), 10**6
-        span["rank"], span["step"] = rank, step
+        span["rank"], span["step"] = rank, -1
         sender.send(SpanBatch(0, 1, ("probe",), span))
-        while (json.loads(server.ask(f"rank/{rank}"))["last_entered"] or {}).get("step", -1) < step:
+        while not _is_told(server, rank, ended):
             time.sleep(0.002)
         delays.append(time.time() - ended)
-        stop.wait(0.1)
+
+
+def _is_told(server: Server, rank: int, ended: float) -> bool:
+    told = json.loads(server.ask(f"rank/{rank}"))["last_entered"]
+    return told is not None and time.time() - told["seconds_ago"] > ended - 5e-4
 
 
 def _times(
@@ -269,7 +284,8 @@ def show(results: Results) -> None:
     rows.append(("of them lost (aim: 0)", f"{results.spans_lost:,} of {results.spans_sent:,}"))
     resident = " ".join(f"{each / 2**20:,.0f}" for each in results.resident_bytes)
     rows.append(("server's memory after each tenth, MiB", resident))
-    rows.append(("spans a second while questions are asked", f"{results.live_spans_per_second:,.0f}"))
+    live = f"{results.live_spans_per_second:,.0f}; with 20 questions a second"
+    rows.append(("in real time, a second", f"{live} {results.asked_spans_per_second:,.0f}"))
     delay = f"{results.delay_p50_seconds * 1e3:.0f} ms, {results.delay_p99_seconds * 1e3:.0f} ms"
     rows.append(("from a span's end until the API tells it: middle, 99th", delay))
     for name, (middle, last) in results.queries.items():
@@ -287,7 +303,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=12288, choices=(64, 256, 1024, 12288))
     parser.add_argument("--seconds", type=float, default=20.0, help="of sending")
     parser.add_argument("--connections", type=int, default=16)
-    parser.add_argument("--memory", default="1 GiB")
+    parser.add_argument("--memory", default="256 MiB")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(arguments)
 
