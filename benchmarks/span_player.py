@@ -5,6 +5,7 @@ felt where it would be: its pipeline waits for its sends, other replicas for its
 give the same spans, but for when they begin.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from myriad.dashboard.insight.needs import Need, ProgramNeeds, step_programs
+from myriad.dashboard.insight.needs import Need, Post, ProgramNeeds, step_programs
 from myriad.dashboard.insight.ranks import Ranks
 from myriad.program.actions import COMPUTE, Kind
 from myriad.program.config import OverlapConfig
@@ -115,7 +116,7 @@ class _Step:
         if 0 <= wrong.hang_at <= number and wrong.hang_rank >= 0:
             self._hanging[wrong.hang_rank] = True
         self._hanging = player.by_place(self._hanging)
-        self._posted: dict[tuple[int, Any], Array] = {}
+        self._posted: dict[tuple[int, Post], Array] = {}
         self._spans: list[list[tuple[int, int, int, Array, Array]]] = [[] for _ in range(layout.pp)]
         """Of each place: name, stage, micro-batch, starts and ends."""
 
@@ -123,24 +124,32 @@ class _Step:
         """Each place as far as it comes, again and again."""
         program = self.player.needs.program
         at = [0] * program.num_ranks
-        posts = [{index: [] for index in range(len(actions))} for actions in program.ranks]
+        posts: list[defaultdict[int, list[Post]]] = [defaultdict(list) for _ in program.ranks]
         for place, posted in enumerate(self.player.needs.posted_at):
             for post, index in posted.items():
                 posts[place][index].append(post)
-        while any(at[place] < len(actions) for place, actions in enumerate(program.ranks)):
+        left = sum(map(len, program.ranks))
+        while left:
+            before = left
             for place, actions in enumerate(program.ranks):
-                while at[place] < len(actions):
-                    for post in posts[place][at[place]]:
-                        self._posted[place, post] = self.clock[place].copy()
-                    needs = [
-                        need
-                        for need in self.player.needs.needs[place][at[place]]
-                        if need.post[0] != "receive"
-                    ]
-                    if not all((peer, need.post) in self._posted for need in needs for peer in need.peers):
-                        break
-                    self._act(place, at[place], needs)
+                while at[place] < len(actions) and self._come_to(place, at[place], posts[place][at[place]]):
                     at[place] += 1
+                    left -= 1
+            assert left < before, "the checker has proved that a program comes to its end"
+
+    def _come_to(self, place: int, index: int, posts: list[Post]) -> bool:
+        """Posts, and acts if all is there that the action needs; what the step before posted always is."""
+        for post in posts:
+            self._posted[place, post] = self.clock[place].copy()
+        needs = [
+            need
+            for need in self.player.needs.needs[place][index]
+            if need.post[0] != "receive" and not need.before
+        ]
+        if not all((peer, need.post) in self._posted for need in needs for peer in need.peers):
+            return False
+        self._act(place, index, needs)
+        return True
 
     def _act(self, place: int, index: int, needs: list[Need]) -> None:
         action, start = self.player.needs.program.ranks[place][index], self.clock[place].copy()
