@@ -1,7 +1,6 @@
 """If these fail, a disk or a collector that is full, slow or gone costs a run time, or spans that nobody
 counts. Rings, files, threads and HTTP are the real ones."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -318,12 +317,3 @@ def test_a_collector_that_goes_and_comes_back_gets_what_was_sent_meanwhile(
 def test_a_collector_that_is_no_address_is_refused_before_anything_starts(address: str) -> None:
     with pytest.raises(BadInputError, match=r"telemetry\.collector = .*http://HOST:PORT"):
         load_job("tiny", [f"telemetry.collector={address}"])
-
-
-def test_without_a_writer_of_parquet_the_run_is_told_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "myriad.telemetry.span_files", None)
-    with pytest.raises(OSError, match=r"pip install 'myriad\[watch\]'"):
-        FileWriter(tmp_path, "node-0", None).write([numbered(0, 1)])
-    assert os.listdir(tmp_path) == []
