@@ -68,6 +68,7 @@ def make_server(app: Any, ready: Callable[[], None], stall_seconds: float = STAL
         server_header=False,
         proxy_headers=False,
         limit_concurrency=_MOST_CONNECTIONS,
+        timeout_keep_alive=75,  # nodes send every few seconds, and keep their connection
         timeout_graceful_shutdown=1,
     )
     return _Server(config, ready)
