@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 from watching import descendants, process_of, wait_until
@@ -70,3 +72,29 @@ def test_sql_reads_spans_beside_metrics_and_events(killed: Run) -> None:
     rows = json.loads(done.stdout)["rows"]
     assert [step for step, _, _ in rows] == [3, 4, 5, 6, 7]
     assert all(0 < compute < step_seconds for _, step_seconds, compute in rows)
+
+
+def test_arrows_of_a_trace_lead_from_a_send_to_another_rank_that_waited(killed: Run, tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    words = ["spans", str(killed.path), "--chrome", str(out), "--steps", "3-4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "myriad.cli.main", *words], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    events = json.loads(out.read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+
+    def around(end: dict[str, Any]) -> set[str]:
+        return {
+            one["name"]
+            for one in slices
+            if one["tid"] == end["tid"] and one["ts"] <= end["ts"] <= one["ts"] + one["dur"]
+        }
+
+    begins = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert begins.keys() == ends.keys() and len(begins) > 4
+    sends = [number for number, begin in begins.items() if "send" in around(begin)]
+    assert sends
+    for number, begin in begins.items():
+        assert begin["tid"] != ends[number]["tid"] and around(begin) and around(ends[number])

@@ -164,6 +164,7 @@ def _export(
     is_chrome: bool,
     json: bool,
 ) -> None:
+    from myriad.cli.span_arrows import arrows_of
     from myriad.run import Run
     from myriad.telemetry.chrome_trace import write_chrome_trace
     from myriad.telemetry.perfetto_trace import write_perfetto_trace
@@ -175,9 +176,12 @@ def _export(
         raise BadInputError(key, str(out), f"must end in .{ending} or .{ending}.gz")
     need_packages("pyarrow")
     window = read_window(Run(path).spans_path, steps, ranks)
-    write = write_chrome_trace if is_chrome else write_perfetto_trace
+    arrows = arrows_of(Run(path), window)
     try:
-        write(out, window)
+        if is_chrome:
+            write_chrome_trace(out, window, arrows)
+        else:
+            write_perfetto_trace(out, window)
     except OSError as error:
         raise BadInputError(key, str(out), f"cannot be written: {error.strerror}") from None
     if json:

@@ -19,7 +19,7 @@ from myriad.telemetry.batch import BatchError, SpanBatch
 from myriad.telemetry.records import Records
 from myriad.telemetry.span_files import read_facts, read_span_file, span_files
 
-__all__ = ["MAX_EVENTS", "Event", "RankSpans", "Window", "read_window"]
+__all__ = ["MAX_EVENTS", "Arrow", "Event", "RankSpans", "Window", "read_window"]
 
 MAX_EVENTS = 1_000_000
 """Of an export: what browsers still open."""
@@ -38,6 +38,15 @@ class Event(NamedTuple):
     stage: int
     micro_batch: int
     chunk: int
+
+
+class Arrow(NamedTuple):
+    """From a span of one rank to one of another; times are in these spans."""
+
+    from_rank: int
+    from_ns: int
+    to_rank: int
+    to_ns: int
 
 
 @dataclass(frozen=True)
