@@ -23,7 +23,7 @@ from myriad.job import load_job
 from myriad.run import Run
 from myriad.telemetry.batch import BatchError, SpanBatch
 from myriad.telemetry.records import RECORD
-from myriad.telemetry.span_files import write_span_file
+from myriad.telemetry.span_files import read_span_file, write_span_file
 
 NAMES = ("forward", "tensor_comm", "wait", "mine")
 EPOCH = 1_700_000_000 * 10**9
@@ -53,6 +53,24 @@ def test_what_lies_inside_of_a_span_is_not_its_own_even_if_it_came_with_the_batc
     assert seconds_of(once, "forward", 1) == [0.7, None]
     assert seconds_of(twice, "forward", 1) == [0.7, 0.5]
     assert seconds_of(twice, "tensor", 1) == [0.3, None]
+
+
+def test_a_span_that_is_posted_and_in_a_file_counts_once(tmp_path: Path) -> None:
+    """A node posts within a second and writes files every five: a page that reads both showed time twice."""
+    spans = [(rank, 1, "mine", 0.1 * at, 0.05) for at in range(9) for rank in (0, 1)]
+    store = SpanStore(2, 10)
+
+    def file(number: int, *some: tuple[int, int, str, float, float]) -> None:
+        path = tmp_path / f"attempt-1-node-0-{number}.parquet"
+        write_span_file(path, batch(*some))
+        store.add(read_span_file(path))
+
+    file(0, *spans[:6])
+    store.add_checked([batch(*spans[4:12])])
+    file(1, *spans[6:14])
+    store.add_checked([batch(*spans[12:])])
+    file(2, *spans[14:])
+    assert seconds_of(store, "mine", 1) == [0.45, 0.45]
 
 
 @settings(max_examples=30, deadline=None)

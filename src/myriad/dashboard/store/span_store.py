@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.dashboard.store.names import NameTable
+from myriad.dashboard.store.once import Once
 from myriad.dashboard.store.own_seconds import OwnSeconds, joined
 from myriad.dashboard.store.step_block import COLUMNS, Columns, StepBlock
 from myriad.telemetry.batch import BatchError, SpanBatch
@@ -68,14 +69,14 @@ class SpanStore:
         """Of each rank's newest span, whose name and step are the two below."""
         self.last_name, self.last_step_of = np.full(world, -1, np.int16), np.full(world, -1, np.int32)
         self._blocks: dict[int, StepBlock] = {}
-        self._own, self._lock = OwnSeconds(world), threading.Lock()
+        self._own, self._lock, self._once = OwnSeconds(world), threading.Lock(), Once(world)
         self._oldest_spans, self._oldest_sums = -(2**62), -(2**62)
         self._span_bytes = self._sum_bytes = 0
 
     def add(self, batch: SpanBatch) -> None:
-        """Takes one batch. Raises `BatchError`: nothing of it was taken."""
+        """Takes one batch, of a file. Raises `BatchError`: nothing of it was taken."""
         self.check(batch)
-        self.add_checked([batch])
+        self.add_checked([batch], posted=False)
 
     def check(self, batch: SpanBatch) -> None:
         """Raises `BatchError` for what no rank of this run can have sent."""
@@ -85,12 +86,14 @@ class SpanStore:
             raise BatchError("num_dropped and clock_error_seconds: numbers from 0 on")
         _check(batch.records, self.world, self.limit_step)
 
-    def add_checked(self, batches: Sequence[SpanBatch]) -> None:
-        """Many at once: what a batch costs by itself is more than what its spans do."""
+    def add_checked(self, batches: Sequence[SpanBatch], *, posted: bool = True) -> None:
+        """Many at once: what a batch costs by itself is more than what its spans do. ``posted``: by nodes,
+        which may have them in files, too."""
         with self._lock:
             for attempt in sorted({batch.attempt for batch in batches}):
                 of_attempt = [batch for batch in batches if batch.attempt == attempt]
                 records = self._merged(of_attempt)
+                records = records[(self._once.of_posts if posted else self._once.of_files)(records)]
                 kept = self._add(attempt, records) if len(records) else 0
                 self.counts.kept += kept
                 self.counts.too_old += len(records) - kept
