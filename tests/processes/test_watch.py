@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -285,6 +286,15 @@ def test_a_page_hears_of_changes_also_after_the_server_began_anew(tmp_path: Path
         assert changes(again.client, 1)[0]["last_step"] == 3
 
 
+def test_ctrl_c_ends_it_at_once_and_without_a_word_while_a_page_is_open(tmp_path: Path) -> None:
+    with Watching(make_run(tmp_path / "run")) as watching:
+        with watching.client.stream("GET", "/api/stream") as page:
+            assert next(page.iter_lines()).startswith("retry")
+            watching.process.send_signal(signal.SIGINT)
+            assert watching.process.wait(10) == 0
+        assert watching.errors.read_text() == ""
+
+
 def test_other_machines_need_the_token(tmp_path: Path) -> None:
     with Watching(make_run(tmp_path / "run"), ("--host", "0.0.0.0")) as watching:
         token, client = watching.told["token"], watching.client
@@ -319,7 +329,7 @@ def test_a_client_that_takes_nothing_is_cut_off_and_others_are_not() -> None:
         await send({"type": "http.response.body", "body": bytes(size)})
 
     begun, listener = threading.Event(), listen_at("127.0.0.1", 0)
-    server = make_server(app, begun.set, stall_seconds=0.3)
+    server = make_server(app, begun.set, lambda: None, stall_seconds=0.3)
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
     thread.start()
     begun.wait(10)

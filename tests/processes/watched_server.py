@@ -57,7 +57,11 @@ class Watching:
             "--json",
         ]
         port = () if "--port" in self.options else ("--port", "0")
-        self.process = subprocess.Popen([*command, *port, *self.options], stdout=subprocess.PIPE, text=True)
+        self.errors = self.run.path.parent / "watch.errors"
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [*command, *port, *self.options], stdout=subprocess.PIPE, stderr=errors, text=True
+            )
         assert self.process.stdout is not None
         self.told = json.loads(self.process.stdout.readline())
         self.port = int(self.told["url"].rpartition(":")[2])

@@ -88,7 +88,7 @@ def _watch(
     app = build_app(watched, secret, collect, more_routes(watched, tracer(watched.files.run)))
     listener = listen_at(host, port)
     address = f"http://{_in_address(host)}:{listener.getsockname()[1]}"
-    serve(app, listener, lambda: _tell(address, secret, open_page, as_json))
+    serve(app, listener, lambda: _tell(address, secret, open_page, as_json), watched.end)
 
 
 def _check_installed() -> None:

@@ -8,6 +8,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import uvicorn
@@ -44,15 +45,22 @@ def listen_at(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(app: Any, listener: socket.socket, ready: Callable[[], None]) -> None:
-    """Until SIGINT or SIGTERM. ``ready``: called when questions are answered."""
+def serve(app: Any, listener: socket.socket, ready: Callable[[], None], ending: Callable[[], None]) -> None:
+    """Until SIGINT or SIGTERM. ``ready``: called when questions are answered; ``ending``: when that is over,
+    and answers that go on for ever are to end."""
     # Threads that mute a warning for a moment unmute it for each other: nothing known is no news here.
     warnings.filterwarnings("ignore", "All-NaN slice|Mean of empty slice", RuntimeWarning)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    asyncio.run(make_server(app, ready).serve(sockets=[listener]))
+    with suppress(KeyboardInterrupt):  # told again when all has ended
+        asyncio.run(make_server(app, ready, ending).serve(sockets=[listener]))
 
 
-def make_server(app: Any, ready: Callable[[], None], stall_seconds: float = STALL_SECONDS) -> uvicorn.Server:
+def make_server(
+    app: Any,
+    ready: Callable[[], None],
+    ending: Callable[[], None],
+    stall_seconds: float = STALL_SECONDS,
+) -> uvicorn.Server:
     """One that ends with ``should_exit``."""
 
     class Impatient(_Impatient):
@@ -71,18 +79,22 @@ def make_server(app: Any, ready: Callable[[], None], stall_seconds: float = STAL
         timeout_keep_alive=75,  # nodes send every few seconds, and keep their connection
         timeout_graceful_shutdown=1,
     )
-    return _Server(config, ready)
+    return _Server(config, ready, ending)
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], ending: Callable[[], None]) -> None:
         super().__init__(config)
-        self._ready = ready
+        self._ready, self._ending = ready, ending
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._ending()
+        await super().shutdown(sockets)
 
 
 class _Impatient(H11Protocol):

@@ -38,7 +38,7 @@ class Stream:
         self._pages += 1
         try:
             yield b"retry: 1000\n\n"
-            while True:
+            while not self._watched.ending:
                 if (now := self._watched.changes) != seen:
                     seen, told = now, time.monotonic()
                     yield b"event: changed\ndata: " + to_json(self._facts()) + b"\n\n"

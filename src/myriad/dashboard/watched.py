@@ -35,12 +35,18 @@ class Watched:
     heat: HeatMap = field(init=False)
     heard_of: float = 0.0
     """When the collector last took spans; 0: never."""
+    ending: bool = False
+    """The server is told to end: what goes on for ever ends by itself."""
 
     def __post_init__(self) -> None:
         self._account: Mapping[str, Any] = {}
         self._account_due, self._account_lock = 0.0, threading.Lock()
         self.ranks = self.files.ranks
         self.heat = HeatMap(self.store, self.ranks)
+
+    def end(self) -> None:
+        """The server ends."""
+        self.ending = True
 
     @property
     def account(self) -> Mapping[str, Any]:
