@@ -18,12 +18,14 @@ train: $(VENV)/.installed
 	@$(BIN)/myriad train
 
 # A file of tests/unit needs one core, with one thread: as many run at once as there are cores. Files whose tests start
-# processes wait for them half of the time: three at once. All others (links of tests/hosts carry what they carry) have
-# the machine for themselves. What fails ends it; `pytest` alone runs everything, one after another.
+# processes wait for them half of the time: three at once. All others (links of tests/hosts carry what they carry, and
+# whether a rank is slow is told by its pace) have the machine for themselves. What fails ends it; `pytest` alone runs
+# everything, one after another.
+ALONE := tests/processes/test_slow_rank.py
 test: check services
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile tests/unit
-	@$(BIN)/python -m pytest --ignore tests/unit --ignore tests/processes --ignore tests/services
-	@$(BIN)/python -m pytest -n 3 --dist loadfile tests/processes tests/services
+	@$(BIN)/python -m pytest tests/browser tests/gpu tests/hosts $(ALONE)
+	@$(BIN)/python -m pytest -n 3 --dist loadfile $(addprefix --deselect ,$(ALONE)) tests/processes tests/services
 
 # tests/services and tests/browser use these; where they cannot be installed the tests are skipped and say so. No
 # service is started.

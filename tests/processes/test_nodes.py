@@ -20,6 +20,9 @@ from myriad.resilience.doctor.baseline import write_baseline
 from myriad.resilience.doctor.hardware import cpu_key
 from myriad.resilience.engines.local import run_local
 from myriad.resilience.evict import evict
+from myriad.resilience.faults.injector import plan_inside
+from myriad.resilience.faults.inside import ARMED
+from myriad.resilience.faults.scenario import Fault
 from myriad.run import Run
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=60"]
@@ -157,10 +160,13 @@ def test_a_node_that_a_person_wants_to_leave_gives_way_after_its_step(
 def test_a_spare_that_the_doctor_finds_unfit_takes_nobodys_place(
     tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another version than the cluster's nodes: it is told, and the lost node itself begins again."""
+    """Of another version than the cluster's nodes: it is told, and the lost node itself begins again. Steps
+    are slow until then: the run is not to end before the doctor has."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     write_baseline(tmp_path / "myriad" / "baseline.json", {cpu_key(): {"version of torch": "1.0"}})
     run = make_run(tmp_path / "run", corpus, "resilience.spares=1")
+    slow = [Fault(kind="slow", rank=rank, step=2, factor=10.0) for rank in range(2)]
+    monkeypatch.setenv(ARMED, str(plan_inside(run.path / "faults", slow, None)))
     acts = Acts(run, (lambda: bool(events(run, "diagnosis")), lambda: lose(run, 1, memory=False)))
     assert run_local(run, 2, observer=acts) == "finished"
     told = events(run, "diagnosis")[0]

@@ -4,8 +4,7 @@ as before."""
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -134,11 +133,18 @@ class AfterForward(Recorder):
         super().__init__()
         self.live, self.most = live, 0
 
-    @contextmanager
-    def span(self, name: str, stage: int = -1, micro_batch: int = -1) -> Iterator[None]:
-        yield
-        if name == "forward":
-            self.most = max(self.most, self.live.num_bytes())
+    def span(self, name: str, stage: int = -1, micro_batch: int = -1) -> AbstractContextManager[None]:
+        return Looks(self) if name == "forward" else nullcontext()
+
+
+class Looks(AbstractContextManager[None]):
+    """When what it is around has ended, again and again: spans are found once."""
+
+    def __init__(self, recorder: AfterForward) -> None:
+        self._recorder = recorder
+
+    def __exit__(self, *problem: object) -> None:
+        self._recorder.most = max(self._recorder.most, self._recorder.live.num_bytes())
 
 
 def kept_after_forwards(case: Case) -> int:

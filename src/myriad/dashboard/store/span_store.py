@@ -93,7 +93,7 @@ class SpanStore:
             for attempt in sorted({batch.attempt for batch in batches}):
                 of_attempt = [batch for batch in batches if batch.attempt == attempt]
                 records = self._merged(of_attempt)
-                records = records[(self._once.of_posts if posted else self._once.of_files)(records)]
+                records = records[self._once.new(records, posted=posted)]
                 kept = self._add(attempt, records) if len(records) else 0
                 self.counts.kept += kept
                 self.counts.too_old += len(records) - kept
