@@ -95,17 +95,20 @@ def measure(job: Job, pairs: int, rings: SpanRings) -> tuple[list[float], list[f
     return *seconds, written
 
 
-def ship(rings: SpanRings, ranks: int, folder: Path, ended: Any, told: Any) -> None:
-    """As an executor does; tells its processor time and how long it was at it."""
+def ship(rings: SpanRings, ranks: int, folder: Path, ready: Any, ended: Any, told: Any) -> None:
+    """As an executor does; tells its processor time and how long it was at it, once a first file is there:
+    what it imports for that is not what it costs."""
     job = load_job("tiny")
     outlets = open_outlets(folder, "node-0", "run", job.telemetry, lambda event, **fields: None)
     shipper = Shipper(rings, 0, outlets, lambda now_ns: (0, 0.0))
     shipper.begin(ranks)
-    time.sleep(1.5)  # what it imports at first is not what it costs
+    ready.set()
+    while not list(folder.iterdir()) and not ended.wait(0.05):
+        pass
     began, used = time.monotonic(), time.process_time()
     ended.wait()
-    told.put(((time.process_time() - used), time.monotonic() - began))
     shipper.close()
+    told.put(((time.process_time() - used), time.monotonic() - began))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -119,11 +122,12 @@ def main(arguments: Sequence[str]) -> None:
     alone = seconds_alone()
     rings = SpanRings(job.layout.world)
     context = multiprocessing.get_context("fork")
-    ended, told = context.Event(), context.Queue()
+    ready, ended, told = context.Event(), context.Event(), context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments_of_ship = (rings, job.layout.world, Path(folder), ended, told)
+        arguments_of_ship = (rings, job.layout.world, Path(folder), ready, ended, told)
         shipping = context.Process(target=ship, args=arguments_of_ship)
         shipping.start()
+        ready.wait()
         of_rank = run_ranks(job.layout.world, measure, job, options.steps, rings)
         ended.set()
         used, during = told.get()
