@@ -17,7 +17,7 @@ _RENEW_NS = 5_000_000_000
 _LOOKS = 20
 """At an event that should pass at once."""
 _MOST_WAITING = 1 << 16
-"""Spans whose device has not come to them: beyond, they are not timed, and counted."""
+"""Spans whose device has not come to them: beyond, the host's times are taken."""
 
 
 class Mark(Protocol):
@@ -48,7 +48,6 @@ class DeviceClock:
         self._make = make
         self._pool: list[Mark] = []
         self._waiting: deque[tuple[Mark, Mark, int, int]] = deque()
-        self.num_dropped = 0
         self._zero = make()
         self._zero.record()
         self._zero.synchronize()
@@ -60,12 +59,13 @@ class DeviceClock:
         mark.record()
         return mark
 
-    def add(self, begun: Mark, ended: Mark, when: int, what: int) -> None:
-        """A span, for later."""
+    def add(self, begun: Mark, ended: Mark, when: int, what: int) -> bool:
+        """A span, for later. False: too many wait."""
         if len(self._waiting) == _MOST_WAITING:
-            self.num_dropped += 1
-            return
+            self._pool += (begun, ended)
+            return False
         self._waiting.append((begun, ended, when, what))
+        return True
 
     def collect(self, write: Callable[[int, int, int, int], None]) -> None:
         """Writes (start in ns by the host's monotonic clock, duration in ns, when, what) of the spans that

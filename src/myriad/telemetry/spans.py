@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from myriad.telemetry.progress_page import ProgressRow
+from myriad.telemetry.records import PHASES, class_of
 from myriad.telemetry.ring import SpanRing
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ COMMUNICATION = frozenset(
     }
 )
 """Span names in which a rank waits for others."""
-_COMPUTE = frozenset({"forward", "backward", "backward_input", "backward_weight"})
+_COMPUTE = frozenset(name for name in PHASES if class_of(name) == "compute")
 _WRITTEN = 2
 """Word of a ring: how many spans were written."""
 
@@ -192,8 +193,8 @@ class _Timed:
             words[at + 3] = self._what
             recorder.at = at + 4 if at < recorder.last else recorder.first
             recorder.written = words[_WRITTEN] = recorder.written + 1
-        else:
-            recorder.device.add(self._begun, recorder.device.mark(), recorder.when, self._what)
+        elif not recorder.device.add(self._begun, recorder.device.mark(), recorder.when, self._what):
+            recorder.write(start, took, recorder.when, self._what)
         if self._computed:
             if self._communicates:
                 recorder.busy_ns -= took

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myriad.telemetry import spans
+from myriad.telemetry import device_clock, spans
 from myriad.telemetry.device_clock import DeviceClock
 from myriad.telemetry.records import RECORD, RECORD_BYTES
 from myriad.telemetry.ring import MAX_NAMES, SPANS, SpanRing, SpanRings, own_ring
@@ -159,3 +159,19 @@ def test_spans_of_a_device_come_when_it_has_passed_them(rings: SpanRings) -> Non
     recorder.step(4)
     late = rings.drain(1).records
     assert late["duration_ns"].tolist() == [7_000_000] and late["step"].tolist() == [1]
+
+
+def test_of_a_device_that_is_far_behind_the_hosts_times_are_kept(
+    rings: SpanRings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not nothing: who looks at a stuck device wants to see what it was last asked for."""
+    monkeypatch.setattr(device_clock, "_MOST_WAITING", 1)
+    _Event.now_ms, _Event.passed_ms = 100.0, 1e9
+    recorder = Recorder(ring=own_ring(), device=DeviceClock(_Event))
+    _Event.now_ms, _Event.passed_ms = 101.0, 100.0
+    for step in (1, 2):
+        recorder.step(step)
+        with recorder.span("forward"):
+            time.sleep(0.001)
+    found = rings.drain(1).records
+    assert found["step"].tolist() == [2] and found["duration_ns"][0] >= 10**6
