@@ -4,10 +4,9 @@
 
 faults      a run of real ranks, of which one is killed, again and again, one is stopped, and the driver is
             killed: until the driver has told who, until it has asked for all ranks anew, until they train
-watching    what a rank writes on its progress page in a step, timed alone, beside the median step; processor
-            time of driver and executor, while nothing happens (from the 15th step, --steady steps long) and
-            over all faults. Where ranks take all cores, a watcher's time is taken from them: its share of all
-            cores is what it adds to a step, at most
+watching    processor time of driver and executor, while nothing happens (from the 15th step, --steady steps
+            long) and over all faults. Where ranks take all cores, a watcher's time is taken from them: its
+            share of all cores is what it adds to a step, at most (what ranks write themselves: telemetry.py)
 """
 
 import argparse
@@ -25,40 +24,13 @@ from pathlib import Path
 from myriad.job import load_job
 from myriad.resilience.engines.local import run_local
 from myriad.run import Run
-from myriad.telemetry.progress_page import ProgressRow
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "processes"))
 
 from watching import process_of
 
 JOB = ["layout.zero=3", "layout.micro_batch=2", "train.threads=1", "checkpoint.memory_seconds=0"]
-TIMES = 20_000
 WATCHERS = ("driver", "executor_process")
-
-
-def seconds_of_writing(spans: int) -> float:
-    """Of a step's spans, without what spans cost by themselves."""
-    row = ProgressRow.unseen()
-    before = row.enter("forward", False, 0)
-
-    def write() -> None:
-        for _ in range(spans):
-            row.leave(row.enter("reduce", True, 0), True, 0)
-        row.leave(before, False, 0)
-
-    began = time.perf_counter()
-    for _ in range(TIMES // spans):
-        write()
-    return (time.perf_counter() - began) / (TIMES // spans)
-
-
-def spans_of_a_step(run: Run) -> int:
-    """Of one rank, counted with its own program."""
-    from myriad.program.build import build_program
-
-    job = run.job()
-    program = build_program(job.layout, job.overlap, job.num_micro_batches, tied=False, training=True)
-    return len(program.ranks[0])
 
 
 def processor_seconds(pid: int) -> float:
@@ -163,13 +135,11 @@ def main() -> None:
 
 def report(run: Run, faults: Faults, successor: Successor) -> None:
     step = statistics.median(line["step_seconds"] for line in run.read_metrics())
-    spans = spans_of_a_step(run)
-    writing = seconds_of_writing(spans)
     print(f"{'fault':10} {'found after':>12} {'restart asked':>14} {'trains again':>13}")
     for cause, found, asked, trains in times_of(run, faults.done):
         print(f"{cause:10} {found:10.3f} s {asked:12.3f} s {trains:11.2f} s")
     print(f"driver killed: another one drives after {successor.seconds:.2f} s, no rank noticed")
-    print(f"step {1e3 * step:.1f} ms, {spans} spans: written in {1e6 * writing:.1f} us, {writing / step:.4%}")
+    print(f"step {1e3 * step:.1f} ms")
     cores = len(os.sched_getaffinity(0))
     for what, first, last in (("nothing happens", 0, 1), ("faults", 1, -1)):
         shares = faults.shares(first, last)
