@@ -1,4 +1,4 @@
-"""What a rank did when, in the program's own words: a span costs less than a microsecond.
+"""What a rank did when, in the program's own words: a span costs about a microsecond.
 
     with recorder.span("forward", stage, micro_batch):    the words of the span are found, made only once
         ...                                               two looks at the clock, eight plain stores
