@@ -20,6 +20,7 @@
  */
 
 import { rankAt, sizeOf } from "./grid.js";
+import { lastNotAbove } from "./sorted.js";
 
 const LARGEST_CELL = 64;
 
@@ -132,17 +133,6 @@ export function rankUnder(made, x, y) {
   const row = lastNotAbove(made.ys, y);
   if (column < 0 || row < 0 || x >= made.xs[column] + made.cellWidth || y >= made.ys[row] + made.cellHeight) return -1;
   return made.ranks[row * made.columns + column];
-}
-
-/** Index of the last that is at most `value`; -1: none. @param {Int32Array} sorted */
-function lastNotAbove(sorted, value) {
-  let [low, high] = [0, sorted.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (sorted[middle] <= value) low = middle + 1;
-    else high = middle;
-  }
-  return low - 1;
 }
 
 /** Where an arrow key leads from a rank: over cells that have none, to the edge at most. @param {Arrangement} made */

@@ -6,6 +6,7 @@
  */
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
+import { lastNotAbove } from "./sorted.js";
 import { useSize } from "./theme.js";
 
 const INK = {
@@ -74,17 +75,6 @@ export function Chart({ title, at, values, show, marks, cursor, onCursor, stretc
         ${held >= 0 && shown >= 0 && html`<i class="held" style=${{ left: `${xOf(at[Math.min(held, shown)])}px`, width: `${Math.abs(xOf(at[shown]) - xOf(at[held]))}px` }}></i>`}
       </div>
     </figure>`;
-}
-
-/** @param {number[]} sorted */
-function lastNotAbove(sorted, value) {
-  let [low, high] = [0, sorted.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (sorted[middle] <= value) low = middle + 1;
-    else high = middle;
-  }
-  return low - 1;
 }
 
 function drawCurve(canvas, { width, height, at, values, show, marks, stretch, xOf, ink }) {

@@ -10,6 +10,7 @@
 import { mixed, spanColour, word } from "./colours.js";
 import { seconds } from "./format.js";
 import { firstVisible } from "./lanes.js";
+import { lastNotAbove } from "./sorted.js";
 
 export const GUTTER = 96;
 export const AXIS = 22;
@@ -43,14 +44,7 @@ export function laneGeometry(lanes, room, zoom) {
 
 /** Lane at a height of the content, or -1. @param {Geometry} geometry */
 export function laneUnder({ tops, total }, y) {
-  if (y < 0 || y >= total) return -1;
-  let [low, high] = [0, tops.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (tops[middle] <= y) low = middle + 1;
-    else high = middle;
-  }
-  return low - 1;
+  return y < 0 || y >= total ? -1 : lastNotAbove(tops, y);
 }
 
 export class TimelinePaint {
