@@ -2,7 +2,7 @@
 
 import re
 
-__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes", "parse_rate"]
+__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes", "parse_ranges", "parse_rate"]
 
 _FACTORS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -16,6 +16,18 @@ def parse_bytes(text: object) -> int:
     if match is None or match.group(2).upper() not in _FACTORS:
         raise ValueError(f"{text!r} is not a size: a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
     return int(float(match.group(1)) * _FACTORS[match.group(2).upper()])
+
+
+def parse_ranges(text: str, end: int) -> list[range]:
+    """``"3,7"`` or ``"0-15,20"``: numbers and ranges of them, below ``end``. Raises ``ValueError``."""
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part, re.ASCII)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if not first <= last < end:
+            raise ValueError(f"{part!r} is no number below {end}, nor two with - between them")
+        found.append(range(first, last + 1))
+    return found
 
 
 def parse_rate(text: object) -> float:

@@ -4,7 +4,7 @@ import pytest
 
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.units import parse_rate
+from myriad.units import parse_ranges, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,10 @@ def test_a_rate_that_cannot_be_is_refused_in_one_line(text):
     with pytest.raises(BadInputError, match=r"^comm\.network_bandwidth = .*") as refused:
         load_job("tiny", [f"comm.network_bandwidth={text}"])
     assert "\n" not in str(refused.value)
+
+
+def test_ranges_of_ranks_are_read_and_none_fills_memory() -> None:
+    assert parse_ranges("3, 7,0-2", 8) == [range(3, 4), range(7, 8), range(3)]
+    for text in ("", "3,", "-1", "7-3", "8", "0-999999999999", "three", "\u0663"):
+        with pytest.raises(ValueError):
+            parse_ranges(text, 8)

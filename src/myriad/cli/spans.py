@@ -5,8 +5,8 @@ import json as json_format
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ import typer
 
 from myriad.cli.runs import existing_run
 from myriad.errors import BadInputError
+from myriad.units import parse_ranges
 
 if TYPE_CHECKING:
     from myriad.telemetry.span_query import Answer, SpanQueries
@@ -203,13 +204,8 @@ def _read_steps(text: str | None) -> tuple[int, int] | None:
 def _read_ranks(text: str | None) -> Sequence[int] | None:
     if text is None:
         return None
-    found: list[Iterable[int]] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", part.strip())
-        if match is None:
-            raise BadInputError("--ranks", text, "must be ranks and ranges of them, such as 0-7,12")
-        first, last = int(match.group(1)), int(match.group(2) or match.group(1))
-        if last - first > _MAX_RANKS:
-            raise BadInputError("--ranks", text, f"at most {_MAX_RANKS} of them")
-        found.append(range(first, last + 1))
-    return sorted({rank for part in found for rank in part})
+    try:
+        return sorted(set(chain(*parse_ranges(text, _MAX_RANKS))))
+    except ValueError:
+        allowed = f"must be ranks and ranges of them, such as 0-7,12, below {_MAX_RANKS}"
+        raise BadInputError("--ranks", text, allowed) from None

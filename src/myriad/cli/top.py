@@ -3,12 +3,14 @@ whom."""
 
 import json
 import time
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from myriad.cli.runs import existing_run
 from myriad.errors import BadInputError
+from myriad.units import parse_ranges
 
 if TYPE_CHECKING:
     from myriad.dashboard.run_look import Look, RunWatch
@@ -65,11 +67,9 @@ def _top(
 
 def ranks_asked(text: str | None, look: "Look") -> list[int]:
     """Those of ``--without``. Raises `BadInputError`."""
-    from myriad.dashboard.insight.findings import numbered_ranks
-
     world = look.job.layout.world
     try:
-        return [] if text is None else list(numbered_ranks(text, world))
+        return [] if text is None else sorted(set(chain(*parse_ranges(text, world))))
     except ValueError:
         raise BadInputError("--without", text, f"ranks from 0 to {world - 1}, like 3 or 0-7,12") from None
 

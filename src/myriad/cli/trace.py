@@ -1,6 +1,7 @@
 """``myriad trace``: look into ranks of a run that is at work, for a few seconds."""
 
 import json as json_format
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
@@ -8,12 +9,16 @@ import typer
 from myriad.cli.runs import existing_run
 from myriad.errors import BadInputError
 from myriad.telemetry.trace_request import What
+from myriad.units import parse_ranges
 
 if TYPE_CHECKING:
     from myriad.resilience.traces import TraceAnswer
     from myriad.run import Run
 
 __all__ = ["register", "trace"]
+
+_MOST_RANKS = 1_000_000
+"""That fit into memory, of whatever run."""
 
 
 def register(app: typer.Typer) -> None:
@@ -87,15 +92,7 @@ def parse_ranks(text: str) -> list[int]:
     """``3,7`` or ``0-15,20``; none: all. Raises `BadInputError`."""
     if text == "all":
         return []
-    found: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not (_is_rank(first) and (_is_rank(last) if dash else True)) or int(last or first) < int(first):
-            raise BadInputError("--ranks", text, "numbers of ranks, as in 3,7 or 0-15; or all")
-        found += range(int(first), int(last or first) + 1)
-    return list(dict.fromkeys(found))
-
-
-def _is_rank(text: str) -> bool:
-    """A number that no range of them fills memory with."""
-    return text.isascii() and text.isdigit() and len(text) <= 6
+    try:
+        return list(dict.fromkeys(chain(*parse_ranges(text, _MOST_RANKS))))
+    except ValueError:
+        raise BadInputError("--ranks", text, "numbers of ranks, as in 3,7 or 0-15; or all") from None

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from myriad.units import parse_ranges
+
 __all__ = ["QuestionError", "as_int", "as_range", "as_ranks", "as_seconds"]
 
 
@@ -59,9 +61,9 @@ def as_ranks(query: Mapping[str, str], key: str, world: int) -> npt.NDArray[Any]
     if not (text := query.get(key, "")):
         return np.arange(world)
     wanted = np.zeros(world, bool)
-    for part in text.split(",", 10_000):
-        found = as_range({key: part}, key)
-        if found is None or found[0] > found[1] or found[1] >= world:
-            raise QuestionError(key, part, f"ranks from 0 to {world - 1}, such as 0-63,70")
-        wanted[found[0] : found[1] + 1] = True
+    try:
+        for part in parse_ranges(text, world):
+            wanted[part.start : part.stop] = True
+    except ValueError:
+        raise QuestionError(key, text, f"ranks from 0 to {world - 1}, such as 0-63,70") from None
     return np.flatnonzero(wanted)

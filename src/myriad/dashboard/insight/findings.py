@@ -1,6 +1,6 @@
 """All that the spans of a run's newest steps say, as one value: for the terminal, the report, the page."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from myriad.telemetry.records import Records
 if TYPE_CHECKING:
     from myriad.job import Job
 
-__all__ = ["Findings", "numbered_ranks", "ranks_of"]
+__all__ = ["Findings", "ranks_of"]
 
 _LOOKED_AT = 3
 """Steps whose waits are told apart by who had not come."""
@@ -191,14 +191,3 @@ class Findings:
             here = newest == step
             done[here] = self.step(int(step)).num_done[here]
         return standstill(self.ranks, self.programs, newest, done)
-
-
-def numbered_ranks(text: str, world: int) -> Sequence[int]:
-    """ "3", "0-7,12": ranks below ``world``. Raises ``ValueError``."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    if not found or min(found) < 0 or max(found) >= world:
-        raise ValueError(text)
-    return sorted(set(found))
