@@ -1,0 +1,18 @@
+"""``myriad network``: what a cluster's fabric does to a job."""
+
+from types import ModuleType
+
+import typer
+
+__all__ = ["register"]
+
+_VERBS: tuple[ModuleType, ...] = ()
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    told = "A cluster's fabric: hash conflicts, congestion control, link flaps, placement, settings."
+    verb = typer.Typer(no_args_is_help=True, help=told)
+    for each in _VERBS:
+        each.register(verb)
+    app.add_typer(verb, name="network")

@@ -1,0 +1,1 @@
+"""A cluster's fabric: switches and cables, routing, congestion control, retransmission. No torch."""
