@@ -1,12 +1,13 @@
 """What it costs to be watched, and how quickly a fault is found and repaired.
 
-    python benchmarks/supervision.py [--ranks 2] [--kills 5] [--folder FOLDER]
+    python benchmarks/supervision.py [--ranks 2] [--kills 5] [--folder FOLDER] [telemetry.spans=false ...]
 
 faults      a run of real ranks, of which one is killed, again and again, one is stopped, and the driver is
             killed: until the driver has told who, until it has asked for all ranks anew, until they train
-watching    processor time of driver and executor, while nothing happens (from the 15th step, --steady steps
-            long) and over all faults. Where ranks take all cores, a watcher's time is taken from them: its
-            share of all cores is what it adds to a step, at most (what ranks write themselves: telemetry.py)
+watching    processor time of driver and executor, while nothing happens (from the 200th step, when all is
+            loaded, --steady steps long) and over all faults. Where ranks take all cores, a watcher's time is
+            taken from them: its share of all cores is what it adds to a step, at most (what ranks write
+            themselves: telemetry.py)
 """
 
 import argparse
@@ -31,6 +32,8 @@ from watching import process_of
 
 JOB = ["layout.zero=3", "layout.micro_batch=2", "train.threads=1", "checkpoint.memory_seconds=0"]
 WATCHERS = ("driver", "executor_process")
+SETTLED = 200
+"""Steps until the first file of spans is written, and what writes it is loaded."""
 
 
 def processor_seconds(pid: int) -> float:
@@ -51,10 +54,10 @@ class Faults:
         self._thread.start()
 
     def _work(self) -> None:
-        self._wait_for(self._every)
+        self._wait_for(SETTLED)
         self._mark()
         for number, act in enumerate(self._acts):
-            self._wait_for(self._steady + (number + 1) * self._every)
+            self._wait_for(SETTLED + self._steady + number * self._every)
             if self._ended.is_set():
                 return
             self._mark()
@@ -62,7 +65,7 @@ class Faults:
             act()
 
     def _wait_for(self, step: int) -> None:
-        while not self._has_come_to(step) and not self._ended.wait(0.005):
+        while not self._has_come_to(step) and not self._ended.wait(0.02):
             pass
 
     def _mark(self) -> None:
@@ -119,14 +122,16 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--steady", type=int, default=400)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the job, beside its own")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         run = Run((given.folder or Path(temporary)) / "run")
         kill, stop = (kill_rank(given.ranks, number) for number in (signal.SIGKILL, signal.SIGSTOP))
         successor, every = Successor(run), 15
         acts = [*[kill] * given.kills, stop, successor.kill_driver]
-        steps = f"train.steps={given.steady + every * (len(acts) + 2)}"
-        run.create_or_resume(load_job("tiny", [*JOB, f"layout.dp={given.ranks}", steps]))
+        steps = f"train.steps={SETTLED + given.steady + every * (len(acts) + 1)}"
+        job = load_job("tiny", [*JOB, f"layout.dp={given.ranks}", steps, *given.overrides])
+        run.create_or_resume(job)
         faults = Faults(run, acts, every, given.steady)
         run_local(run, given.ranks)
         faults.end()

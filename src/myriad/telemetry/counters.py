@@ -133,8 +133,7 @@ def _opened(open_it: Callable[[], Any]) -> Any:
 
 
 def _numbers(link: LinkCounters) -> tuple[int, ...]:
-    known = asdict(link)
-    return tuple(known[name] for name in LINK_FIELDS)
+    return tuple(getattr(link, name) for name in LINK_FIELDS)
 
 
 def _sum(files: Sequence[tuple[_Kept, int]]) -> int:

@@ -61,8 +61,10 @@ class Outlet:
     def offer(self, batch: SpanBatch) -> None:
         """To be delivered; returns at once."""
         with self._changed:
+            first = not self._waiting
             self._add([batch])
-            self._changed.notify()
+            if first or self._is_due():  # else the thread knows when: it is not woken for nothing
+                self._changed.notify()
 
     def close(self, seconds: float) -> None:
         """What waits is delivered, if that takes no longer."""

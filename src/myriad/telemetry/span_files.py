@@ -83,21 +83,23 @@ def _sort_key(path: Path) -> tuple[list[int], str]:
 
 def write_span_file(path: Path, batch: SpanBatch, *, predicted: bool = False) -> None:
     """The file is there when it is complete. Raises ``OSError``; then there is none, nor a part of it."""
+    import pyarrow as arrow
     import pyarrow.parquet as parquet
 
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         # not synced: after a power cut readers leave a torn file out, and checkpoints have the disk's time
-        parquet.write_table(
-            _table(batch, predicted),
-            draft,
-            compression="zstd",
-            row_group_size=_ROW_GROUP,
-            write_page_checksum=True,
-            write_statistics=list(_RANGES),
-            use_dictionary=[name for name in span_schema().names if name not in _SPLIT],
-            column_encoding=_SPLIT,
-        )
+        with arrow.OSFile(str(draft), "wb") as file:
+            parquet.write_table(
+                _table(batch, predicted),
+                file,
+                compression="zstd",
+                row_group_size=_ROW_GROUP,
+                write_page_checksum=True,
+                write_statistics=list(_RANGES),
+                use_dictionary=[name for name in span_schema().names if name not in _SPLIT],
+                column_encoding=_SPLIT,
+            )
         draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)

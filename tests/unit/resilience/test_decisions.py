@@ -34,15 +34,19 @@ class World:
     def wait(
         self, seconds: float, seen: Callable[[int, float], Iterable[RankSeen]] | None = None
     ) -> list[Action]:
-        """Time passes; ``seen(node, waited)``: what the node's beats tell meanwhile, each second."""
+        """Time passes; ``seen(node, waited)``: what the node's beats tell meanwhile, each second. The time is
+        looked at as the driver does: less often while all is calm."""
         began, done = self.now, len(self.actions)
+        look_at = self.now
         while self.now < began + seconds:
-            self.now += 0.5
+            self.now += 0.25
             if seen is not None and self.now % 1 == 0:
                 for node in list(self.decider.nodes):
                     ranks = tuple(seen(node, self.now - began))
                     self.hear(Beat(node, self.epoch, 7, ranks))
-            self._did(self.decider.due(self.now))
+            if self.now >= look_at:
+                self._did(self.decider.due(self.now))
+                look_at = self.now + (1.0 if self.decider.is_calm(self.now) else 0.25)
         return self.actions[done:]
 
     def _did(self, actions: list[Action]) -> list[Action]:
@@ -212,6 +216,21 @@ def test_a_stopped_rank_is_found_within_three_seconds() -> None:
     blame, stop = world.wait(3, stops)
     assert isinstance(blame, Blame) and (blame.rank, blame.cause) == (3, "stopped")
     assert isinstance(stop, StopRanks) and world.now - stopped_at <= 3
+
+
+def test_only_while_ranks_train_undisturbed_time_may_be_looked_at_seldom() -> None:
+    world = World(nodes=2)
+    assert not world.decider.is_calm(world.now), "nobody has told that ranks train"
+    world.wait(5, lambda node, _: world.ranks(node))
+    assert world.decider.is_calm(world.now)
+    for told in ({"state": "T"}, {"idle_seconds": 5.0}):
+        world.wait(1, lambda node, _, told=told: world.ranks(node, **told))
+        assert not world.decider.is_calm(world.now)
+        world.wait(1, lambda node, _: world.ranks(node))
+        assert world.decider.is_calm(world.now)
+    assert not world.decider.is_calm(world.now + 2.5), "nodes are silent"
+    world.exit(0, cause="peer")
+    assert not world.decider.is_calm(world.now), "somebody's death is about to be told"
 
 
 def test_a_rank_that_is_stopped_for_a_look_only_is_left_alone() -> None:

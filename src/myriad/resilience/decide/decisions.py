@@ -281,6 +281,12 @@ class Decider:
             elif self.state.phase == "running":
                 yield from self._end_attempt(one.incident, now, **one.evidence)
 
+    def is_calm(self, now: float) -> bool:
+        """All ranks train, and no deadline may pass within a second if nothing else is heard."""
+        state = self.state
+        awaits = state.phase != "running" or state.turning or state.stop_asked or self._blame_at is not None
+        return not awaits and self._watch.is_calm and self._presence.is_calm(now) and self._health.is_calm
+
     def due(self, now: float) -> list[Action]:
         """What the time asks for."""
         phase = self.state.phase

@@ -141,6 +141,11 @@ class Health:
     def _flaps(self, link: _Link, now: float) -> int:
         return sum(now - at < _FLAP_SECONDS for at in link.flaps)
 
+    @property
+    def is_calm(self) -> bool:
+        """No link was ever down, and no device complains."""
+        return not self._remarkable
+
     def due(self, now: float) -> Iterator[Broken]:
         """To be told at each look at the time: links under ranks that do not come up again."""
         self._now = now

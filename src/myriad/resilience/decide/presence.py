@@ -18,7 +18,7 @@ _SILENT_SECONDS, _AWAY_SECONDS = 3.5, 3.0
 _LEAST_SILENCE_SECONDS = 2.5
 _ABSENT_SECONDS = 10.0
 """After which a new driver waits no longer for a node of which it has read."""
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 1.25
 """Time is looked at more often than this, by whoever is not held up."""
 
 
@@ -101,6 +101,11 @@ class Presence:
             if silent >= self._limit(_SILENT_SECONDS) or away >= self._limit(_AWAY_SECONDS):
                 found.append((number, silent))
         return found
+
+    def is_calm(self, now: float) -> bool:
+        """All are connected, and none is close to being given up."""
+        limit = self._limit(_SILENT_SECONDS) - _LOOK_SECONDS
+        return all(node.left_at is None and now - node.heard_at < limit for node in self._nodes.values())
 
     def expect(self, now: float) -> None:
         """Nodes of which this driver has heard from others only have this long, from now on, to join."""

@@ -18,7 +18,8 @@ from myriad.resilience.facts import Beat, RankSeen
 
 __all__ = ["Stuck", "Watch"]
 
-_STOPPED_SECONDS = 1.5
+_STOPPED_SECONDS = 1.25
+_CALM_SECONDS = 2.0
 _DUMP_SECONDS = 1.0
 """What stacks take to be written."""
 
@@ -77,6 +78,13 @@ class Watch:
             self._sightings.has_news = False
             self._deadlines.saw(few)
         return few
+
+    @property
+    def is_calm(self) -> bool:
+        """Ranks go on, as far as was told, and none is stopped."""
+        few = self.few()
+        moving = bool(few) and min(one.idle_seconds for one in few) < _CALM_SECONDS
+        return moving and not self._stopped_since and self._dumped_at is None
 
     def overdue(self, now: float) -> Stuck | DumpStacks | None:
         """What is to be done about ranks that do not go on."""

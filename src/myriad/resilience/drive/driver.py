@@ -91,7 +91,8 @@ from myriad.run import Run
 __all__ = ["Driver", "main"]
 
 _LOG = logging.getLogger(__name__)
-_DUE_SECONDS = 0.25
+_DUE_SECONDS, _CALM_SECONDS = 0.25, 1.0
+"""How often the time is looked at: while something may be wrong, and while nothing is."""
 _ALIVE_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
 _MOST_WAITING = 4096
@@ -118,7 +119,8 @@ class Driver:
         self._gate = Gate(run, scribe, lambda node: _tell_engine({"replace": node}))
         self._traces = Traces(run, scribe, self._links, self._decider.step_seconds)
         self._clocks = Clocks()
-        self._over = asyncio.Event()
+        self._over, self._due = asyncio.Event(), asyncio.Event()
+        self._rests: asyncio.TimerHandle | None = None
         self.is_lost = False
         """It has ended because another drives, or may."""
         self._spares = 0
@@ -149,8 +151,22 @@ class Driver:
                     tell_at = time.monotonic() + _ALIVE_SECONDS
                     _tell_engine({})
                     self._tell_spares()
-                await asyncio.sleep(_DUE_SECONDS)
+                await self._rest()
             await self._let_leave()
+
+    async def _rest(self) -> None:
+        """Until the time is to be looked at again."""
+        seconds = _CALM_SECONDS if self._decider.is_calm(time.monotonic()) else _DUE_SECONDS
+        self._due.clear()
+        self._rests = asyncio.get_running_loop().call_later(seconds, self._due.set)
+        await self._due.wait()
+
+    def _soon(self) -> None:
+        """Something has happened that may need more than an answer."""
+        loop = asyncio.get_running_loop()
+        if self._rests is not None and self._rests.when() > loop.time() + _DUE_SECONDS:
+            self._rests.cancel()
+            self._rests = loop.call_later(_DUE_SECONDS, self._due.set)
 
     def _how_long(self) -> dict[str, float]:
         """This driver waits for an executor that is silent, and executors without any for another driver."""
@@ -292,6 +308,8 @@ class Driver:
         if isinstance(observation, Beat):
             wrong = self._clocks.heard(observation.node, observation.clock_seconds, time.time())
             self._act([wrong] if wrong is not None else [])
+        else:
+            self._soon()
         self._act(self._decider.hear(observation, time.monotonic()))
 
     def _act(self, actions: Sequence[Action]) -> None:

@@ -24,7 +24,7 @@ from myriad.telemetry.ring import SPANS
 
 __all__ = ["Crew"]
 
-_STOPPED_LOOKS = 3
+_STOPPED_LOOKS = 2
 _MOVING_NS = 400_000_000
 """A rank whose row changed so lately runs: the kernel is not asked."""
 _ERROR_CHARACTERS = 4096

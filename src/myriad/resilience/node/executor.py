@@ -62,7 +62,7 @@ from myriad.telemetry.ring import SpanRings
 __all__ = ["execute"]
 
 _LOG = logging.getLogger(__name__)
-_LOOK_SECONDS, _BEAT_EVERY = 0.5, 2
+_LOOK_SECONDS = 1.0
 _RETRY_SECONDS = 0.1
 
 
@@ -155,17 +155,12 @@ class _Executor:
                     self.crew.send_signal((event,), signal.SIGINT)
 
     async def _look(self) -> None:
-        """At the progress page and the ranks' states, links and devices; more often than it tells."""
-        looks = 0
-        states: list[object] = []
+        """At the progress page and the ranks' states, links and devices, and tells. What cannot wait a second
+        (a rank's end) comes by itself."""
         while True:
             seen, links, devices = self.crew.look(), self._links.look(), self._devices.found
-            before, states = states, [(one.state == "T", one.phase, one.digests[-1:]) for one in seen]
-            states += [*((link.name, link.up, link.downs) for link in links), devices]
-            if looks % _BEAT_EVERY == 0 or before != states:
-                port, known = _free_port(self._reach.host), self._news(seen)
-                self._tell(Beat(self._node, self.crew.epoch, port, known, links, devices, time.time()))
-            looks += 1
+            port, known = _free_port(self._reach.host), self._news(seen)
+            self._tell(Beat(self._node, self.crew.epoch, port, known, links, devices, time.time()))
             self._counters.look()
             await asyncio.sleep(_LOOK_SECONDS)
 

@@ -11,7 +11,7 @@ watch began is nobody's loss: a second port that no cable was ever put in.
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,7 +52,9 @@ def chosen_interfaces(environment: Mapping[str, str], there: Iterable[str]) -> s
     return {name for name in there if name in gloo | exact or name.startswith(begins)}
 
 
-def _ask(names: Iterable[str]) -> Iterator[LinkSeen]:
+def _ask(names: Sequence[str]) -> Iterator[LinkSeen]:
+    if not names:
+        return
     with suppress(OSError):
         kernel = Kernel()
         try:
