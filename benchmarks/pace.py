@@ -1,4 +1,4 @@
-"""How fast each core is just now: two processes that sleep, and time one product all at once when asked.
+"""How fast each core is just now: two processes that sleep, and time one block all at once when asked.
 
 with Pace() as pace:
     pace.seconds()        of each core
@@ -45,7 +45,7 @@ class Pace:
         self._stack.close()
 
     def seconds(self) -> list[float]:
-        """Of the product, on each core."""
+        """Of the block, on each core."""
         for pipe in self._pipes:
             pipe.send(None)
         return [pipe.recv() for pipe in self._pipes]

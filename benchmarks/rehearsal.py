@@ -6,7 +6,7 @@
 The machine is measured first (as `myriad plan --measure` does), or read from ``--cluster``; the planner sees
 that file, the job and the rate of the links, and no time of any layout. Then every layout of
 `rehearsal_cases.py` trains for a few steps on real ranks, in turns. Virtual cores drift by a third within
-minutes: around each visit one product is timed on all of them at once, and the prediction is made for
+minutes: around each visit one block is timed on all of them at once, and the prediction is made for
 cores of that speed.
 
 Aims: rank correlation (Spearman) at least 0.9, median error at most 10 %. A visit in which other work took

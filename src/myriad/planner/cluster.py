@@ -180,7 +180,7 @@ class Cluster(Config):
     """Of each shared core, where the accelerator's is 1: virtual cores have neighbours, laptops two
     kinds. Off: all are alike."""
     pace_seconds: float | None = Field(None, gt=0)
-    """What a product of matrices took on a core when it was measured (`train.measure_compute.Pace`): by what
+    """What a small block took on a core when it was measured (`train.measure_compute.Pace`): by what
     it takes later, that core's speed then is known. Off: not measured."""
     storage_bytes_per_second: float | None = Field(None, gt=0)
     """To where checkpoints are stored, for all nodes together; off: unknown."""

@@ -3,8 +3,9 @@
 What counts is the processor time of this thread: the same as the clock's on a core of one's own, and little
 moved by what else the machine does. Of several the median: the smallest is of a moment in which the other
 ranks, who share caches and often a core's parts, had just ended. Cores drift by a third within a minute
-(clock, neighbours of a virtual machine): whatever is timed is timed against one product of matrices just
-before and after it.
+(clock, neighbours of a virtual machine): whatever is timed is timed against one block of a model just before
+and after it. A block, not one product: what neighbours take is caches and memory's bandwidth too, and of those
+blocks use alike.
 
 Legend: m, n, k of a product ``[m, k] x [k, n]``.
 """
@@ -55,7 +56,8 @@ _SLOW_FLOPS = 2e10
 """Per second: a core without instructions for a type is timed at the smallest sizes only."""
 _SWEEP_ELEMENTS = 2**23
 _TURNS_LAYER, _TURNS_SECONDS = (256, 256, 4), 0.2
-_PACE_SHAPE = (512, 256, 1024)
+_PACE_BLOCK = (256, 128, 1)
+"""Hidden, sequence, micro-batch."""
 _PACE_SECONDS, _PACE_SHORT_SECONDS = 1.0, 0.015
 
 
@@ -64,14 +66,12 @@ def _model(hidden: int, sequence: int) -> ModelConfig:
 
 
 class Pace:
-    """How fast this core is: seconds of one product of matrices, over and over."""
+    """How fast this core is: seconds of one block, forward and backward, over and over."""
 
     def __init__(self) -> None:
-        rows, weight = (
-            torch.randn(_PACE_SHAPE[0], _PACE_SHAPE[1]),
-            torch.randn(_PACE_SHAPE[2], _PACE_SHAPE[1]),
-        )
-        self._compute = lambda: F.gelu(F.linear(rows, weight))
+        hidden, sequence, micro_batch = _PACE_BLOCK
+        x = torch.randn(micro_batch, sequence, hidden)
+        self._compute = stack_of_blocks(_model(hidden, sequence), torch.float32, Boundary(), x)
         self.nominal_seconds = self.seconds(_PACE_SECONDS)
         """What other times are told for."""
 
