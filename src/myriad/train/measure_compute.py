@@ -4,8 +4,8 @@ What counts is the processor time of this thread: the same as the clock's on a c
 moved by what else the machine does. Of several the median: the smallest is of a moment in which the other
 ranks, who share caches and often a core's parts, had just ended. Cores drift by a third within a minute
 (clock, neighbours of a virtual machine): whatever is timed is timed against one block of a model just before
-and after it. A block, not one product: what neighbours take is caches and memory's bandwidth too, and of those
-blocks use alike.
+and after it. A block, not one product: what neighbours take is caches and memory's bandwidth too, and of
+those blocks use alike.
 
 Legend: m, n, k of a product ``[m, k] x [k, n]``.
 """
