@@ -87,10 +87,16 @@ def test_a_run_leaves_the_files_that_others_read(start: Callable[..., Run]) -> N
         assert 0 < line["mfu"] < 1 and line["memory_bytes"] > 2**20
         assert 0 <= line["data_wait_seconds"] <= line["step_seconds"]
     assert lines[-1]["loss"] < lines[0]["loss"]
-    happened = [(event["event"], event.get("step")) for event in run.read_events()]
-    at = {5: ["validation", "checkpoint"], 10: ["validation", "checkpoint"], 12: ["validation", "checkpoint"]}
-    expected = [(name, step) for step, names in at.items() for name in names]
-    assert happened == [("start", None), *expected, ("sample", None), ("finish", 12)]
+    steps, happened = [5, 10, 12], [(event["event"], event.get("step")) for event in run.read_events()]
+    told = {name: [step for event, step in happened if event == name] for name, _ in happened}
+    assert told == {
+        "start": [None],
+        "validation": steps,
+        "checkpoint": steps,
+        "sample": [None],
+        "finish": [12],
+    }
+    assert (happened[0][0], happened[-1][0]) == ("start", "finish"), "a disk may take its time in between"
     (began,) = events(run, "start")
     assert (began["world"], began["device"], began["precision"]) == (1, "cpu", "float32")
     assert began["parameters"] == run.job().model.num_parameters() and began["peak_flops"] > 0
