@@ -9,8 +9,8 @@
            NIC ports     with planes: a link to each, and all above once more
 
 Two tiers are one pod, whose aggregation switches are called spines. Where a tier has more cables than
-switches, they go in parallel, the same number to each. Cables up are as many as the ratio asks for of a switch
-with all its places taken, rounded: a half-empty one has them too.
+switches, they go in parallel, the same number to each. Cables up are as many as the ratio asks for of a
+switch with all its places taken, rounded: a half-empty one has them too.
 """
 
 from dataclasses import dataclass, field
@@ -24,18 +24,18 @@ from myriad.network.shape import FabricShape
 
 __all__ = ["Cables", "build"]
 
-_Ints = npt.NDArray[np.int64]
+Vertices = npt.NDArray[np.int64]
 
 
 @dataclass
 class Cables:
     """Collected while a fabric is built; cable c becomes links 2c and 2c + 1."""
 
-    near: list[_Ints] = field(default_factory=list)
-    far: list[_Ints] = field(default_factory=list)
+    near: list[Vertices] = field(default_factory=list)
+    far: list[Vertices] = field(default_factory=list)
     rates: list[Numbers] = field(default_factory=list)
 
-    def add(self, near: _Ints, far: _Ints, bytes_per_second: float | Numbers) -> None:
+    def add(self, near: Vertices, far: Vertices, bytes_per_second: float | Numbers) -> None:
         """Cables between ``near[i]`` and ``far[i]``, the upper end last."""
         self.near.append(near)
         self.far.append(far)
@@ -210,7 +210,7 @@ def _add_plane(cables: Cables, sizes: Sizes, shape: FabricShape, nic: Numbers, p
     num_ports = sizes.num_nodes * sizes.ports_per_node
     first = num_ports + plane * sizes.per_plane
     port = np.arange(num_ports)
-    node, rail = np.divmod(port, sizes.ports_per_node)
+    node, rail = port // sizes.ports_per_node, port % sizes.ports_per_node
     leaf = node // sizes.nodes_per_switch * sizes.rails + (rail if sizes.rails > 1 else 0)
     rates = np.minimum(nic[node] / shape.num_planes, sizes.up_bytes_per_second / shape.split)
     cables.add(port, first + leaf, rates)
@@ -221,14 +221,16 @@ def _add_plane(cables: Cables, sizes: Sizes, shape: FabricShape, nic: Numbers, p
 
 
 def _add_uplinks(cables: Cables, sizes: Sizes, first: int) -> None:
-    leaf, cable = np.divmod(np.arange(sizes.num_first * sizes.up), sizes.up)
+    every = np.arange(sizes.num_first * sizes.up)
+    leaf, cable = every // sizes.up, every % sizes.up
     pod = leaf // (sizes.sets_per_pod * sizes.rails)
     above = pod * sizes.aggregations + cable // (sizes.up // sizes.aggregations)
     cables.add(first + leaf, first + sizes.num_first + above, sizes.up_bytes_per_second)
 
 
 def _add_core(cables: Cables, sizes: Sizes, first: int) -> None:
-    aggregation, cable = np.divmod(np.arange(sizes.pods * sizes.aggregations * sizes.pod_up), sizes.pod_up)
+    every = np.arange(sizes.pods * sizes.aggregations * sizes.pod_up)
+    aggregation, cable = every // sizes.pod_up, every % sizes.pod_up
     which = aggregation % sizes.aggregations
     core = which * sizes.cores + cable // (sizes.pod_up // sizes.cores)
     start = first + sizes.num_first
