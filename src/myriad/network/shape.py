@@ -58,8 +58,8 @@ class FabricShape(Config):
     nodes_per_pod: int | None = Field(None, ge=1)
     """Of clos3; off: what ports_per_switch allows."""
     latency_seconds: float = Field(1e-6, gt=0)
-    """Of a link with the forwarding of the switch at its end (1 us: as the simulations of HPCC have it, SIGCOMM
-    2019, section 5.1)."""
+    """Of a link with the forwarding of the switch at its end (1 us: as the simulations of HPCC have it,
+    SIGCOMM 2019, section 5.1)."""
     cables: tuple[Cable, ...] = ()
     """Of a graph."""
 

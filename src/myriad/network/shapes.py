@@ -8,60 +8,28 @@
               |
            NIC ports     with planes: a link to each, and all above once more
 
-Two tiers are one pod, whose aggregation switches are called spines. Where a tier has more cables than
+Two tiers are one pod, whose aggregation switches are called spines; three tiers become two where those would
+do. Where a tier has more cables than
 switches, they go in parallel, the same number to each. Cables up are as many as the ratio asks for of a
 switch with all its places taken, rounded: a half-empty one has them too.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from myriad.errors import BadInputError
+from myriad.network.cables import CABLE_BYTES, Cables
 from myriad.network.fabric import Fabric, Numbers
+from myriad.network.graph import graph
+from myriad.network.memory import check_memory
 from myriad.network.shape import FabricShape
 
-__all__ = ["Cables", "build"]
+__all__ = ["Sizes", "build", "clos_sizes"]
 
-Vertices = npt.NDArray[np.int64]
-
-
-@dataclass
-class Cables:
-    """Collected while a fabric is built; cable c becomes links 2c and 2c + 1."""
-
-    near: list[Vertices] = field(default_factory=list)
-    far: list[Vertices] = field(default_factory=list)
-    rates: list[Numbers] = field(default_factory=list)
-
-    def add(self, near: Vertices, far: Vertices, bytes_per_second: float | Numbers) -> None:
-        """Cables between ``near[i]`` and ``far[i]``, the upper end last."""
-        self.near.append(near)
-        self.far.append(far)
-        self.rates.append(np.broadcast_to(np.asarray(bytes_per_second, dtype=np.float64), near.shape))
-
-    def fabric(
-        self,
-        name: str,
-        num_nodes: int,
-        ports_per_node: int,
-        tier: npt.NDArray[np.int8],
-        latency_seconds: float,
-    ) -> Fabric:
-        """The whole, checked."""
-        near, far, rates = (np.concatenate(column) for column in (self.near, self.far, self.rates))
-        both = np.stack([near, far], axis=1)
-        return Fabric(
-            name=name,
-            num_nodes=num_nodes,
-            ports_per_node=ports_per_node,
-            tier=tier,
-            source=both.reshape(-1).astype(np.int32),
-            target=both[:, ::-1].reshape(-1).astype(np.int32),
-            bytes_per_second=np.repeat(rates, 2),
-            latency_seconds=np.full(2 * len(rates), latency_seconds),
-        ).check()
+_SAME = 1 + 1e-9
+"""Ratios that differ by rounding."""
 
 
 def build(
@@ -75,7 +43,10 @@ def build(
     """The fabric of so many nodes; ``nic_bytes_per_second`` of each of a node's ports, for all or by node.
     Raises `BadInputError`."""
     rates = np.broadcast_to(np.asarray(nic_bytes_per_second, dtype=np.float64), (num_nodes,))
+    if shape.kind == "graph":
+        return graph(shape, name, ports_per_node, rates)
     sizes = clos_sizes(shape, num_nodes, ports_per_node, float(rates.max()))
+    check_memory(f"{num_nodes * ports_per_node} NIC ports", sizes.num_cables * shape.num_planes * CABLE_BYTES)
     cables = Cables()
     for plane in range(shape.num_planes):
         _add_plane(cables, sizes, shape, rates, plane)
@@ -110,6 +81,12 @@ class Sizes:
     def num_first(self) -> int:
         """First-tier switches."""
         return -(-self.num_nodes // self.nodes_per_switch) * self.rails
+
+    @property
+    def num_cables(self) -> int:
+        """From NIC ports and between switches."""
+        above = self.num_first * self.up + self.pods * self.aggregations * self.pod_up
+        return self.num_nodes * self.ports_per_node + above
 
     @property
     def per_plane(self) -> int:
@@ -183,6 +160,8 @@ def _sets_per_pod(shape: FabricShape, per_switch: int, rails: int, sets: int) ->
         raise BadInputError(
             "fabric.nodes_per_pod", None, "needed, or ports_per_switch: three tiers have pods"
         )
+    if sets * rails <= shape.ports_per_switch:
+        return sets
     down = int(shape.ports_per_switch * shape.pod_oversubscription / (1 + shape.pod_oversubscription))
     return max(1, min(sets, down // rails))
 
@@ -193,7 +172,7 @@ def _fewest(shape: FabricShape, cables: int, ends: float, below: str) -> int:
     if shape.ports_per_switch is None:
         return cables
     for count in range(1, cables + 1):
-        if cables % count == 0 and ends / count <= shape.ports_per_switch + 0.5:
+        if cables % count == 0 and ends / count <= shape.ports_per_switch * _SAME:
             return count
     allowed = f"at least {round(ends / cables)}: switches above {below} have no ports for all of them"
     raise BadInputError("fabric.ports_per_switch", shape.ports_per_switch, allowed)
