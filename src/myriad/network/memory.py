@@ -1,4 +1,4 @@
-"""What a question would need of this machine's memory, said before it is asked: one line instead of a kill."""
+"""What a question would need of this machine's memory, said before it is asked: a line instead of a kill."""
 
 import os
 from pathlib import Path
