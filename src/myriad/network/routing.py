@@ -2,7 +2,7 @@
 
     ecmp       a hash of the flow's ports and its UDP source port with the switch's own seed
     adaptive   the link with the least on it of those that the switch sees: its own
-    spray      each flow as many, over as many ways; it has arrived when the last of them has
+    spray      each flow as many, every switch over its links in turn; it has arrived when all have
 
 Only switches forward. A NIC with links in several planes chooses as a switch does. Distances are kept by the
 *home* of a target: the switches its port hangs on.
@@ -10,7 +10,7 @@ Only switches forward. A NIC with links in several planes chooses as a switch do
 Arrays: F flows, P ports, H homes, S switches.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -90,11 +90,10 @@ def adaptive(routes: Routes, flows: Flows, weights: Numbers | None = None) -> Pa
 
 
 def spray(routes: Routes, flows: Flows, num_ways: int, seed: int = 0) -> tuple[Flows, Paths]:
-    """Each flow as ``num_ways`` of equal size over ways that differ, as far as there are so many."""
+    """Each flow as ``num_ways`` of equal size; every switch sends what is for the same switches over its links
+    in turn."""
     parts = into_queue_pairs(flows, num_ways)
-    turn = np.tile(np.arange(num_ways, dtype=np.float64), len(flows))
-    alike = replace(parts, entropy=np.repeat(flows.entropy, num_ways))
-    return parts, _walk(routes, alike, seed, IN_TURN, turn)
+    return parts, _walk(routes, parts, seed, IN_TURN, np.zeros(len(parts)))
 
 
 def _walk(routes: Routes, flows: Flows, seed: int, rule: int, extra: Numbers) -> Paths:

@@ -69,9 +69,11 @@ def follow(
     rule: int,
     extra: Numbers,
 ) -> None:
-    """Fills ``hop[f, : count[f]]`` with links. ``extra[f]``: of IN_TURN how far behind the hash's choice, of
-    ADAPTIVE what the flow adds to a link's load."""
+    """Fills ``hop[f, : count[f]]`` with links. HASHED: by the switch's hash. IN_TURN: after the last one that
+    the switch took for this home; the hash says where it begins. ADAPTIVE: the link with the least load, to
+    which the flow adds ``extra[f]``."""
     load = np.zeros(len(end))
+    turn = np.zeros((distance.shape[0], len(start)) if rule == IN_TURN else (1, 1), dtype=np.int32)
     options = np.empty(max(1, np.max(start[1:] - start[:-1])), dtype=np.int32)
     for flow in range(len(source)):
         here, goal, near = source[flow], target[flow], distance[home[flow]]
@@ -80,9 +82,12 @@ def follow(
             if rule == ADAPTIVE:
                 taken = _least_loaded(options[:num], load)
                 load[taken] += extra[flow] / rate[taken]
-            else:
-                drawn = _drawn(seed, here, source[flow], goal, entropy[flow]) + np.uint64(extra[flow])
+            elif rule == IN_TURN:
+                drawn = _drawn(seed, here, 0, home[flow], 0) + np.uint64(turn[home[flow], here])
                 taken = options[drawn % np.uint64(num)]
+                turn[home[flow], here] += 1
+            else:
+                taken = options[_drawn(seed, here, source[flow], goal, entropy[flow]) % np.uint64(num)]
             hop[flow, count[flow]] = taken
             count[flow] += 1
             here = end[taken]
