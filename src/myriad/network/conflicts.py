@@ -114,5 +114,5 @@ def _own_bin(num_balls: int, num_bins: int) -> Numbers:
 
 
 def _worst_of(own: Numbers, queue_pairs: int) -> Numbers:
-    """The fullest of the bins that a flow's queue pairs lie in, as if independent (3 % off a mean, at most)."""
+    """The fullest of the bins of a flow's queue pairs, as if independent: 3 % off a mean at most."""
     return np.diff(np.cumsum(own).clip(0.0, 1.0) ** queue_pairs, prepend=0.0)

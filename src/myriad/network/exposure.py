@@ -29,8 +29,8 @@ __all__ = ["Exposure", "Placement", "expose", "node_order", "ring_flows"]
 
 Placement = Literal["packed", "spread", "random"]
 
-_WAYS = 32
-"""Of a sprayed flow: as many as a switch of 64 ports has uplinks."""
+_WAYS = 64
+"""Of a sprayed flow: twice the uplinks of a switch of 64 ports, so that all carry as good as the same."""
 _ENTRY_BYTES = 64
 """Of memory for each link of each queue pair's way, with what is computed from it."""
 _FULL = 1 - 1e-9

@@ -90,8 +90,8 @@ def adaptive(routes: Routes, flows: Flows, weights: Numbers | None = None) -> Pa
 
 
 def spray(routes: Routes, flows: Flows, num_ways: int, seed: int = 0) -> tuple[Flows, Paths]:
-    """Each flow as ``num_ways`` of equal size; every switch sends what is for the same switches over its links
-    in turn."""
+    """Each flow as ``num_ways`` of equal size; every switch sends what is for the same switches over its
+    links in turn."""
     parts = into_queue_pairs(flows, num_ways)
     return parts, _walk(routes, parts, seed, IN_TURN, np.zeros(len(parts)))
 

@@ -5,7 +5,8 @@ links.network     a NIC port: the share of an accelerator x accelerators / ports
 unequal           nodes whose ports carry more or less than the others'
 """
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,30 +15,32 @@ from myriad.network.shape import FabricShape
 from myriad.planner.cluster import Cluster
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from myriad.network.fabric import Fabric
 
-__all__ = ["fabric_of", "ports_per_node", "shape_of"]
+__all__ = ["builder_of", "fabric_of", "ports_per_node", "shape_of"]
 
 
 def fabric_of(cluster: Cluster) -> "Fabric":
     """Switches and cables. Raises `BadInputError`."""
+    return builder_of(cluster)(shape_of(cluster))
+
+
+def builder_of(cluster: Cluster) -> "Callable[[FabricShape], Fabric]":
+    """Gives the cluster's nodes a fabric of any shape. Raises `BadInputError`."""
     from myriad.network.shapes import build
 
     if cluster.nodes == 1 or cluster.links.network is None:
-        allowed = "more than one node and links.network: inside a node there is no fabric"
+        allowed = "more than one node, and links.network: inside a node there is no fabric"
         raise BadInputError(f"{cluster.name}: nodes", cluster.nodes, allowed)
     ports = ports_per_node(cluster)
     share = cluster.accelerators_per_node / ports
     rates = np.full(cluster.nodes, cluster.links.network.bytes_per_second * share)
     for group in cluster.unequal:
         rates[list(group.nodes)] = group.bytes_per_second * share
-    return build(
-        shape_of(cluster),
-        name=cluster.name,
-        num_nodes=cluster.nodes,
-        ports_per_node=ports,
-        nic_bytes_per_second=rates,
-    )
+    known: dict[str, Any] = {"name": cluster.name, "num_nodes": cluster.nodes, "ports_per_node": ports}
+    return partial(build, **known, nic_bytes_per_second=rates)
 
 
 def ports_per_node(cluster: Cluster) -> int:
