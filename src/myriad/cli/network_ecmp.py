@@ -65,8 +65,8 @@ def ecmp(
     One switch: exact, as balls thrown into bins. A cluster (--cluster): rings of nodes, port by port, routed
     and shared over its fabric for each draw of hash seeds.
 
-    Slowest: what the slowest flow has of its rate; a collective is as quick as that. Held up: flows that have less
-    than all. Conflict: probability that any has.
+    Slowest: what the slowest flow has of its rate; a collective is as quick as that. Held up: flows that have
+    less than all. Conflict: probability that any has.
     """
     if out is not None:
         check_picture("--out", out)

@@ -23,11 +23,12 @@ import numpy as np
 from myriad.errors import BadInputError
 from myriad.network.fabric import Numbers
 
-__all__ = ["Conflicts", "Rule", "conflicts", "fullest"]
+__all__ = ["MOST_BALLS", "Conflicts", "Rule", "conflicts", "fullest"]
 
 Rule = Literal["hash", "adaptive", "spray"]
 
-_MOST_BALLS = 2**16
+MOST_BALLS = 2**16
+"""Flows x queue pairs: above that an answer would take minutes."""
 _NEVER = 1e-12
 
 
@@ -53,8 +54,8 @@ def conflicts(
         if value < 1:
             raise BadInputError(key, value, "at least 1")
     balls = num_flows * queue_pairs
-    if balls > _MOST_BALLS:
-        raise BadInputError("flows x queue_pairs", balls, f"at most {_MOST_BALLS}")
+    if balls > MOST_BALLS:
+        raise BadInputError("flows x queue_pairs", balls, f"at most {MOST_BALLS}")
     places = split * queue_pairs
     if rule == "spray":
         return _certain(split * num_uplinks / num_flows)
@@ -83,7 +84,7 @@ def _certain(ratio: float) -> Conflicts:
 def fullest(num_balls: int, num_bins: int) -> Numbers:
     """``[k]``: the probability that the fullest bin holds k."""
     at_most = [0.0]
-    while at_most[-1] < 0.5 or at_most[-1] - at_most[-2] > _NEVER:
+    while len(at_most) <= num_balls and (at_most[-1] < 0.5 or at_most[-1] - at_most[-2] > _NEVER):
         at_most.append(_none_above(len(at_most), num_balls, num_bins))
     return np.diff(np.array(at_most) / at_most[-1], prepend=0.0).clip(0.0)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from myriad.network.conflicts import Conflicts, conflicts
+from myriad.network.conflicts import MOST_BALLS, Conflicts, conflicts
 from myriad.network.exposure import Exposure, expose, node_order, ring_flows
 from myriad.network.fabric import Fabric
 from myriad.network.routing import Routes
@@ -67,6 +67,8 @@ def switch_rows(question: SwitchQuestion) -> list[Row]:
         half = conflicts(n, m // 2, split=2 * split, queue_pairs=pairs)
         rows.append(_of_switch(f"split {2 * split}, {m // 2} uplinks", half))
     for more in _MORE:
+        if n * pairs * more > MOST_BALLS:
+            break
         found = conflicts(n, m, split=split, queue_pairs=pairs * more)
         rows.append(_of_switch(f"{pairs * more} queue pairs a flow", found))
     rows.append(_of_switch("adaptive routing", conflicts(n, m, split=split, rule="adaptive")))
@@ -91,20 +93,17 @@ def curves(question: SwitchQuestion, points: int = 24) -> dict[str, list[tuple[f
     variants = {
         "as asked": question,
         f"split {2 * question.split}": replace(question, split=2 * question.split),
-        **{
-            f"{more * question.queue_pairs} queue pairs": replace(
-                question, queue_pairs=more * question.queue_pairs
-            )
-            for more in _MORE
-        },
     }
-    return {
-        name: [
-            (count, conflicts(count, q.num_uplinks, split=q.split, queue_pairs=q.queue_pairs).slowest_ratio)
-            for count in counts
-        ]
-        for name, q in variants.items()
-    }
+    for more in _MORE:
+        pairs = more * question.queue_pairs
+        if most * pairs <= MOST_BALLS:
+            variants[f"{pairs} queue pairs"] = replace(question, queue_pairs=pairs)
+    return {name: [(count, _slowest(each, count)) for count in counts] for name, each in variants.items()}
+
+
+def _slowest(question: SwitchQuestion, num_flows: int) -> float:
+    split, pairs = question.split, question.queue_pairs
+    return conflicts(num_flows, question.num_uplinks, split=split, queue_pairs=pairs).slowest_ratio
 
 
 @dataclass(frozen=True)
