@@ -4,9 +4,11 @@ from types import ModuleType
 
 import typer
 
+from myriad.cli import network_ecmp
+
 __all__ = ["register"]
 
-_VERBS: tuple[ModuleType, ...] = ()
+_VERBS: tuple[ModuleType, ...] = (network_ecmp,)
 
 
 def register(app: typer.Typer) -> None:

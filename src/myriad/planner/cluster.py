@@ -15,6 +15,7 @@ from pydantic import Field
 
 from myriad.config import Config, Size
 from myriad.errors import BadInputError
+from myriad.network.shape import FabricShape
 
 __all__ = ["Accelerator", "Cluster", "Float32", "Level", "Link", "Links", "SlowNodes"]
 
@@ -166,6 +167,8 @@ class Cluster(Config):
     """All are alike."""
     links: Links
     """Between them."""
+    fabric: FabricShape | None = None
+    """Switches and cables; off: what nodes_per_switch and links say."""
     unequal: tuple[NodeLinks, ...] = ()
     """Nodes with other links than the rest."""
     slow_nodes: SlowNodes = SlowNodes()

@@ -1,0 +1,199 @@
+"""``myriad network ecmp``: flows that hash to the same link, under one switch or on a cluster's fabric."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from myriad.cli.files import check_picture, write_picture
+from myriad.errors import BadInputError
+
+if TYPE_CHECKING:
+    from myriad.network.remedies import FabricQuestion, Row, SwitchQuestion
+    from myriad.planner.cluster import Cluster
+
+__all__ = ["ecmp", "register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command("ecmp")(ecmp)
+
+
+def ecmp(
+    flows: Annotated[
+        int | None, typer.Option(metavar="N", help="That leave one switch at once; 32 if not given.")
+    ] = None,
+    uplinks: Annotated[int | None, typer.Option(metavar="N", help="Of that switch; 32 if not given.")] = None,
+    split: Annotated[
+        int | None, typer.Option(metavar="N", help="Flows that an uplink carries in full; 1 if not given.")
+    ] = None,
+    queue_pairs: Annotated[
+        int, typer.Option(metavar="N", help="That each flow is cut in, hashed one by one.")
+    ] = 1,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTER", help="Rings over a cluster's nodes: a file, or a recipe's name."),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="So many of its accelerators.")] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Change the cluster: fabric.split=1; again for more."),
+    ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WAY",
+            help="Of a ring's nodes: packed under switches (the default), spread over them, or random.",
+        ),
+    ] = None,
+    ring_nodes: Annotated[
+        int | None, typer.Option(metavar="N", help="Nodes of a ring; all if not given.")
+    ] = None,
+    draws: Annotated[
+        int | None, typer.Option(metavar="N", help="Of the switches' hash seeds; 20 if not given.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first draw, and of a random placement.")] = 0,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw a picture.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """How much flows lose that hash to the same link, and what would help.
+
+    One switch: exact, as balls thrown into bins. A cluster (--cluster): rings of nodes, port by port, routed
+    and shared over its fabric for each draw of hash seeds.
+
+    Slowest: what the slowest flow has of its rate; a collective is as quick as that. Held up: flows that have
+    less than all. Conflict: probability that any has.
+    """
+    if out is not None:
+        check_picture("--out", out)
+    if cluster is None:
+        unread = {"--gpus": gpus, "--what-if": what_if, "--placement": placement}
+        _refuse(unread | {"--ring-nodes": ring_nodes, "--draws": draws}, "only with --cluster")
+        _tell_of_switch(_switch(flows, uplinks, split, queue_pairs), out, as_json)
+        return
+    _refuse({"--flows": flows, "--uplinks": uplinks, "--split": split}, "only without --cluster")
+    found = _cluster(cluster, gpus, what_if or [])
+    question = _fabric(found, placement, ring_nodes, queue_pairs, draws, seed)
+    _tell_of_fabric(found, question, out, as_json)
+
+
+def _refuse(given: Mapping[str, object], why: str) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise BadInputError(option, value, why)
+
+
+def _switch(flows: int | None, uplinks: int | None, split: int | None, pairs: int) -> "SwitchQuestion":
+    from myriad.network.remedies import SwitchQuestion
+
+    flows, uplinks, split = (
+        32 if flows is None else flows,
+        32 if uplinks is None else uplinks,
+        1 if split is None else split,
+    )
+    given = {"--flows": flows, "--uplinks": uplinks, "--split": split, "--queue-pairs": pairs}
+    for option, value in given.items():
+        if value < 1:
+            raise BadInputError(option, value, "at least 1")
+    return SwitchQuestion(num_flows=flows, num_uplinks=uplinks, split=split, queue_pairs=pairs)
+
+
+def _cluster(name: str, gpus: int | None, changes: Sequence[str]) -> "Cluster":
+    from myriad.recipes.cluster import load_cluster, scale_cluster
+
+    cluster = load_cluster(name, changes)
+    return cluster if gpus is None else scale_cluster(cluster, gpus)
+
+
+def _fabric(
+    cluster: "Cluster",
+    placement: str | None,
+    ring_nodes: int | None,
+    queue_pairs: int,
+    draws: int | None,
+    seed: int,
+) -> "FabricQuestion":
+    from myriad.network.remedies import FabricQuestion
+    from myriad.planner.cluster_fabric import builder_of, shape_of
+
+    if ring_nodes is not None and not 2 <= ring_nodes <= cluster.nodes:
+        raise BadInputError("--ring-nodes", ring_nodes, f"2 to {cluster.nodes}, the nodes of {cluster.name}")
+    return FabricQuestion(
+        build=builder_of(cluster),
+        shape=shape_of(cluster),
+        placement=placement or "packed",
+        ring_nodes=ring_nodes,
+        queue_pairs=queue_pairs,
+        draws=20 if draws is None else draws,
+        seed=seed,
+    )
+
+
+def _tell_of_switch(question: "SwitchQuestion", out: Path | None, as_json: bool) -> None:
+    from myriad.network.remedies import curves, switch_rows
+
+    rows = switch_rows(question)
+    title = f"{question.num_flows} flows on {question.num_uplinks} uplinks"
+    title += f", split {question.split}, {_pairs(question.queue_pairs)}"
+    if out is not None:
+        from myriad.cli.network_ecmp_chart import draw_curves
+
+        asked = (question.num_flows, rows[0].slowest_ratio)
+        write_picture("--out", out, draw_curves(title, curves(question), asked))
+    _tell({"question": asdict(question)}, title, rows, as_json)
+
+
+def _tell_of_fabric(cluster: "Cluster", question: "FabricQuestion", out: Path | None, as_json: bool) -> None:
+    from myriad.network.remedies import fabric_rows
+
+    rows = fabric_rows(question)
+    nodes = question.ring_nodes or cluster.nodes
+    title = f"{cluster.name}: rings of {nodes} nodes, {question.placement}, {_pairs(question.queue_pairs)}"
+    if out is not None:
+        from myriad.cli.network_ecmp_chart import draw_bars
+
+        write_picture("--out", out, draw_bars(title, rows))
+    told = {
+        "cluster": cluster.name,
+        "nodes": cluster.nodes,
+        "fabric": question.shape.model_dump(mode="json", exclude_none=True),
+        "placement": question.placement,
+        "ring_nodes": nodes,
+        "queue_pairs": question.queue_pairs,
+        "draws": question.draws,
+        "seed": question.seed,
+    }
+    _tell(told, title, rows, as_json)
+
+
+def _pairs(count: int) -> str:
+    return f"{count} queue pair{'s' if count > 1 else ''} a flow"
+
+
+def _tell(told: dict[str, Any], title: str, rows: "Sequence[Row]", as_json: bool) -> None:
+    from myriad.network.remedies import advice
+
+    if as_json:
+        typer.echo(json.dumps(told | {"rows": [asdict(row) for row in rows], "advice": advice(rows)}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    grid.add_column("", no_wrap=True)
+    has_range = any(row.low_ratio < row.high_ratio for row in rows)
+    names = ("slowest", *(("p5", "p95") if has_range else ()), "mean", "held up", "conflict")
+    for name in names:
+        grid.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        shares = (row.slowest_ratio, *((row.low_ratio, row.high_ratio) if has_range else ()), row.mean_ratio)
+        cells = [f"{share:.2f}" for share in shares]
+        cells += [f"{row.held_up_ratio:.0%}", f"{row.conflict_probability:.0%}"]
+        grid.add_row(row.name, *cells, style="bold" if row.is_asked else "")
+    console = Console()
+    console.print(grid)
+    console.print(advice(rows), style="dim", markup=False, highlight=False)

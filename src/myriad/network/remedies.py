@@ -1,0 +1,191 @@
+"""Hash conflicts as asked about, beside what would change them: the same question with one thing different.
+
+split        uplinks of twice the rate; and half as many of those, which carry no more than before
+queue pairs  each flow as 4 or 16 times as many
+adaptive     each flow over the links that have least to carry, by what its switch alone sees
+spray        packet by packet over all links
+placement    rings of neighbours, and the others; of one switch: a quarter of the flows go up
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from myriad.network.conflicts import MOST_BALLS, Conflicts, conflicts
+from myriad.network.exposure import Exposure, expose, node_order, ring_flows
+from myriad.network.fabric import Fabric
+from myriad.network.routing import Routes
+from myriad.network.shape import FabricShape
+
+__all__ = ["FabricQuestion", "Row", "SwitchQuestion", "advice", "curves", "fabric_rows", "switch_rows"]
+
+_MORE = (4, 16)
+_FEW_DRAWS = 3
+"""Of what hardly differs between draws, and takes long."""
+_GAIN = 0.02
+"""Of a flow's rate: less is not worth a word."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to have it; ratios of the rate that a flow has alone."""
+
+    name: str
+    slowest_ratio: float
+    """Of one switch: expected; of a fabric: the median of the draws."""
+    low_ratio: float
+    """5th percentile of the draws; of one switch as slowest_ratio."""
+    high_ratio: float
+    """95th."""
+    mean_ratio: float
+    held_up_ratio: float
+    """Share of the flows that have less than all."""
+    conflict_probability: float
+    """That there is one."""
+    is_asked: bool = False
+
+
+@dataclass(frozen=True)
+class SwitchQuestion:
+    """Flows that leave one switch by its uplinks."""
+
+    num_flows: int
+    num_uplinks: int
+    split: int = 1
+    queue_pairs: int = 1
+
+
+def switch_rows(question: SwitchQuestion) -> list[Row]:
+    """Exactly. Raises `BadInputError`."""
+    n, m = question.num_flows, question.num_uplinks
+    split, pairs = question.split, question.queue_pairs
+    rows = [_of_switch("as asked", conflicts(n, m, split=split, queue_pairs=pairs), is_asked=True)]
+    wide = conflicts(n, m, split=2 * split, queue_pairs=pairs)
+    rows.append(_of_switch(f"split {2 * split}, as many uplinks", wide))
+    if m >= 2:
+        half = conflicts(n, m // 2, split=2 * split, queue_pairs=pairs)
+        rows.append(_of_switch(f"split {2 * split}, {m // 2} uplinks", half))
+    for more in _MORE:
+        if n * pairs * more > MOST_BALLS:
+            break
+        found = conflicts(n, m, split=split, queue_pairs=pairs * more)
+        rows.append(_of_switch(f"{pairs * more} queue pairs a flow", found))
+    rows.append(_of_switch("adaptive routing", conflicts(n, m, split=split, rule="adaptive")))
+    rows.append(_of_switch("packet spraying", conflicts(n, m, split=split, rule="spray")))
+    if n >= 4:
+        few = conflicts(n // 4, m, split=split, queue_pairs=pairs)
+        rows.append(_of_switch(f"placement: {n // 4} flows go up", few))
+    return rows
+
+
+def _of_switch(name: str, found: Conflicts, *, is_asked: bool = False) -> Row:
+    slowest = found.slowest_ratio
+    rest = (found.mean_ratio, found.flow_probability, found.conflict_probability)
+    return Row(name, slowest, slowest, slowest, *rest, is_asked)
+
+
+def curves(question: SwitchQuestion, points: int = 24) -> dict[str, list[tuple[float, float]]]:
+    """The slowest flow's share by the number of flows, up to twice those asked about or as many as the
+    uplinks carry."""
+    most = max(2 * question.num_flows, question.num_uplinks * question.split)
+    counts = sorted({max(1, round(x)) for x in np.linspace(1, most, points)})
+    variants = {
+        "as asked": question,
+        f"split {2 * question.split}": replace(question, split=2 * question.split),
+    }
+    for more in _MORE:
+        pairs = more * question.queue_pairs
+        if most * pairs <= MOST_BALLS:
+            variants[f"{pairs} queue pairs"] = replace(question, queue_pairs=pairs)
+    return {name: [(count, _slowest(each, count)) for count in counts] for name, each in variants.items()}
+
+
+def _slowest(question: SwitchQuestion, num_flows: int) -> float:
+    split, pairs = question.split, question.queue_pairs
+    return conflicts(num_flows, question.num_uplinks, split=split, queue_pairs=pairs).slowest_ratio
+
+
+@dataclass(frozen=True)
+class FabricQuestion:
+    """Rings over all nodes of a fabric."""
+
+    build: Callable[[FabricShape], Fabric]
+    shape: FabricShape
+    placement: str = "packed"
+    ring_nodes: int | None = None
+    """Nodes of a ring; off: all."""
+    queue_pairs: int = 1
+    draws: int = 20
+    seed: int = 0
+
+
+def fabric_rows(question: FabricQuestion) -> list[Row]:
+    """By drawing seeds. Raises `BadInputError`."""
+    routes, pairs = Routes(question.build(question.shape)), question.queue_pairs
+    rows = [_drawn(question, "as asked", routes, is_asked=True)]
+    if (name_and_shape := _other_split(question.shape)) is not None:
+        name, shape = name_and_shape
+        rows.append(_drawn(question, name, Routes(question.build(shape))))
+    for more in _MORE:
+        changed = replace(question, queue_pairs=pairs * more, draws=min(question.draws, _FEW_DRAWS))
+        rows.append(_drawn(changed, f"{pairs * more} queue pairs a flow", routes))
+    rows.append(_drawn(question, "adaptive routing", routes, rule="adaptive"))
+    few = replace(question, draws=min(question.draws, _FEW_DRAWS))
+    rows.append(_drawn(few, "packet spraying", routes, rule="spray"))
+    for placement in ("packed", "spread", "random"):
+        if placement != question.placement:
+            rows.append(_drawn(replace(question, placement=placement), f"placement {placement}", routes))
+    return rows
+
+
+def _drawn(
+    question: FabricQuestion, name: str, routes: Routes, *, rule: str = "hash", is_asked: bool = False
+) -> Row:
+    order = node_order(routes, question.placement, question.seed)
+    flows = ring_flows(routes.fabric, order, question.ring_nodes or len(order))
+    given = {"queue_pairs": question.queue_pairs, "draws": question.draws, "seed": question.seed}
+    return _of_fabric(name, expose(routes, flows, rule=rule, **given), is_asked)  # type: ignore[arg-type]
+
+
+def _of_fabric(name: str, found: Exposure, is_asked: bool) -> Row:
+    low, middle, high = np.percentile(found.slowest_ratio, [5, 50, 95])
+    return Row(
+        name=name,
+        slowest_ratio=float(middle),
+        low_ratio=float(low),
+        high_ratio=float(high),
+        mean_ratio=float(found.mean_ratio.mean()),
+        held_up_ratio=float(found.held_up_ratio.mean()),
+        conflict_probability=float((found.held_up_ratio > 0).mean()),
+        is_asked=is_asked,
+    )
+
+
+def _other_split(shape: FabricShape) -> tuple[str, FabricShape] | None:
+    """Uplinks that carry as much in all: where ports are split, more and as narrow as NIC ports; else half as
+    many of twice the rate."""
+    if shape.kind == "graph" or shape.port_bytes_per_second is None or shape.ports_per_switch is None:
+        return None
+    whole, ports = shape.port_bytes_per_second, shape.ports_per_switch
+    if shape.split == 1:
+        changed = {"split": 2, "port_bytes_per_second": 2 * whole, "ports_per_switch": ports // 2}
+        return "split 2, half the uplinks", shape.model_copy(update=changed)
+    each = whole / shape.split
+    changed = {"split": 1, "port_bytes_per_second": each, "ports_per_switch": ports * shape.split}
+    return "no split, more uplinks", shape.model_copy(update=changed)
+
+
+def advice(rows: Sequence[Row]) -> str:
+    """What would help most, in a sentence."""
+    asked = next(row for row in rows if row.is_asked)
+    if asked.slowest_ratio >= 1 - _GAIN:
+        return f"Little to gain: the slowest flow has {asked.slowest_ratio:.2f} of its rate."
+    helps = sorted(
+        (row for row in rows if row.slowest_ratio > asked.slowest_ratio + _GAIN),
+        key=lambda row: -row.slowest_ratio,
+    )
+    if not helps:
+        return f"The slowest flow has {asked.slowest_ratio:.2f} of its rate, and nothing tried here helps."
+    told = "; ".join(f"{row.name} {row.slowest_ratio:.2f}" for row in helps)
+    return f"The slowest flow has {asked.slowest_ratio:.2f} of its rate. What helps, most first: {told}."
