@@ -17,19 +17,16 @@ _Int64s = npt.NDArray[np.int64]
 _Flags = npt.NDArray[np.bool_]
 
 _SAME = 1 + 1e-12
-"""Rates that differ by rounding."""
+"""Numbers that differ by rounding."""
 
 
 @numba.njit(cache=True)
-def fill(
-    rates: Numbers, first: _Int64s, link: Ordinals, most: Numbers, order: _Int64s, active: _Flags
-) -> Numbers:
-    """(F) Max-min rates of the active flows, 0 of others; ``order``: flows by what each can use at most."""
+def fill(rates: Numbers, first: _Int64s, link: Ordinals, most: Numbers, order: _Int64s) -> Numbers:
+    """(F) Max-min rates; ``order``: flows by what each can use at most, where that is not without bound."""
     num_links = len(rates)
-    start, on = _flows_by_link(first, link, active, num_links)
+    start, on = _flows_by_link(first, link, num_links)
     left, growing = rates.copy(), start[1:] - start[:-1]
-    found, done = most.copy(), ~active
-    found[done] = 0.0
+    found, done = most.copy(), np.zeros(len(most), dtype=np.bool_)
     heap, key = np.flatnonzero(growing), np.zeros(num_links)
     key[heap] = left[heap] / growing[heap]
     size, turn = len(heap), 0
@@ -100,55 +97,57 @@ def _sink(heap: _Int64s, key: Numbers, place: int, size: int) -> None:
 
 
 @numba.njit(cache=True)
-def _flows_by_link(first: _Int64s, link: Ordinals, active: _Flags, num_links: int) -> tuple[_Int64s, _Int64s]:
-    """The active flows on each link: ``on[start[l] : start[l + 1]]``, as often as they go over it."""
+def _flows_by_link(first: _Int64s, link: Ordinals, num_links: int) -> tuple[_Int64s, _Int64s]:
+    """The flows on each link: ``on[start[l] : start[l + 1]]``, as often as they go over it."""
     start = np.zeros(num_links + 1, dtype=np.int64)
-    for flow in range(len(active)):
-        if active[flow]:
-            for index in range(first[flow], first[flow + 1]):
-                start[link[index] + 1] += 1
+    for one in link:
+        start[one + 1] += 1
     start = np.cumsum(start)
     on, free = np.empty(start[-1], dtype=np.int64), start[:-1].copy()
-    for flow in range(len(active)):
-        if active[flow]:
-            for index in range(first[flow], first[flow + 1]):
-                on[free[link[index]]] = flow
-                free[link[index]] += 1
+    for flow in range(len(first) - 1):
+        for index in range(first[flow], first[flow + 1]):
+            on[free[link[index]]] = flow
+            free[link[index]] += 1
     return start, on
 
 
 @numba.njit(cache=True)
 def send(
-    rates: Numbers,
-    first: _Int64s,
-    link: Ordinals,
-    begin: Numbers,
-    num_bytes: Numbers,
-    tolerance: float,
+    rates: Numbers, first: _Int64s, link: Ordinals, begin: Numbers, num_bytes: Numbers, tolerance: float
 ) -> Numbers:
     """(F) When the last byte of each flow is on its way: rates hold until the next flow begins or ends."""
-    num_flows = len(begin)
-    order, most = np.arange(0), np.full(num_flows, np.inf)
     coming, waiting = np.argsort(begin), 0
-    left, done, active = num_bytes.copy(), begin.copy(), np.zeros(num_flows, dtype=np.bool_)
-    now, under_way = 0.0, 0
-    while waiting < num_flows or under_way > 0:
-        if under_way == 0:
+    left, done = num_bytes.copy(), begin.copy()
+    active, now = np.empty(0, dtype=np.int64), 0.0
+    while waiting < len(begin) or len(active) > 0:
+        if len(active) == 0:
             now = begin[coming[waiting]]
-        while waiting < num_flows and begin[coming[waiting]] <= now:
-            active[coming[waiting]] = True
-            waiting += 1
-            under_way += 1
-        found = fill(rates, first, link, most, order, active)
-        step = begin[coming[waiting]] - now if waiting < num_flows else np.inf
-        for flow in np.flatnonzero(active):
-            step = min(step, left[flow] / found[flow])
-        for flow in np.flatnonzero(active):
-            needed = left[flow] / found[flow]
-            if needed <= step * (1 + tolerance) * (1 + 1e-9):
-                active[flow], done[flow] = False, now + needed
-                under_way -= 1
+        new = waiting
+        while new < len(begin) and begin[coming[new]] <= now:
+            new += 1
+        active, waiting = np.concatenate((active, coming[waiting:new])), new
+        needed = _needed(rates, first, link, left, active)
+        step = np.min(needed)
+        if waiting < len(begin):
+            step = min(step, begin[coming[waiting]] - now)
+        ends = needed <= step * (1 + tolerance) * _SAME
+        for index, flow in enumerate(active):
+            if ends[index]:
+                done[flow] = now + needed[index]
             else:
-                left[flow] -= found[flow] * step
-        now += step
+                left[flow] *= 1 - step / needed[index]
+        active, now = active[~ends], now + step
     return done
+
+
+@numba.njit(cache=True)
+def _needed(rates: Numbers, first: _Int64s, link: Ordinals, left: Numbers, active: _Int64s) -> Numbers:
+    """Seconds that each of the active flows would need at the rates they have together."""
+    own_first = np.zeros(len(active) + 1, dtype=np.int64)
+    for index, flow in enumerate(active):
+        own_first[index + 1] = own_first[index] + first[flow + 1] - first[flow]
+    own_link = np.empty(own_first[-1], dtype=np.int32)
+    for index, flow in enumerate(active):
+        own_link[own_first[index] : own_first[index + 1]] = link[first[flow] : first[flow + 1]]
+    found = fill(rates, own_first, own_link, np.full(len(active), np.inf), np.arange(0))
+    return left[active] / found

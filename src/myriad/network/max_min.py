@@ -21,10 +21,9 @@ __all__ = ["coupled", "finish_seconds", "latency_seconds", "max_min"]
 def max_min(bytes_per_second: Numbers, paths: Paths, limit: Numbers | None = None) -> Numbers:
     """(F) Rate of each flow on links of (L) rates. ``limit``: (F) what each can use at most. A flow that
     goes over no link has its limit, or no bound."""
-    active = np.ones(len(paths), dtype=np.bool_)
     most = np.full(len(paths), np.inf) if limit is None else np.asarray(limit, dtype=np.float64)
     order = np.arange(0) if limit is None else np.argsort(most, kind="stable")
-    return fill(bytes_per_second, paths.first, paths.link, most, order, active)
+    return fill(bytes_per_second, paths.first, paths.link, most, order)
 
 
 def coupled(paths: Paths, group: npt.NDArray[np.int64]) -> Paths:
