@@ -1,7 +1,8 @@
 """Takes batches of spans by HTTP: whole or not at all, and never more of them at once than memory allows.
 
-A sender that gets 204 knows that its spans are taken. 429: too much is on its way already; the sender counts
-the batch as dropped, and so does this server. With a folder, what comes is kept there as Parquet too.
+A sender that gets 204 knows that its spans are taken. One that got no answer sends the same batch again,
+which is known by its sender and number, and counts once. 429: too much is on its way already; the sender
+counts the batch as dropped, and so does this server. With a folder, what comes is kept there as Parquet too.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from myriad.dashboard.store.sent_once import SentOnce
 from myriad.dashboard.watched import Watched
 from myriad.telemetry.batch import MAX_BATCH_BYTES, BatchError, SpanBatch, decode
 from myriad.telemetry.span_files import write_span_file
@@ -43,6 +45,7 @@ class Collector:
         self._watched, self._folder = watched, folder
         self._bytes_at_once = 0
         """Of bodies on their way, and of batches that wait."""
+        self._once = SentOnce()
         self._numbers, self._began = itertools.count(), int(time.time())
         self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="collector", daemon=True)
@@ -82,8 +85,13 @@ class Collector:
         except BaseException:
             self._bytes_at_once -= size
             raise
-        self._waiting.put(_Waiting(batch, size))
         self._watched.heard_of = time.time()
+        if not self._once.is_new(batch):
+            self._bytes_at_once -= size
+            counts.repeated_batches += 1
+            counts.lost_before += self._once.more_dropped(batch)
+            return Response(status_code=204)
+        self._waiting.put(_Waiting(batch, size))
         return Response(status_code=204)
 
     async def _has_room(self, size: int) -> bool:

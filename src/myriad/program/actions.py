@@ -134,7 +134,7 @@ class Action:
 
 def chunk_of(action: Action, num_stages: int) -> int:
     """Number of the chunk whose parameters or gradients it moves; -1: none. A stage's own chunk has the
-    stage's number, that of the parameters which the first and the last stage share the number after the last."""
+    stage's number; what the first and the last stage share has the number after the last stage's."""
     if action.kind is Kind.SYNC_TIED:
         return num_stages
     return action.stage if action.kind in _MOVES_A_CHUNK else -1

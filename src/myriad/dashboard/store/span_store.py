@@ -41,6 +41,8 @@ class Counts:
     too_old: int = 0
     """Of steps that memory does not reach back to, or of an attempt that was replaced."""
     refused_batches: int = 0
+    repeated_batches: int = 0
+    """That were sent again: taken once."""
     refused_files: int = 0
     flooded_batches: int = 0
     dropped_steps: int = 0
