@@ -14,7 +14,7 @@ from myriad.dashboard.insight.findings import ranks_of
 from myriad.dashboard.insight.ranks import Ranks
 from myriad.errors import MyriadError
 from myriad.jsonl import JsonlTail, Record
-from myriad.run import Run
+from myriad.run import Run, StepLines
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -28,16 +28,14 @@ class RunFiles:
 
     run: Run
     job: "Job" = field(init=False)
-    metrics: list[Record] = field(default_factory=list)
+    metrics: list[Record] = field(init=False)
     """One a step, in order, without those that a resumed attempt has replaced."""
     events: list[Record] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.job = self.run.job()
-        self._metrics_tail, self._events_tail = (
-            JsonlTail(self.run.metrics_path),
-            JsonlTail(self.run.events_path),
-        )
+        self._steps, self._events_tail = StepLines(self.run.metrics_path), JsonlTail(self.run.events_path)
+        self.metrics = self._steps.lines
 
     @property
     def ranks(self) -> Ranks:
@@ -46,25 +44,21 @@ class RunFiles:
 
     def poll(self) -> bool:
         """Reads what was added; whether there was anything."""
-        lines, events = self._metrics_tail.poll(), self._events_tail.poll()
-        for line in lines:
-            self._add_line(line)
+        lines, events = self._steps.poll(), self._events_tail.poll()
         self.events += events
         if any(event.get("event") == "start" for event in events):
             with contextlib.suppress(MyriadError, OSError):
                 self.job = self.run.job()  # a resumed run may go on for longer
         return bool(lines or events)
 
+    @property
+    def num_wrong_lines(self) -> int:
+        """Of the steps', that are wrong or have a wrong figure."""
+        return self._steps.num_wrong
+
     def last(self, event: str) -> Record:
         """The newest of its name; empty: there was none."""
         return next((each for each in reversed(self.events) if each.get("event") == event), {})
-
-    def _add_line(self, line: Record) -> None:
-        if not isinstance(line.get("step"), int):
-            return
-        while self.metrics and self.metrics[-1]["step"] >= line["step"]:
-            self.metrics.pop()
-        self.metrics.append(line)
 
     def span_paths(self) -> Iterator[tuple[Path, tuple[int, int]]]:
         """Files of spans inside of this folder, the newest first, each with what changes when it does."""

@@ -14,7 +14,7 @@ from myriad.dashboard.insight.state import State, run_state, state_sentence
 from myriad.dashboard.run_spans import NewestSpans, SpanFolder
 from myriad.errors import MyriadError
 from myriad.jsonl import JsonlTail, Record
-from myriad.run import Run
+from myriad.run import Run, StepLines
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -49,6 +49,8 @@ class Look:
     spans: NewestSpans
     held: bool
     now: float
+    num_wrong_lines: int = 0
+    """Of metrics.jsonl, that are wrong or have a wrong figure."""
 
     @property
     def step(self) -> int:
@@ -130,21 +132,14 @@ class RunWatch:
     def __init__(self, run: Run, most_steps: int = 50) -> None:
         self.run, self._job = run, run.job()
         self._spans = SpanFolder(run.spans_path, most_steps)
-        self._metrics_tail, self._events_tail = JsonlTail(run.metrics_path), JsonlTail(run.events_path)
-        self._metrics: list[Record] = []
+        self._steps, self._events_tail = StepLines(run.metrics_path), JsonlTail(run.events_path)
         self._events: list[Record] = []
 
     def look(self) -> Look:
         """As it is now."""
-        for line in self._metrics_tail.poll():
-            self._add(line)
+        self._steps.poll()
         self._events += self._events_tail.poll()
         job = attempt_of(self._job, self._events)
         spans, held = self._spans.newest(), self.run.is_locked
-        return Look(self.run, job, self._metrics, self._events, spans, held, time.time())
-
-    def _add(self, line: Record) -> None:
-        if isinstance(line.get("step"), int):
-            while self._metrics and self._metrics[-1]["step"] >= line["step"]:
-                self._metrics.pop()
-            self._metrics.append(line)
+        steps = self._steps
+        return Look(self.run, job, steps.lines, self._events, spans, held, time.time(), steps.num_wrong)

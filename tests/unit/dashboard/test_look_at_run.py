@@ -103,6 +103,26 @@ def test_a_run_that_is_half_gone_is_shown_as_far_as_it_is_there(tmp_path: Path, 
     assert run_verb("report", path) == 0
 
 
+def test_lines_of_others_in_the_metrics_are_left_out_and_counted(tmp_path: Path, capsys) -> None:
+    """A script of the user's, or a disk, put something else there: the run can be looked at all the same."""
+    path = write_run(tmp_path / "others", slow_run(8))
+    before = told(capsys, "report", path)
+    lines = [{"step": "x"}, {"step": None}, {"loss": 1.0}, {"step": -4}, {"step": True}, {"step": 2.5}]
+    with (path / "metrics.jsonl").open("a") as file:
+        for line in lines:
+            file.write(json.dumps({"time": 2e9} | line) + "\n")
+        last = json.loads((path / "metrics.jsonl").read_text().splitlines()[0])["step"] + 50
+        file.write(json.dumps({"step": last, "loss": "low", "step_seconds": [1], "mfu": {}}) + "\n")
+    after = told(capsys, "report", path)
+    assert after["wrong_lines"] == len(lines) + 1 and before["wrong_lines"] == 0
+    assert after["classes"]["training"] == before["classes"]["training"]
+    found = told(capsys, "top", path)
+    assert (found["wrong_lines"], found["step"]) == (len(lines) + 1, last)
+    assert run_verb("top", path, "--once") == 0 and run_verb("report", path) == 0
+    assert f"{len(lines) + 1} lines of metrics.jsonl are wrong" in capsys.readouterr().out
+    assert f"{len(lines) + 1} lines of metrics.jsonl" in (path / "report.html").read_text()
+
+
 def test_the_report_opens_offline_and_escapes_what_a_job_called_its_spans(tmp_path: Path, capsys) -> None:
     run = slow_run(8)
     spans = as_recorded(run).records
