@@ -18,6 +18,7 @@ from watched_server import NAMES, WORLD, Watching, make_run, spans_of
 
 from myriad.dashboard.server import listen_at, make_server
 from myriad.dashboard.tile import unpack_tile
+from myriad.job import load_job
 from myriad.run import Run
 from myriad.telemetry.batch import MAX_BATCH_BYTES, Origin, SpanBatch, encode
 from myriad.telemetry.span_files import write_span_file
@@ -277,6 +278,22 @@ def test_the_server_writes_nothing_into_the_run(tmp_path: Path) -> None:
         for question in ("overview", "faults", "waterfall", "losses", "silent", "rank/0"):
             watching.ask(question)
     assert state() == before
+
+
+def test_a_run_that_begins_anew_with_more_ranks_is_followed_by_page_and_collector(tmp_path: Path) -> None:
+    """Its spans may come before the server has read that it has begun: none of them is refused."""
+    run = make_run(tmp_path / "run")
+    with Watching(run) as watching:
+        assert watching.send(spans_of(1)).status_code == 204
+        watching.until(lambda told: told["last_step"] == 1)
+        run.create_or_resume(load_job("tiny-3d", ["comm.node_size=4", "layout.dp=4", "train.steps=100"]))
+        run.append_event("start", world=2 * WORLD)
+        assert watching.send(spans_of(40, range(2 * WORLD))).status_code == 204
+        told = watching.until(lambda told: told["last_step"] == 40)
+        assert (told["world"], told["layout"]["dp"], len(told["nodes"])) == (2 * WORLD, 4, 4)
+        assert told["dropped"]["batches_refused"] == 0
+        assert watching.ask("rank/15")["groups"]["dp"] == [3, 7, 11, 15]
+        assert watching.send(spans_of(41, range(3 * WORLD))).status_code == 400
 
 
 def changes(client: httpx.Client, count: int) -> list[dict[str, int]]:

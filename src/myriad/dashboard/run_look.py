@@ -3,6 +3,7 @@ one likes; works while the run trains, when it has stopped, and when half of it 
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -25,15 +26,22 @@ _RECENT_STEPS = 20
 
 
 def attempt_of(job: "Job", events: Sequence[Record]) -> "Job":
-    """The job as its newest attempt computes it."""
+    """The job as its newest attempt computes it. What a person starts anew is the job again."""
+    started: Record | None = None
     for event in reversed(events):
-        if event.get("event") != "restart":
-            continue
-        changed = AttemptLayout(event.get("dp"), tuple(event.get("shares") or ()), event.get("partition"))
-        try:
-            return job.in_attempt(changed)
-        except (MyriadError, TypeError, ValueError):
+        name = event.get("event")
+        if name == "start" and started is None:
+            started = event
+        elif name in ("interrupted", "finish") and started is not None:
             return job
+        elif name == "restart":
+            changed = AttemptLayout(event.get("dp"), tuple(event.get("shares") or ()), event.get("partition"))
+            try:
+                found = job.in_attempt(changed)
+            except (MyriadError, TypeError, ValueError):
+                return job
+            is_it = started is None or started.get("world", found.layout.world) == found.layout.world
+            return found if is_it else job
     return job
 
 
@@ -138,7 +146,11 @@ class RunWatch:
     def look(self) -> Look:
         """As it is now."""
         self._steps.poll()
-        self._events += self._events_tail.poll()
+        events = self._events_tail.poll()
+        self._events += events
+        if any(event.get("event") == "start" for event in events):
+            with suppress(MyriadError, OSError):
+                self._job = self.run.job()  # it may have been changed when the run was resumed
         job = attempt_of(self._job, self._events)
         spans, held = self._spans.newest(), self.run.is_locked
         steps = self._steps
