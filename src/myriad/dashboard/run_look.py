@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from myriad.comm.attempt_layout import AttemptLayout
+from myriad.dashboard.at_work import is_at_work
 from myriad.dashboard.insight.findings import Findings
 from myriad.dashboard.insight.state import State, run_state, state_sentence
 from myriad.dashboard.run_spans import NewestSpans, SpanFolder
@@ -57,6 +58,8 @@ class Look:
     spans: NewestSpans
     held: bool
     now: float
+    at_work: bool = False
+    """Somebody has it, here or on another machine."""
     num_wrong_lines: int = 0
     """Of metrics.jsonl, that are wrong or have a wrong figure."""
 
@@ -116,7 +119,9 @@ class Look:
     def state(self) -> State:
         """In a word."""
         quiet, seconds = self.quiet_seconds, self.step_seconds
-        return run_state(self.events, quiet_seconds=quiet, step_seconds=seconds, held=self.held)
+        return run_state(
+            self.events, quiet_seconds=quiet, step_seconds=seconds, held=self.held, at_work=self.at_work
+        )
 
     @cached_property
     def findings(self) -> Findings:
@@ -154,4 +159,14 @@ class RunWatch:
         job = attempt_of(self._job, self._events)
         spans, held = self._spans.newest(), self.run.is_locked
         steps = self._steps
-        return Look(self.run, job, steps.lines, self._events, spans, held, time.time(), steps.num_wrong)
+        return Look(
+            self.run,
+            job,
+            steps.lines,
+            self._events,
+            spans,
+            held,
+            time.time(),
+            is_at_work(self.run),
+            steps.num_wrong,
+        )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from myriad.dashboard.at_work import is_at_work
 from myriad.dashboard.insight.ranks import Ranks
 from myriad.dashboard.insight.state import State, run_state
 from myriad.dashboard.plan import Plan
@@ -128,10 +129,17 @@ class Watched:
 
     @property
     def state(self) -> State:
-        """In a word. A run whose spans are sent here is held by whoever sends them, wherever that is."""
-        held = self.files.run.is_locked or self.heard_of > 0
-        quiet, seconds = self.quiet_seconds, self.step_seconds
-        return run_state(self.files.events, quiet_seconds=quiet, step_seconds=seconds, held=held)
+        """In a word. A run whose spans are sent here is held by whoever sends them, wherever that is; once
+        its executors' files are here, these say whether they still are."""
+        run, quiet, seconds = self.files.run, self.quiet_seconds, self.step_seconds
+        sends = self.heard_of > 0
+        return run_state(
+            self.files.events,
+            quiet_seconds=quiet,
+            step_seconds=seconds,
+            held=run.is_locked,
+            at_work=is_at_work(run, sends=sends),
+        )
 
     def steps_in(self, start_ns: int, stop_ns: int) -> list[int]:
         """Steps of which some span is in a window."""

@@ -2,7 +2,9 @@
 them."""
 
 import json
+import os
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +79,22 @@ def test_in_a_hang_the_silent_rank_is_named(tmp_path: Path, capsys) -> None:
     assert found["waiting"]["silent"][0] == 9
     assert "wait for rank 9 on node 1" in found["sentence"]
     assert "silent: rank 9 on node 1" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_hang_is_seen_from_a_machine_that_has_not_launched_it(tmp_path: Path, capsys) -> None:
+    """Nobody here holds its lock: what its executors write each second tells a hang from an end."""
+    run = slow_run(6)
+    path = write_run(tmp_path / "elsewhere", run, ended_ago=60.0)
+    assert told(capsys, "top", path)["state"] == "stopped"
+    counters = path / "counters" / "node-3.jsonl"
+    counters.parent.mkdir()
+    counters.write_text("{}\n")
+    assert told(capsys, "top", path)["state"] == "hangs"
+    os.utime(counters, (time.time() - 30, time.time() - 30))
+    assert told(capsys, "top", path)["state"] == "stopped"
+    counters.write_text("{}\n")
+    Run(path).append_event("interrupted", step=6)
+    assert told(capsys, "top", path)["state"] == "stopped", "they leave some seconds after a person's Ctrl-C"
 
 
 def test_a_run_that_trains_is_not_called_hung(tmp_path: Path, capsys) -> None:
