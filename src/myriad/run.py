@@ -18,6 +18,7 @@ line for step n makes every earlier line for a step >= n void (`read_metrics`).
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import re
 import time
@@ -32,7 +33,7 @@ from myriad.whole_file import write_whole
 if TYPE_CHECKING:
     from myriad.job import Job
 
-__all__ = ["Run"]
+__all__ = ["Run", "StepLines", "step_line"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,6 +43,50 @@ _MAY_CHANGE = re.compile(
     r"|comm\.(store|timeout_seconds|hierarchy|node_size|node_order|switch_size|\w+_bandwidth)"
 )
 """Keys that a resumed run may change: how it is computed and how long it goes on, never what is computed."""
+_FIGURES = (
+    *("time", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu"),
+    *("memory_bytes", "data_wait_seconds", "checkpoint_wait_seconds", "exposed_comm_seconds"),
+)
+"""Numbers of a step, or null."""
+_MOST_STEP, _LARGEST = 2**53, 1e300
+
+
+class StepLines:
+    """metrics.jsonl as it grows: one line a step, in order, without those that a resumed attempt has
+    replaced. What others wrote into it breaks nothing (`step_line`), and counts."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = JsonlTail(path)
+        self.lines: list[Record] = []
+        """One list, that grows."""
+        self.num_wrong = 0
+
+    def poll(self) -> list[Record]:
+        """What is new of it."""
+        found = self._tail.poll()
+        checked = [step_line(line) for line in found]
+        self.num_wrong += sum(right is not line for line, right in zip(found, checked, strict=True))
+        new = [right for right in checked if right is not None]
+        for line in new:
+            while self.lines and self.lines[-1]["step"] >= line["step"]:
+                self.lines.pop()
+            self.lines.append(line)
+        return new
+
+
+def step_line(line: Record) -> Record | None:
+    """As it is, where it is right; ``None``: it is of no step; a figure that is no number becomes null."""
+    step = line.get("step")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < _MOST_STEP:
+        return None
+    wrong = {key: None for key in _FIGURES if not _is_figure(line.get(key))}
+    return line | wrong if wrong else line
+
+
+def _is_figure(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value is None
+    return abs(value) < _LARGEST and math.isfinite(value)
 
 
 class Run:
@@ -144,12 +189,9 @@ class Run:
 
     def read_metrics(self) -> list[Record]:
         """One line per step, in order, without those that a resumed attempt has replaced."""
-        lines: list[Record] = []
-        for record in JsonlTail(self.metrics_path).poll():
-            while lines and lines[-1]["step"] >= record["step"]:
-                lines.pop()
-            lines.append(record)
-        return lines
+        steps = StepLines(self.metrics_path)
+        steps.poll()
+        return steps.lines
 
     def read_events(self) -> list[Record]:
         """All events, oldest first."""

@@ -217,7 +217,7 @@ def test_predicted_lane_lies_under_its_measured_one(slow: Watch, tab: Tab) -> No
     found = page.evaluate(
         """async ([lanes, spans]) => {
             const {arrangeLanes} = await import("/static/lanes.js");
-            const arrays = {...spans, stage: [0, 0, 0, 0], micro_batch: [0, 0, 0, 0]};
+            const arrays = {...spans, stage: [0, 0, 0, 0], micro_batch: [0, 0, 0, 0], chunk: [0, 0, 0, 0]};
             const made = arrangeLanes({facts: {lanes, names: ["forward"], start: 0, end: 2}, arrays});
             return made.lanes.map(lane => [lane.rank, lane.predicted, made.start[lane.from]]);
         }""",

@@ -12,9 +12,11 @@ from tiny_corpora import make_corpus
 from myriad.dashboard.insight.arrivals import SEND, arrows
 from myriad.dashboard.insight.critical_path import critical_path
 from myriad.dashboard.insight.findings import Findings
-from myriad.job import load_job
+from myriad.dashboard.insight.phase_table import phase_table
+from myriad.job import Job, load_job
 from myriad.program.actions import Kind
 from myriad.run import Run
+from myriad.telemetry.records import Records
 from myriad.telemetry.ring import SPANS, SpanRings
 from myriad.train import worker
 
@@ -47,7 +49,8 @@ def test_each_span_of_a_step_is_the_action_of_its_program(layout: list[str], tmp
         codes = np.array([names.index(name) for name in one.names], dtype=np.int16)
         one.records["name"] = codes[one.records["name"]]
         parts.append(one.records)
-    found = Findings(np.concatenate(parts), names, job, peak_flops=1e9)
+    records = np.concatenate(parts)
+    found = Findings(records, names, job, peak_flops=1e9)
     assert found.losses is not None and found.losses.split and found.losses.mfu is not None
     assert sum(found.losses.shares.values()) + found.losses.mfu == pytest.approx(1.0)
     for number in (1, 2, 3):
@@ -66,3 +69,34 @@ def test_each_span_of_a_step_is_the_action_of_its_program(layout: list[str], tmp
         )
     answer = found.without([0])
     assert answer is not None and 0 < answer.without_seconds <= 2 * answer.measured_seconds
+    check_chunks(records, names, job)
+    check_evaluations(records, names, world)
+
+
+def check_chunks(records: Records, names: tuple[str, ...], job: Job) -> None:
+    """Gathers and reductions tell whose parameters they move, also of what two stages share."""
+    stages = int(records["stage"].max()) + 1
+    chunk_of = {name: set[tuple[int, int]]() for name in names}
+    for name, stage, chunk in np.unique(records[["name", "stage", "chunk"]]).tolist():
+        chunk_of[names[name]].add((stage, chunk))
+    own = {(stage, stage) for stage in range(stages)}
+    reduces = chunk_of.get("await_reduce", set()) | chunk_of.get("reduce", set())
+    assert reduces and reduces <= own
+    assert (chunk_of.get("await_gather", set()) | chunk_of.get("gather", set())) <= own
+    assert {chunk for _, chunk in chunk_of["forward"]} == {-1}
+    tied = {(0, stages), (stages - 1, stages)} if job.model.tied else set()
+    assert chunk_of.get("gather_tied", set()) == tied == chunk_of.get("reduce_tied", set())
+
+
+def check_evaluations(records: Records, names: tuple[str, ...], world: int) -> None:
+    """A step after which a loss is evaluated has no more forwards than others: no rank looks slow by it."""
+    counts = {
+        step: np.bincount(records["rank"][forwards & (records["step"] == step)], minlength=world).tolist()
+        for forwards in [records["name"] == names.index("forward")]
+        for step in (1, 2, 3, 4)
+    }
+    assert counts[1] == counts[2] == counts[3] == counts[4]
+    assert names.index("evaluate_forward") in records["name"]
+    table = phase_table(records, names, world)
+    times = np.count_nonzero(table.of_phase("evaluate") > 0, axis=0)
+    assert set(times.tolist()) <= {1, 2}

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 from tiny_corpora import make_corpus
@@ -135,9 +136,37 @@ def check_profiles(run: Run, answer: TraceAnswer, count: int) -> None:
     for name in answer.files:
         with gzip.open(run.path / name) as file:
             events = json.load(file)["traceEvents"]
+        check_spans_lie_over_their_operators(events)
         names = {event.get("name") for event in events}
         assert "aten::mm" in names and any("Backward" in str(name) for name in names)
         assert not any("gloo" in str(name) for name in names), "what other threads do kills the rank later"
+
+
+def check_spans_lie_over_their_operators(events: list[dict[str, Any]]) -> None:
+    """Else nobody can tell which forward a matrix product was for."""
+    (lane,) = {one["tid"] for one in events if (one.get("args") or {}).get("name") == "spans"}
+    spans = [one for one in events if one["ph"] == "X" and one["tid"] == lane]
+    times = {one["ts"] for one in spans if one["name"] == "forward" and one["args"]["micro_batch"] >= 0}
+    assert times and {"backward", "load"} <= {one["name"] for one in spans}
+    computing = [
+        (one["ts"], one["ts"] + one["dur"]) for one in spans if one["name"] in ("forward", "backward")
+    ]
+    products = [one["ts"] for one in events if one.get("name") == "aten::mm"]
+    inside = [any(first <= at <= last for first, last in computing) for at in products]
+    assert sum(inside) > 0.9 * len(products), "the clocks of both agree"
+    assert nest([(one["ts"], one["ts"] + one["dur"]) for one in spans])
+
+
+def nest(times: list[tuple[float, float]]) -> bool:
+    """None of these begins in another one and ends after it."""
+    ends: list[float] = []
+    for first, last in sorted(times, key=lambda one: (one[0], -one[1])):
+        while ends and ends[-1] <= first:
+            ends.pop()
+        if ends and last > ends[-1] + 0.002:  # microseconds, as told with three digits
+            return False
+        ends.append(last)
+    return True
 
 
 def check_stacks(run: Run, answers: dict[str, TraceAnswer]) -> None:

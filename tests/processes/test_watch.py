@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -17,8 +18,9 @@ from watched_server import NAMES, WORLD, Watching, make_run, spans_of
 
 from myriad.dashboard.server import listen_at, make_server
 from myriad.dashboard.tile import unpack_tile
+from myriad.job import load_job
 from myriad.run import Run
-from myriad.telemetry.batch import MAX_BATCH_BYTES, SpanBatch, encode
+from myriad.telemetry.batch import MAX_BATCH_BYTES, Origin, SpanBatch, encode
 from myriad.telemetry.span_files import write_span_file
 
 
@@ -57,6 +59,29 @@ def test_spans_that_are_sent_are_seen_and_the_slow_rank_is_first(watching: Watch
     spans, facts = unpack_tile(watching.client.get("/api/timeline?ranks=4-5&steps=2-3").content)
     assert spans["rank"].tolist() == [4, 5, 4, 5] and facts["lanes"][1] == {"rank": 5, "worst_of": 1}
     assert watching.ask("rank/5")["groups"] == {"tp": [4, 5], "pp": [5, 7], "dp": [1, 5]}
+
+
+def test_a_batch_that_comes_twice_counts_once_and_what_was_lost_meanwhile_is_told(watching: Watching) -> None:
+    """Its sender did not hear that it was taken, and sent it again."""
+
+    def sent(number: int, step: int, num_dropped: int = 0, part: int = 0) -> None:
+        batch = replace(spans_of(step), num_dropped=num_dropped, origin=Origin("node-0", number, part))
+        assert watching.send(batch).status_code == 204
+
+    before = watching.ask("run")["dropped"]
+    sent(1, step=6)
+    sent(1, step=6, num_dropped=3)
+    sent(2, step=7)
+    sent(2, step=8, part=1)
+    sent(2, step=7)
+    told = watching.until(lambda told: told["dropped"]["spans_kept"] == before["spans_kept"] + 3 * WORLD)[
+        "dropped"
+    ]
+    assert (
+        told["batches_sent_again"] == 2 and told["spans_lost_by_ranks"] == before["spans_lost_by_ranks"] + 3
+    )
+    heat, _ = unpack_tile(watching.client.get("/api/heat?phase=forward&first=6&last=8").content)
+    assert heat["seconds"].tolist() == pytest.approx([0.1] * WORLD)
 
 
 def test_what_is_sent_is_kept_where_it_was_asked_for(watching: Watching) -> None:
@@ -165,6 +190,7 @@ def test_lines_that_are_torn_or_of_another_kind_are_left_out(watching: Watching,
     watching.until(lambda told: watching.ask("overview")["step"] == [4])
     overview = watching.ask("overview")
     assert overview["loss"] == [None] and overview["step_seconds"] == [None]
+    assert watching.ask("run")["dropped"]["lines_wrong"] == 2
     assert overview["events"][-1]["text"] == "<img src=x>"
     assert watching.ask("faults")["decisions"][-1]["event"] == "fault"
     assert len(watching.ask("faults")["nodes"]) == 2
@@ -252,6 +278,22 @@ def test_the_server_writes_nothing_into_the_run(tmp_path: Path) -> None:
         for question in ("overview", "faults", "waterfall", "losses", "silent", "rank/0"):
             watching.ask(question)
     assert state() == before
+
+
+def test_a_run_that_begins_anew_with_more_ranks_is_followed_by_page_and_collector(tmp_path: Path) -> None:
+    """Its spans may come before the server has read that it has begun: none of them is refused."""
+    run = make_run(tmp_path / "run")
+    with Watching(run) as watching:
+        assert watching.send(spans_of(1)).status_code == 204
+        watching.until(lambda told: told["last_step"] == 1)
+        run.create_or_resume(load_job("tiny-3d", ["comm.node_size=4", "layout.dp=4", "train.steps=100"]))
+        run.append_event("start", world=2 * WORLD)
+        assert watching.send(spans_of(40, range(2 * WORLD))).status_code == 204
+        told = watching.until(lambda told: told["last_step"] == 40)
+        assert (told["world"], told["layout"]["dp"], len(told["nodes"])) == (2 * WORLD, 4, 4)
+        assert told["dropped"]["batches_refused"] == 0
+        assert watching.ask("rank/15")["groups"]["dp"] == [3, 7, 11, 15]
+        assert watching.send(spans_of(41, range(3 * WORLD))).status_code == 400
 
 
 def changes(client: httpx.Client, count: int) -> list[dict[str, int]]:

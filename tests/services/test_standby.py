@@ -1,6 +1,7 @@
 """The machine of the driver is lost. If this fails, a run ends, or loses more than it must, with it."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,14 @@ from watched_runs import events, make_run
 from myriad.resilience.engines.begin import open_lease
 from myriad.resilience.engines.local import run_local
 from myriad.run import Run
+from myriad.telemetry.loggers import read_place
 
 KEYS = [
     "layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "train.steps=600", "checkpoint.memory_seconds=0",
     "checkpoint.copies_every=5", "resilience.nodes=2", "resilience.on_slow=tell", "resilience.patience=0.5",
 ]  # fmt: skip
+
+LOGGERS = ['telemetry.loggers=["tensorboard"]'] if find_spec("tensorboard") else []
 
 
 @pytest.fixture
@@ -41,7 +45,7 @@ def test_two_drivers_machines_are_lost_the_second_with_a_node_and_not_a_bit_is(
 ) -> None:
     """Of the first no rank knows anything. With the second goes the node that ranks meet at."""
     keys = ["resilience.engine=join", f"resilience.journal={server.url}"]
-    run = make_run(tmp_path / "run", corpus, *KEYS, *keys)
+    run = make_run(tmp_path / "run", corpus, *KEYS, *keys, *LOGGERS)
     all_of_them = tuple(machines.values())
     machines["driver"].myriad("train", run.path)
     machines["node-0"].myriad("join", run.path, "--node", 0)
@@ -72,6 +76,10 @@ def test_two_drivers_machines_are_lost_the_second_with_a_node_and_not_a_bit_is(
     assert (fault["cause"], fault["node"]) == ("node", 0), "not the rank that has missed its peer"
     (resume,) = events(run, "resume")
     assert resume["source"] == "memory"
+    if LOGGERS:
+        told = read_place(run.path, "tensorboard").metrics
+        assert told == run.metrics_path.stat().st_size, "curves go on under each driver"
+        assert events(run, "logger") == []
     undisturbed = make_run(tmp_path / "undisturbed", corpus, *KEYS)
     assert run_local(undisturbed, 2) == "finished"
     assert_same_run(run, undisturbed)

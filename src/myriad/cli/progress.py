@@ -4,7 +4,7 @@ from collections import deque
 from statistics import median
 
 from myriad.jsonl import JsonlTail, Record
-from myriad.run import Run
+from myriad.run import Run, step_line
 from myriad.units import format_count
 
 __all__ = ["Progress"]
@@ -28,7 +28,7 @@ class Progress:
 
     def poll(self) -> list[Record]:
         """Takes in what is new; returns the new events."""
-        for record in self._metrics.poll():
+        for record in filter(None, map(step_line, self._metrics.poll())):
             self._recent.append(record)
             self.step = int(record["step"])
         events = self._events.poll()

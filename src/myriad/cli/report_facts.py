@@ -11,7 +11,7 @@ from myriad.resilience.account.account import Account, Attempt, FaultSeen
 from myriad.resilience.account.accounting import account_of
 from myriad.resilience.account.ledger import KINDS, Kind
 from myriad.resilience.account.moments import in_order
-from myriad.run import Run
+from myriad.run import Run, StepLines
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -52,6 +52,8 @@ class Facts:
     job: "Job"
     summary: Summary
     account: Account
+    num_wrong_lines: int = 0
+    """Of metrics.jsonl: of no step, or with a figure that is no number."""
 
     @property
     def state(self) -> str:
@@ -79,6 +81,7 @@ class Facts:
             "spare_node_seconds": account.ledger.spare_node_seconds,
             "steps": account.steps,
             "steps_lost": account.steps_lost,
+            "wrong_lines": self.num_wrong_lines,
             "faults": [asdict(fault) | {"back_seconds": fault.back_seconds} for fault in account.faults],
             "attempts": attempts,
         }
@@ -88,11 +91,11 @@ def facts_of(run: Run) -> Facts:
     """As its files say now. Raises `BadInputError` where there is no run."""
     running = run.is_locked
     job = run.job()
-    lines = JsonlTail(run.metrics_path).poll()
+    steps = StepLines(run.metrics_path)
     journal = JsonlTail(run.path / "journal.jsonl").poll()
-    moments = in_order(run.read_events(), lines, journal)
+    moments = in_order(run.read_events(), steps.poll(), journal)
     account = account_of(moments, time.time() if running else None)
-    return Facts(run, job, summarize(run), account)
+    return Facts(run, job, summarize(run), account, steps.num_wrong)
 
 
 def at_clock(seconds: float) -> str:

@@ -82,7 +82,9 @@ def _head(facts: Facts, name: str) -> Iterator[str]:
     yield f'<h1>{name}<span class="state">{escape(facts.state)}</span></h1>'
     since = at_clock(account.began) if account.began else "not begun"
     wall = format_seconds(account.ledger.wall_seconds)
-    yield f'<p class="dim">{escape(facts.job.name)} · since {since} · {wall}</p>'
+    wrong = facts.num_wrong_lines
+    told = f" · {wrong} lines of metrics.jsonl are wrong, and left out" if wrong else ""
+    yield f'<p class="dim">{escape(facts.job.name)} · since {since} · {wall}{told}</p>'
     tiles = [
         ("effective training time", f"{account.effective_ratio:.1%}"),
         ("goodput, tokens/s", format_count(account.goodput)),

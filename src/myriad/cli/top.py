@@ -141,5 +141,6 @@ def look_as_json(look: "Look", ranks: list[int]) -> dict[str, Any]:
         "without": None
         if answer is None
         else vars(answer) | {"without_seconds": answer.without_seconds, "sentence": answer.sentence},
+        "wrong_lines": look.num_wrong_lines,
         "events": list(look.events[-20:]),
     }

@@ -165,4 +165,8 @@ def _told_of_spans(look: "Look") -> str:
         parts.append(f"{spans.num_dropped:,} were dropped")
     if spans.num_unreadable:
         parts.append(f"{spans.num_unreadable} files cannot be read")
-    return " · ".join(parts) if len(spans.records) else ""
+    if not len(spans.records):
+        parts = []
+    if look.num_wrong_lines:
+        parts.append(f"{look.num_wrong_lines} lines of metrics.jsonl are wrong")
+    return " · ".join(parts)

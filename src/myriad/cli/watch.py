@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    from myriad.dashboard.plan import Plan
-    from myriad.dashboard.run_files import RunFiles
-    from myriad.dashboard.watched import Watched
+    from myriad.dashboard.watched import MakePlan, Watched
     from myriad.run import Run
 
 __all__ = ["register"]
@@ -107,8 +105,8 @@ def _watched(path: Path, memory_bytes: int, cluster: str | None) -> "Watched":
 
     files = RunFiles(Run(path))
     store = SpanStore(files.job.layout.world, files.job.train.steps, memory_bytes)
-    plan = None if cluster is None else _plan(files, cluster)
-    return Watched(files, store, lambda: _account(files.run), plan)
+    make_plan = None if cluster is None else _plan_maker(cluster)
+    return Watched(files, store, lambda: _account(files.run), make_plan)
 
 
 def _show_remote(url: str, run: str | None, token: str | None, open_page: bool, as_json: bool) -> None:
@@ -138,13 +136,14 @@ def _show_remote(url: str, run: str | None, token: str | None, open_page: bool, 
     _tell(url, token, open_page, as_json)
 
 
-def _plan(files: "RunFiles", name: str) -> "Plan":
+def _plan_maker(name: str) -> "MakePlan":
     from myriad.cli.forecast import costs_of
     from myriad.cli.measure import cluster_path
     from myriad.dashboard.plan import Plan
     from myriad.recipes.cluster import load_cluster
 
-    return Plan(costs_of(files.job, load_cluster(cluster_path(name))))
+    cluster = load_cluster(cluster_path(name))
+    return lambda job: Plan(costs_of(job, cluster))
 
 
 def _account(run: "Run") -> "Mapping[str, Any]":

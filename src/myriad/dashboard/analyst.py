@@ -43,12 +43,12 @@ class Analyst:
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
-        self._steps: OrderedDict[tuple[int, int, int], StepSpans] = OrderedDict()
+        self._steps: OrderedDict[tuple[int, int, int, int], StepSpans] = OrderedDict()
         self._culprits: list[Straggler] = []
         self._asked = -_ASKED_SECONDS
         self._losses: tuple[object, Losses | None] = (None, None)
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._standstill: tuple[int, Standstill | None] = (-1, None)
+        self._standstill: tuple[tuple[int, int], Standstill | None] = ((-1, -1), None)
         self._thread = threading.Thread(target=self._work, name="analyst", daemon=True)
 
     def start(self) -> None:
@@ -62,11 +62,12 @@ class Analyst:
 
     def step(self, step: int, *, at_once: bool = True) -> StepSpans | None:
         """``None``: nothing of it is known; or, if not ``at_once``, it would take long."""
-        found = self._watched.store.blocks(step, step)
+        store = self._watched.store
+        found = store.blocks(step, step)
         if not found or not found[0][1].count:
             return None
         block = found[0][1]
-        key = (step, block.attempt, block.count)
+        key = (store.generation, step, block.attempt, block.count)
         if key not in self._steps and not at_once and block.count > _QUICK_SPANS:
             return None
         with self._lock:
@@ -94,7 +95,7 @@ class Analyst:
         watched = self._watched
         last = watched.last_step if last is None else last
         blocks = watched.store.blocks(last, last) if last is not None else []
-        key = (first, last, blocks[0][1].changes if blocks else 0)
+        key = (watched.store.generation, first, last, blocks[0][1].changes if blocks else 0)
         if self._losses[0] != key:
             self._losses = (key, self._losses_of(first, last))
         return self._losses[1]
@@ -129,9 +130,9 @@ class Analyst:
         """Who waits for whom; ``None``: the run does not hang, or its spans are of no program known here."""
         if self._watched.state != "hangs":
             return None
-        version = self._watched.store.version
-        if self._standstill[0] != version:
-            self._standstill = (version, self._standstill_now())
+        key = (self._watched.store.generation, self._watched.store.version)
+        if self._standstill[0] != key:
+            self._standstill = (key, self._standstill_now())
         return self._standstill[1]
 
     def _standstill_now(self) -> Standstill | None:

@@ -40,8 +40,12 @@ class Follower:
 
     def poll(self) -> None:
         """One look."""
-        files, store = self._watched.files, self._watched.store
+        files = self._watched.files
         files.poll()
+        if self._watched.follow_layout():
+            self._seen.clear()
+            self._looked = False
+        store = self._watched.store
         store.limit_step = files.job.train.steps
         left_out = 0
         for path, state in files.span_paths():

@@ -10,16 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from myriad.comm.layout import AXES
 from myriad.dashboard.insight.findings import ranks_of
 from myriad.dashboard.insight.ranks import Ranks
+from myriad.dashboard.run_look import attempt_of
 from myriad.errors import MyriadError
 from myriad.jsonl import JsonlTail, Record
-from myriad.run import Run
+from myriad.run import Run, StepLines
 
 if TYPE_CHECKING:
     from myriad.job import Job
 
 __all__ = ["RunFiles"]
+
+_BEGINS = ("start", "restart")
+_MOST_SECONDS, _START_SECONDS = 2**33, 1.0
+"""An attempt's start is told by a rank's clock, after it began; the attempt before ended longer ago."""
 
 
 @dataclass
@@ -28,43 +34,51 @@ class RunFiles:
 
     run: Run
     job: "Job" = field(init=False)
-    metrics: list[Record] = field(default_factory=list)
+    """As its newest attempt computes it."""
+    metrics: list[Record] = field(init=False)
     """One a step, in order, without those that a resumed attempt has replaced."""
     events: list[Record] = field(default_factory=list)
+    layout_since_ns: int = 0
+    """Since when ranks have their places in the grid; 0: always."""
 
     def __post_init__(self) -> None:
-        self.job = self.run.job()
-        self._metrics_tail, self._events_tail = (
-            JsonlTail(self.run.metrics_path),
-            JsonlTail(self.run.events_path),
-        )
+        self.job = self._own_job = self.run.job()
+        self._has_looked = False
+        self._steps, self._events_tail = StepLines(self.run.metrics_path), JsonlTail(self.run.events_path)
+        self.metrics = self._steps.lines
 
     @property
     def ranks(self) -> Ranks:
-        """As the job's layout says."""
+        """As the attempt's layout says."""
         return ranks_of(self.job)
 
     def poll(self) -> bool:
         """Reads what was added; whether there was anything."""
-        lines, events = self._metrics_tail.poll(), self._events_tail.poll()
-        for line in lines:
-            self._add_line(line)
+        lines, events = self._steps.poll(), self._events_tail.poll()
         self.events += events
-        if any(event.get("event") == "start" for event in events):
-            with contextlib.suppress(MyriadError, OSError):
-                self.job = self.run.job()  # a resumed run may go on for longer
+        if begins := [event for event in events if event.get("event") in _BEGINS]:
+            self._follow_job(begins)
+        self._has_looked = True
         return bool(lines or events)
+
+    def _follow_job(self, begins: list[Record]) -> None:
+        """A resumed run may go on for longer, and in another layout."""
+        with contextlib.suppress(MyriadError, OSError):
+            self._own_job = self.run.job()
+        before, self.job = _grid(self.job), attempt_of(self._own_job, self.events)
+        if not self._has_looked:
+            self.layout_since_ns = _since_ns(begins, self.job.layout.world)
+        elif _grid(self.job) != before:
+            self.layout_since_ns = _began_ns(begins[-1])
+
+    @property
+    def num_wrong_lines(self) -> int:
+        """Of the steps', that are wrong or have a wrong figure."""
+        return self._steps.num_wrong
 
     def last(self, event: str) -> Record:
         """The newest of its name; empty: there was none."""
         return next((each for each in reversed(self.events) if each.get("event") == event), {})
-
-    def _add_line(self, line: Record) -> None:
-        if not isinstance(line.get("step"), int):
-            return
-        while self.metrics and self.metrics[-1]["step"] >= line["step"]:
-            self.metrics.pop()
-        self.metrics.append(line)
 
     def span_paths(self) -> Iterator[tuple[Path, tuple[int, int]]]:
         """Files of spans inside of this folder, the newest first, each with what changes when it does."""
@@ -79,6 +93,28 @@ class RunFiles:
                     found.append((seen.st_mtime_ns, seen.st_size, folder / entry.name))
         for changed, size, path in sorted(found, reverse=True):
             yield path, (changed, size)
+
+
+def _grid(job: "Job") -> tuple[int, ...]:
+    """What decides which rank does what."""
+    return tuple(getattr(job.layout, axis) for axis in AXES)
+
+
+def _since_ns(begins: list[Record], world: int) -> int:
+    """When the first of the newest attempts of so many ranks began; 0: all have had as many."""
+    first = begins[-1]
+    for event in reversed([one for one in begins if isinstance(one.get("world"), int)]):
+        if event["world"] != world:
+            return _began_ns(first)
+        first = event
+    return 0
+
+
+def _began_ns(event: Record) -> int:
+    at = number(event.get("time"))
+    if at is None or not 0 <= at < _MOST_SECONDS:
+        return 0
+    return int((at - (_START_SECONDS if event["event"] == "start" else 0.0)) * 1e9)
 
 
 def number(value: Any) -> float | None:

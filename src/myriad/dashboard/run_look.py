@@ -3,18 +3,20 @@ one likes; works while the run trains, when it has stopped, and when half of it 
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING
 
 from myriad.comm.attempt_layout import AttemptLayout
+from myriad.dashboard.at_work import is_at_work
 from myriad.dashboard.insight.findings import Findings
 from myriad.dashboard.insight.state import State, run_state, state_sentence
 from myriad.dashboard.run_spans import NewestSpans, SpanFolder
 from myriad.errors import MyriadError
 from myriad.jsonl import JsonlTail, Record
-from myriad.run import Run
+from myriad.run import Run, StepLines
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -25,15 +27,22 @@ _RECENT_STEPS = 20
 
 
 def attempt_of(job: "Job", events: Sequence[Record]) -> "Job":
-    """The job as its newest attempt computes it."""
+    """The job as its newest attempt computes it. What a person starts anew is the job again."""
+    started: Record | None = None
     for event in reversed(events):
-        if event.get("event") != "restart":
-            continue
-        changed = AttemptLayout(event.get("dp"), tuple(event.get("shares") or ()), event.get("partition"))
-        try:
-            return job.in_attempt(changed)
-        except (MyriadError, TypeError, ValueError):
+        name = event.get("event")
+        if name == "start" and started is None:
+            started = event
+        elif name in ("interrupted", "finish") and started is not None:
             return job
+        elif name == "restart":
+            changed = AttemptLayout(event.get("dp"), tuple(event.get("shares") or ()), event.get("partition"))
+            try:
+                found = job.in_attempt(changed)
+            except (MyriadError, TypeError, ValueError):
+                return job
+            is_it = started is None or started.get("world", found.layout.world) == found.layout.world
+            return found if is_it else job
     return job
 
 
@@ -49,6 +58,10 @@ class Look:
     spans: NewestSpans
     held: bool
     now: float
+    at_work: bool = False
+    """Somebody has it, here or on another machine."""
+    num_wrong_lines: int = 0
+    """Of metrics.jsonl, that are wrong or have a wrong figure."""
 
     @property
     def step(self) -> int:
@@ -106,7 +119,9 @@ class Look:
     def state(self) -> State:
         """In a word."""
         quiet, seconds = self.quiet_seconds, self.step_seconds
-        return run_state(self.events, quiet_seconds=quiet, step_seconds=seconds, held=self.held)
+        return run_state(
+            self.events, quiet_seconds=quiet, step_seconds=seconds, held=self.held, at_work=self.at_work
+        )
 
     @cached_property
     def findings(self) -> Findings:
@@ -130,21 +145,28 @@ class RunWatch:
     def __init__(self, run: Run, most_steps: int = 50) -> None:
         self.run, self._job = run, run.job()
         self._spans = SpanFolder(run.spans_path, most_steps)
-        self._metrics_tail, self._events_tail = JsonlTail(run.metrics_path), JsonlTail(run.events_path)
-        self._metrics: list[Record] = []
+        self._steps, self._events_tail = StepLines(run.metrics_path), JsonlTail(run.events_path)
         self._events: list[Record] = []
 
     def look(self) -> Look:
         """As it is now."""
-        for line in self._metrics_tail.poll():
-            self._add(line)
-        self._events += self._events_tail.poll()
+        self._steps.poll()
+        events = self._events_tail.poll()
+        self._events += events
+        if any(event.get("event") == "start" for event in events):
+            with suppress(MyriadError, OSError):
+                self._job = self.run.job()  # it may have been changed when the run was resumed
         job = attempt_of(self._job, self._events)
         spans, held = self._spans.newest(), self.run.is_locked
-        return Look(self.run, job, self._metrics, self._events, spans, held, time.time())
-
-    def _add(self, line: Record) -> None:
-        if isinstance(line.get("step"), int):
-            while self._metrics and self._metrics[-1]["step"] >= line["step"]:
-                self._metrics.pop()
-            self._metrics.append(line)
+        steps = self._steps
+        return Look(
+            self.run,
+            job,
+            steps.lines,
+            self._events,
+            spans,
+            held,
+            time.time(),
+            is_at_work(self.run),
+            steps.num_wrong,
+        )

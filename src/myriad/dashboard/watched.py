@@ -4,21 +4,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from myriad.dashboard.at_work import is_at_work
 from myriad.dashboard.insight.ranks import Ranks
 from myriad.dashboard.insight.state import State, run_state
 from myriad.dashboard.plan import Plan
 from myriad.dashboard.run_files import RunFiles, number
 from myriad.dashboard.store.heat import HeatMap
 from myriad.dashboard.store.span_store import SpanStore
+from myriad.errors import MyriadError
 
-__all__ = ["Account", "Watched"]
+if TYPE_CHECKING:
+    from myriad.job import Job
+
+__all__ = ["Account", "MakePlan", "Watched"]
 
 Account = Callable[[], Mapping[str, Any]]
 """Where the run's time went: ``classes``, ``effective_ratio``, ``goodput_tokens_per_second``."""
+MakePlan = Callable[["Job"], Plan]
+"""Raises `MyriadError` for a job that the cluster cannot hold."""
 _RECENT_STEPS = 20
 _ACCOUNT_SECONDS, _ACCOUNT_TIMES = 1.0, 20.0
 
@@ -30,7 +37,9 @@ class Watched:
     files: RunFiles
     store: SpanStore
     make_account: Account
-    plan: Plan | None = None
+    make_plan: MakePlan | None = None
+    """Of the prediction that lies beside what is measured, in the newest layout."""
+    plan: Plan | None = field(init=False, default=None)
     ranks: Ranks = field(init=False)
     heat: HeatMap = field(init=False)
     heard_of: float = 0.0
@@ -43,6 +52,27 @@ class Watched:
         self._account_due, self._account_lock = 0.0, threading.Lock()
         self.ranks = self.files.ranks
         self.heat = HeatMap(self.store, self.ranks)
+        if self.make_plan is not None:
+            self.plan = self.make_plan(self.files.job)
+
+    def follow_layout(self) -> bool:
+        """After a look at the files: whether ranks have got other places, so that all spans count anew."""
+        ranks, since_ns = self.files.ranks, self.files.layout_since_ns
+        is_new = since_ns != self.store.since_ns or ranks.world != self.store.world
+        if is_new or ranks != self.ranks:
+            steps = self.files.job.train.steps
+            store = self.store.followed_by(ranks.world, steps, since_ns) if is_new else self.store
+            self.ranks, self.heat, self.store = ranks, HeatMap(store, ranks), store
+            self._plan_anew()
+        return is_new
+
+    def _plan_anew(self) -> None:
+        if self.make_plan is not None:
+            try:
+                self.plan = self.make_plan(self.files.job)
+            except MyriadError as error:
+                self.plan = None
+                self.store.counts.tell(f"nothing is predicted for the new layout: {error}")
 
     def end(self) -> None:
         """The server ends."""
@@ -99,10 +129,17 @@ class Watched:
 
     @property
     def state(self) -> State:
-        """In a word. A run whose spans are sent here is held by whoever sends them, wherever that is."""
-        held = self.files.run.is_locked or self.heard_of > 0
-        quiet, seconds = self.quiet_seconds, self.step_seconds
-        return run_state(self.files.events, quiet_seconds=quiet, step_seconds=seconds, held=held)
+        """In a word. A run whose spans are sent here is held by whoever sends them, wherever that is; once
+        its executors' files are here, these say whether they still are."""
+        run, quiet, seconds = self.files.run, self.quiet_seconds, self.step_seconds
+        sends = self.heard_of > 0
+        return run_state(
+            self.files.events,
+            quiet_seconds=quiet,
+            step_seconds=seconds,
+            held=run.is_locked,
+            at_work=is_at_work(run, sends=sends),
+        )
 
     def steps_in(self, start_ns: int, stop_ns: int) -> list[int]:
         """Steps of which some span is in a window."""

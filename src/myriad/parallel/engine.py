@@ -173,7 +173,8 @@ class Engine:
 
     def evaluate(self, load: Callable[[], Batch]) -> float:
         """Sum of losses over the batch of all data-parallel ranks; nothing changes."""
-        loss_sum = self._runtime.run(self._plans[False], load, None)
+        with self.recorder.evaluating():
+            loss_sum = self._runtime.run(self._plans[False], load, None)
         total = loss_sum.double() * self._counts_loss
         return float(all_reduce(total, self.groups.world))
 

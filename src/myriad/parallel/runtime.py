@@ -10,7 +10,7 @@ one of four places, each keyed as the program names things:
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from myriad.model.interleave import run_layers
 from myriad.parallel.chunk import Chunk
 from myriad.parallel.pieces import Pieces, Stage
 from myriad.parallel.recompute import Segment, differentiate, next_is_backward, run_in_segments
-from myriad.program.actions import Action, Kind, Payload, Transfer
+from myriad.program.actions import Action, Kind, Payload, Transfer, chunk_of
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["Batch", "Finisher", "Plan", "Runtime"]
@@ -173,9 +173,11 @@ class Runtime:
             with span:
                 self._do[action.kind](action, now)
                 if tied is not None and index == plan.tied_starts:
-                    tied.start_reduce()
+                    with self._span_of("reduce_tied", tied, action.stage):
+                        tied.start_reduce()
                 if tied is not None and index == plan.tied_ends:
-                    tied.await_reduce()
+                    with self._span_of("reduce_tied", tied, action.stage):
+                        tied.await_reduce()
         for posted in now.sent.values():
             posted.wait()
         return now.loss_sum
@@ -183,9 +185,24 @@ class Runtime:
     def _spans_of(self, plan: Plan) -> Sequence[AbstractContextManager[None]]:
         """Found once: an iteration asks for none."""
         if id(plan) not in self._spans:
-            spans = [self._recorder.span(a.kind, a.stage, a.micro_batch) for a in plan.actions]
+            spans = [
+                self._recorder.span(a.kind, a.stage, a.micro_batch, self._chunk_of(a)) for a in plan.actions
+            ]
             self._spans[id(plan)] = plan, spans
         return self._spans[id(plan)][1]
+
+    def _chunk_of(self, action: Action) -> int:
+        """Of which an action's span tells; -1 where its stage has no parameters of its own."""
+        number = chunk_of(action, len(self._stage_rank))
+        is_own = 0 <= number < len(self._stage_rank)
+        return -1 if is_own and not self._complete(action) else number
+
+    def _span_of(self, name: str, chunk: Chunk, stage: int) -> AbstractContextManager[None]:
+        """Inside of the action's, which is its stage's own chunk's: for the tied one. Not named as an action,
+        so that the k-th of those is the program's k-th."""
+        if chunk is not self._pieces.tied:
+            return nullcontext()
+        return self._recorder.span(name, stage, -1, len(self._stage_rank))
 
     def _stage(self, action: Action) -> Stage:
         return self._pieces.stages[action.stage]
@@ -201,11 +218,13 @@ class Runtime:
 
     def _start_gather(self, action: Action, now: _Iteration) -> None:
         for chunk in self._stage(action).chunks:
-            chunk.start_gather(action.stage)
+            with self._span_of("gather_tied", chunk, action.stage):
+                chunk.start_gather(action.stage)
 
     def _await_gather(self, action: Action, now: _Iteration) -> None:
         for chunk in self._stage(action).chunks:
-            chunk.await_gather()
+            with self._span_of("gather_tied", chunk, action.stage):
+                chunk.await_gather()
 
     def _release(self, action: Action, now: _Iteration) -> None:
         for chunk in self._stage(action).chunks:

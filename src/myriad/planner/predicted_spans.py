@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from myriad.comm.layout import Layout
 from myriad.planner.simulator import Prediction
+from myriad.program.actions import chunk_of
 from myriad.telemetry.spans import Span
 
 __all__ = ["predicted_spans"]
@@ -24,8 +25,9 @@ def predicted_spans(prediction: Prediction, layout: Layout) -> Mapping[int, list
     for span in prediction.spans:
         replica = first if span.replica < 0 else span.replica
         rank = (replica * layout.pp + span.rank) * layout.cp * layout.tp * layout.ep
-        action = span.action
+        action, begin = span.action, span.start - start
+        chunk = chunk_of(action, prediction.program.num_stages)
         found[rank].append(
-            Span(str(action.kind), action.stage, action.micro_batch, span.start - start, span.duration)
+            Span(str(action.kind), action.stage, action.micro_batch, begin, span.duration, chunk)
         )
     return dict(sorted(found.items()))

@@ -34,7 +34,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-__all__ = ["COMPUTE", "MAKES_WEIGHT_GRADIENT", "Action", "Kind", "Lowering", "Payload", "Program", "Transfer"]
+__all__ = [
+    "COMPUTE",
+    "MAKES_WEIGHT_GRADIENT",
+    "Action",
+    "Kind",
+    "Lowering",
+    "Payload",
+    "Program",
+    "Transfer",
+    "chunk_of",
+]
 
 
 class Kind(StrEnum):
@@ -67,6 +77,19 @@ COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACK
 
 MAKES_WEIGHT_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 """Computes that add to a stage's gradient sums."""
+
+
+_MOVES_A_CHUNK = frozenset(
+    {
+        Kind.GATHER,
+        Kind.START_GATHER,
+        Kind.AWAIT_GATHER,
+        Kind.RELEASE,
+        Kind.REDUCE,
+        Kind.START_REDUCE,
+        Kind.AWAIT_REDUCE,
+    }
+)
 
 
 class Payload(StrEnum):
@@ -107,6 +130,14 @@ class Action:
             return f"{name}({', '.join(parts)})"
         where = [str(n) for n in (self.stage, self.micro_batch) if n >= 0]
         return f"{name}({'.'.join(where)})" if where else name
+
+
+def chunk_of(action: Action, num_stages: int) -> int:
+    """Number of the chunk whose parameters or gradients it moves; -1: none. A stage's own chunk has the
+    stage's number; what the first and the last stage share has the number after the last stage's."""
+    if action.kind is Kind.SYNC_TIED:
+        return num_stages
+    return action.stage if action.kind in _MOVES_A_CHUNK else -1
 
 
 @dataclass(frozen=True, slots=True)

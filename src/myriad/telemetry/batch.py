@@ -15,7 +15,16 @@ import numpy as np
 
 from myriad.telemetry.records import RECORD, RECORD_BYTES, Records
 
-__all__ = ["MAX_BATCH_BYTES", "MAX_NAMES", "BatchError", "SpanBatch", "check_names", "decode", "encode"]
+__all__ = [
+    "MAX_BATCH_BYTES",
+    "MAX_NAMES",
+    "BatchError",
+    "Origin",
+    "SpanBatch",
+    "check_names",
+    "decode",
+    "encode",
+]
 
 MAX_BATCH_BYTES = 64 * 2**20
 _FIXED = struct.Struct("<4sHHI")
@@ -25,6 +34,23 @@ MAX_NAMES, _MAX_NAME_CHARACTERS = 1024, 64
 
 class BatchError(ValueError):
     """These bytes are no batch; says why."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which batch of whom: one that is sent again, because nobody knows whether it arrived, has the same."""
+
+    sender: str
+    """A word that nobody else has."""
+    number: int
+    """Ascending."""
+    part: int = 0
+    """Of a batch that is sent in several."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Among its sender's."""
+        return self.number, self.part
 
 
 @dataclass(frozen=True)
@@ -40,19 +66,22 @@ class SpanBatch:
     """Spans that were lost since the batch before."""
     clock_error_seconds: float = 0.0
     """How far off ``start_ns`` may be from other nodes', at most."""
+    origin: Origin | None = None
+    """``None``: is not known again."""
 
 
 def encode(batch: SpanBatch) -> bytes:
     """As bytes."""
-    head = json.dumps(
-        {
-            "node": batch.node,
-            "attempt": batch.attempt,
-            "names": list(batch.names),
-            "num_dropped": batch.num_dropped,
-            "clock_error_seconds": batch.clock_error_seconds,
-        }
-    ).encode()
+    told = {
+        "node": batch.node,
+        "attempt": batch.attempt,
+        "names": list(batch.names),
+        "num_dropped": batch.num_dropped,
+        "clock_error_seconds": batch.clock_error_seconds,
+    }
+    if batch.origin is not None:
+        told["origin"] = [batch.origin.sender, *batch.origin.place]
+    head = json.dumps(told).encode()
     records = np.ascontiguousarray(batch.records, dtype=RECORD).tobytes()
     return _FIXED.pack(_MAGIC, _VERSION, len(head), len(records)) + head + records
 
@@ -94,8 +123,16 @@ def _of_head(text: bytes, records: Records) -> SpanBatch:
         error = float(head["clock_error_seconds"])
         if dropped < 0 or not 0 <= error < math.inf:
             raise BatchError("num_dropped and clock_error_seconds: from 0 on")
+        origin = None if head.get("origin") is None else _origin(head["origin"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as problem:
         if isinstance(problem, BatchError):
             raise
         raise BatchError(f"its head cannot be read: {problem!r}") from None
-    return SpanBatch(node, attempt, tuple(names), records, dropped, error)
+    return SpanBatch(node, attempt, tuple(names), records, dropped, error, origin)
+
+
+def _origin(told: object) -> Origin:
+    match told:
+        case [str(sender), int(number), int(part)] if len(sender) <= _MAX_NAME_CHARACTERS:
+            return Origin(sender, number, part)
+    raise BatchError("origin: sender, number and part")

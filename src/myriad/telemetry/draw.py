@@ -35,7 +35,8 @@ _COMPUTE = {
 _OTHER = {
     "waiting for others": (
         "#c2410c",
-        "exchange wait gather await_gather reduce await_reduce sync_tied clip tensor_comm",
+        "exchange wait gather await_gather reduce await_reduce sync_tied clip tensor_comm "
+        "gather_tied reduce_tied",
     ),
     "optimizer": ("#a8b3c1", "step update"),
     "load": ("#e8c547", "load"),

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -115,5 +116,6 @@ class Collector:
 
 def _part(batch: SpanBatch, first: int) -> SpanBatch:
     dropped = batch.num_dropped if first == 0 else 0
+    origin = batch.origin and replace(batch.origin, part=first // _MAX_POSTED)
     records = batch.records[first : first + _MAX_POSTED]
-    return SpanBatch(batch.node, batch.attempt, batch.names, records, dropped, batch.clock_error_seconds)
+    return replace(batch, records=records, num_dropped=dropped, origin=origin)

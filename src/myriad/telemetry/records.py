@@ -4,6 +4,8 @@
     int64      int64         int32  int32  int16  int16   int16         int16
 
 ``name`` is an index into a list of names that travels beside the records; -1 in the others: has no meaning.
+``chunk``: whose parameters or gradients move, by the number of their stage; those that the first and the last
+stage share have the number after the last stage's.
 ``start_ns`` counts from the epoch (in a ring: by the machine's monotonic clock).
 """
 
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CLASSES", "PHASES", "RECORD", "RECORD_BYTES", "Records", "class_of", "phase_of"]
+__all__ = ["CLASSES", "PHASES", "RECORD", "RECORD_BYTES", "Records", "class_of", "evaluated", "phase_of"]
 
 RECORD = np.dtype(
     [
@@ -32,34 +34,44 @@ RECORD_BYTES = RECORD.itemsize
 Records = npt.NDArray[Any]
 """Of dtype `RECORD`, one dimension."""
 
+_OF_A_STEP = {
+    # span's name: its phase, its class
+    "load": ("data", "data"),
+    "forward": ("forward", "compute"),
+    "backward": ("backward", "compute"),
+    "backward_input": ("backward", "compute"),
+    "backward_weight": ("weight gradient", "compute"),
+    "send": ("send", "pp"),
+    "receive": ("receive wait", "pp"),
+    "exchange": ("receive wait", "pp"),
+    "wait": ("receive wait", "pp"),
+    "tensor_comm": ("tensor", "tp"),
+    "gather": ("gather", "dp"),
+    "start_gather": ("gather", "dp"),
+    "await_gather": ("gather", "dp"),
+    "release": ("gather", "dp"),
+    "gather_tied": ("gather", "dp"),
+    "reduce_tied": ("reduce", "dp"),
+    "sync_tied": ("reduce", "dp"),
+    "reduce": ("reduce", "dp"),
+    "start_reduce": ("reduce", "dp"),
+    "await_reduce": ("reduce", "dp"),
+    "clip": ("optimizer", "optimizer"),
+    "update": ("optimizer", "optimizer"),
+    "step": ("optimizer", "optimizer"),
+    "checkpoint_copy": ("checkpoint copy", "checkpoint"),
+    "collect_garbage": ("garbage collection", "garbage"),
+}
+_EVALUATE = ("evaluate", "other")
+
+
+def evaluated(name: str) -> str:
+    """What a span is called in a program that trains nothing: its forwards are no forwards of a step."""
+    return f"evaluate_{name}"
+
+
 PHASES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        # span's name: its phase, its class
-        "load": ("data", "data"),
-        "forward": ("forward", "compute"),
-        "backward": ("backward", "compute"),
-        "backward_input": ("backward", "compute"),
-        "backward_weight": ("weight gradient", "compute"),
-        "send": ("send", "pp"),
-        "receive": ("receive wait", "pp"),
-        "exchange": ("receive wait", "pp"),
-        "wait": ("receive wait", "pp"),
-        "tensor_comm": ("tensor", "tp"),
-        "gather": ("gather", "dp"),
-        "start_gather": ("gather", "dp"),
-        "await_gather": ("gather", "dp"),
-        "release": ("gather", "dp"),
-        "sync_tied": ("reduce", "dp"),
-        "reduce": ("reduce", "dp"),
-        "start_reduce": ("reduce", "dp"),
-        "await_reduce": ("reduce", "dp"),
-        "clip": ("optimizer", "optimizer"),
-        "update": ("optimizer", "optimizer"),
-        "step": ("optimizer", "optimizer"),
-        "checkpoint_copy": ("checkpoint copy", "checkpoint"),
-        "collect_garbage": ("garbage collection", "garbage"),
-        "evaluate": ("evaluate", "other"),
-    }
+    {**_OF_A_STEP, "evaluate": _EVALUATE} | {evaluated(name): _EVALUATE for name in _OF_A_STEP}
 )
 """Of the spans that a rank makes by itself: what people call it, and what kind of loss or gain it is."""
 

@@ -78,6 +78,15 @@ class SpanRing:
             self._names[name] = index
         return self._names[name]
 
+    @property
+    def num_written(self) -> int:
+        """Spans, since it was begun."""
+        return self.words[_WRITTEN]
+
+    def since(self, read: int) -> "tuple[Drained, int]":
+        """What was written after so many, for this process itself, and how many there are now."""
+        return _drain(self._bytes, self.capacity, read)
+
     def newest(self) -> "Drained":
         """All that is in it, for this process itself."""
         return _drain(self._bytes, self.capacity, 0)[0]

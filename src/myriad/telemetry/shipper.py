@@ -7,15 +7,18 @@ It copies memory and nothing else: what can hang or fail has a thread and a boun
 (`myriad.telemetry.outlet`). Rings outlive their ranks, so what a killed rank did last is there.
 """
 
+import itertools
 import logging
+import secrets
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from myriad.telemetry.batch import SpanBatch
+from myriad.telemetry.batch import Origin, SpanBatch
 from myriad.telemetry.clock import UNKNOWN_SECONDS
 from myriad.telemetry.config import TelemetryConfig, is_address
 from myriad.telemetry.outlet import Outlet, Tell
@@ -60,6 +63,7 @@ class Shipper:
         """``clock``: `ClockOffset.at` of this machine."""
         self._rings, self._node, self._outlets, self._clock = rings, node, outlets, clock
         self._rows = 0
+        self._name, self._numbers = secrets.token_hex(8), itertools.count()
         self._drains, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="myriad-shipper", daemon=True)
         self._thread.start()
@@ -114,5 +118,6 @@ class Shipper:
             ]
         )
         batch.records["start_ns"] += offset_ns
+        batch = replace(batch, origin=Origin(self._name, next(self._numbers)))
         for outlet in self._outlets:
             outlet.offer(batch)

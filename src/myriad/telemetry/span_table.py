@@ -26,7 +26,7 @@ def write_spans(path: Path, ranks: Mapping[int, Sequence[Span]], step: int) -> N
             numbers.setdefault(span.name, len(numbers)),
             span.stage,
             span.micro_batch,
-            -1,
+            span.chunk,
         )
         for rank, spans in ranks.items()
         for span in spans

@@ -11,14 +11,15 @@ timed by the device (`myriad.telemetry.device_clock`).
 A job's own code (a model, a tokenizer) adds spans by `span`, without knowing whose recorder it is.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import monotonic_ns
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from myriad.telemetry.progress_page import ProgressRow
-from myriad.telemetry.records import PHASES, class_of
+from myriad.telemetry.records import PHASES, class_of, evaluated
 from myriad.telemetry.ring import SpanRing
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Span:
     micro_batch: int
     start_seconds: float
     duration_seconds: float
+    chunk: int = -1
 
 
 class Recorder:
@@ -73,6 +75,8 @@ class Recorder:
         self.device = device
         self._rank = rank
         self._timed: dict[tuple[str, int, int, int], _Timed] = {}
+        self._evaluated: dict[tuple[str, int, int, int], _Timed] = {}
+        self._evaluates = False
         self.words, self.written = self.ring.words, 0
         self.at = self.first = self.ring.first
         self.last = self.ring.end - 4
@@ -95,10 +99,21 @@ class Recorder:
         """Records the time of a ``with`` block under ``name``, also when it raises."""
         timed = self._timed.get((name, stage, micro_batch, chunk))
         if timed is None or timed.start_ns:  # inside itself
-            what = _word(((self.ring.index_of(name), 16), (stage, 16), (micro_batch, 16), (chunk, 16)))
-            timed = _Timed(self, name, what)
+            recorded = evaluated(name) if self._evaluates and evaluated(name) in PHASES else name
+            what = _word(((self.ring.index_of(recorded), 16), (stage, 16), (micro_batch, 16), (chunk, 16)))
+            timed = _Timed(self, name, what, is_compute=recorded in _COMPUTE)
             self._timed.setdefault((name, stage, micro_batch, chunk), timed)
         return timed
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A program that trains nothing: its spans have names of their own (`records.evaluated`), and count
+        neither as computing nor in `take_totals`."""
+        self._timed, self._evaluated, self._evaluates = self._evaluated, self._timed, True
+        try:
+            yield
+        finally:
+            self._timed, self._evaluated, self._evaluates = self._evaluated, self._timed, False
 
     def write(self, start_ns: int, duration_ns: int, when: int, what: int) -> None:
         """A record; ``when``: step and rank, ``what``: name, stage, micro-batch and chunk."""
@@ -113,11 +128,11 @@ class Recorder:
     def newest(self) -> list[Span]:
         """What the ring holds, in order of ends."""
         drained = self.ring.newest()
-        fields = ("name", "stage", "micro_batch", "start_ns", "duration_ns")
+        fields = ("name", "stage", "micro_batch", "chunk", "start_ns", "duration_ns")
         rows = zip(*(drained.records[field].tolist() for field in fields), strict=True)
         return [
-            Span(drained.names[name], stage, micro_batch, start / 1e9, duration / 1e9)
-            for name, stage, micro_batch, start, duration in rows
+            Span(drained.names[name], stage, micro_batch, start / 1e9, duration / 1e9, chunk)
+            for name, stage, micro_batch, chunk, start, duration in rows
         ]
 
     def take_busy(self) -> float:
@@ -162,10 +177,10 @@ class _Timed:
     )
     _begun: "Mark"
 
-    def __init__(self, recorder: Recorder, name: str, what: int) -> None:
+    def __init__(self, recorder: Recorder, name: str, what: int, *, is_compute: bool) -> None:
         self.name, self.start_ns, self.total_ns = str(name), 0, 0  # no StrEnum: it is slow to find
         self._recorder, self._row, self._what = recorder, recorder.row, what
-        self._communicates, self._is_compute = name in COMMUNICATION, name in _COMPUTE
+        self._communicates, self._is_compute = name in COMMUNICATION, is_compute
         self._before, self._computed = b"", False
 
     def __enter__(self) -> None:

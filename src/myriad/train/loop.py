@@ -84,7 +84,7 @@ class Trainer:
         self.recorder = self._open_recorder()
         self.garbage = GarbageSchedule(job.train.collect_garbage_every, self.recorder)
         self.is_first = self.place.rank == 0
-        self.tracer = Tracer(run.traces_path, self.place.rank, self.progress, self.device)
+        self.tracer = Tracer(run.traces_path, self.place.rank, self.progress, self.device, self.recorder.ring)
         self.feed: LoaderClient = open_feed(run, job, self.groups.grid, self.place)
         self.validation = Validation(job, self.groups.grid, self.device)
         self.session = self._open_session()

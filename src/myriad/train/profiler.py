@@ -2,8 +2,9 @@
 
 gloo records its operations from threads of its own. Those that are under way when a profile ends are written
 into memory that it has given up: the trace is damaged, and minutes later the rank dies by SIGSEGV (seen with
-torch 2.13). So only operators and their backwards are recorded, which this thread alone runs; what a rank
-waits for is told by its spans. A GPU's own activity is recorded as ever, with the kernels of NCCL.
+torch 2.13). So only operators and their backwards are recorded, which this thread alone runs; what they were
+for, and what a rank waits for, its spans tell, which come into the same file (`myriad.telemetry.span_lane`).
+A GPU's own activity is recorded as ever, with the kernels of NCCL.
 """
 
 import time

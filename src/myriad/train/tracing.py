@@ -2,7 +2,8 @@
 
     executor ── word on the progress page ──► after each step: one load     (nobody asks: that is all)
                                               profile: on ... first end of a step after so many seconds: off
-                                                       ──► a thread packs it ──► RUN/traces ──► answer
+                                                       ──► a thread packs it, with the rank's spans
+                                                           ──► RUN/traces ──► answer
                                               flight:  a thread looks once a second, as it is a rank that
                                                        hangs of which one wants to know it
 
@@ -23,6 +24,8 @@ import torch
 import torch._C._distributed_c10d as c10d
 
 from myriad.telemetry.progress_page import PROGRESS, ProgressRow
+from myriad.telemetry.ring import SpanRing
+from myriad.telemetry.span_lane import SpanLane
 from myriad.telemetry.trace_files import pack_profile, trace_path, write_bounded
 from myriad.telemetry.trace_request import Outcome, TraceAnswerWord, TraceWord
 from myriad.train.profiler import OperatorProfile
@@ -49,9 +52,12 @@ def flight_recorder() -> Callable[[], bytes] | None:
 class Tracer:
     """Of one rank."""
 
-    def __init__(self, folder: Path, rank: int, row: ProgressRow, device: torch.device) -> None:
-        """``folder``: where files go."""
+    def __init__(
+        self, folder: Path, rank: int, row: ProgressRow, device: torch.device, ring: SpanRing
+    ) -> None:
+        """``folder``: where files go; ``ring``: of the rank's spans."""
         self._folder, self._rank, self._row, self._device = folder, rank, row, device
+        self._ring = ring
         self._heard = 0
         """The newest word that was looked at."""
         self._step = 0
@@ -72,7 +78,7 @@ class Tracer:
         """Every rank calls this after each step."""
         self._step = step
         if self._profile is not None:
-            self._go_on(step)
+            self._go_on()
         elif (word := self._row.trace_word) != self._heard:
             self._heard = word
             self._begin(TraceWord.unpack(word), step)
@@ -99,10 +105,11 @@ class Tracer:
         except Exception as error:
             self._fail(error, request, step)
             return
-        self._profile, self._begin_step = begun, step
+        self._profile, self._begin_step, self._lane = begun, step, SpanLane(self._ring)
         self._until, self._begin_bytes = time.monotonic() + request.seconds, _memory_bytes()
 
-    def _go_on(self, step: int) -> None:
+    def _go_on(self) -> None:
+        self._lane.look()
         if time.monotonic() >= self._until or _memory_bytes() - self._begin_bytes >= _MOST_EVENT_BYTES:
             self._end()
 
@@ -118,14 +125,14 @@ class Tracer:
         except Exception as error:
             self._fail(error, self._request, self._begin_step)
             return
-        packing = (source, self._request, self._begin_step)
+        packing = (source, self._request, self._begin_step, self._lane)
         self._writer = threading.Thread(target=self._pack, args=packing, daemon=True)
         self._writer.start()
 
-    def _pack(self, source: Path, request: TraceWord, step: int) -> None:
+    def _pack(self, source: Path, request: TraceWord, step: int, lane: SpanLane) -> None:
         try:
             path = trace_path(self._folder, self._rank, step, "profile")
-            if not pack_profile(source, path):
+            if not pack_profile(source, path, more=lane.events):
                 _LOG.warning("the profile was too long: %s ends early", path)
             self._answer("done", request, step)
         except Exception as error:

@@ -2,7 +2,9 @@
 them."""
 
 import json
+import os
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +81,22 @@ def test_in_a_hang_the_silent_rank_is_named(tmp_path: Path, capsys) -> None:
     assert "silent: rank 9 on node 1" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_hang_is_seen_from_a_machine_that_has_not_launched_it(tmp_path: Path, capsys) -> None:
+    """Nobody here holds its lock: what its executors write each second tells a hang from an end."""
+    run = slow_run(6)
+    path = write_run(tmp_path / "elsewhere", run, ended_ago=60.0)
+    assert told(capsys, "top", path)["state"] == "stopped"
+    counters = path / "counters" / "node-3.jsonl"
+    counters.parent.mkdir()
+    counters.write_text("{}\n")
+    assert told(capsys, "top", path)["state"] == "hangs"
+    os.utime(counters, (time.time() - 30, time.time() - 30))
+    assert told(capsys, "top", path)["state"] == "stopped"
+    counters.write_text("{}\n")
+    Run(path).append_event("interrupted", step=6)
+    assert told(capsys, "top", path)["state"] == "stopped", "they leave some seconds after a person's Ctrl-C"
+
+
 def test_a_run_that_trains_is_not_called_hung(tmp_path: Path, capsys) -> None:
     path = write_run(tmp_path / "runs", slow_run(4), ended_ago=0.5)
     with Run(path).lock():
@@ -101,6 +119,26 @@ def test_a_run_that_is_half_gone_is_shown_as_far_as_it_is_there(tmp_path: Path, 
     assert told(capsys, "top", path)["losses"] is None
     assert run_verb("top", path, "--once") == 0
     assert run_verb("report", path) == 0
+
+
+def test_lines_of_others_in_the_metrics_are_left_out_and_counted(tmp_path: Path, capsys) -> None:
+    """A script of the user's, or a disk, put something else there: the run can be looked at all the same."""
+    path = write_run(tmp_path / "others", slow_run(8))
+    before = told(capsys, "report", path)
+    lines = [{"step": "x"}, {"step": None}, {"loss": 1.0}, {"step": -4}, {"step": True}, {"step": 2.5}]
+    with (path / "metrics.jsonl").open("a") as file:
+        for line in lines:
+            file.write(json.dumps({"time": 2e9} | line) + "\n")
+        last = json.loads((path / "metrics.jsonl").read_text().splitlines()[0])["step"] + 50
+        file.write(json.dumps({"step": last, "loss": "low", "step_seconds": [1], "mfu": {}}) + "\n")
+    after = told(capsys, "report", path)
+    assert after["wrong_lines"] == len(lines) + 1 and before["wrong_lines"] == 0
+    assert after["classes"]["training"] == before["classes"]["training"]
+    found = told(capsys, "top", path)
+    assert (found["wrong_lines"], found["step"]) == (len(lines) + 1, last)
+    assert run_verb("top", path, "--once") == 0 and run_verb("report", path) == 0
+    assert f"{len(lines) + 1} lines of metrics.jsonl are wrong" in capsys.readouterr().out
+    assert f"{len(lines) + 1} lines of metrics.jsonl" in (path / "report.html").read_text()
 
 
 def test_the_report_opens_offline_and_escapes_what_a_job_called_its_spans(tmp_path: Path, capsys) -> None:

@@ -112,6 +112,22 @@ def test_a_wrong_question_reaches_no_run(watched: Watched, body: bytes) -> None:
     assert answer.status_code == 400 and len(answer.json()["error"]) < 300
 
 
+def test_a_trace_can_be_taken_along_and_nothing_else_can(watched: Watched) -> None:
+    """Of the run's folder and this machine nothing is given away by a name."""
+    folder = watched.files.run.traces_path
+    client = client_of(watched)
+    assert client.get("/api/traces/rank-0-step-5.json.gz").status_code == 404
+    folder.mkdir()
+    (folder / "rank-0-step-5.json.gz").write_bytes(b"packed")
+    (folder / "link").symlink_to("/etc/passwd")
+    (folder / "inside").mkdir()
+    answer = client.get("/api/traces/rank-0-step-5.json.gz")
+    assert answer.content == b"packed" and answer.headers["content-type"] == "application/octet-stream"
+    assert 'attachment; filename="rank-0-step-5.json.gz"' in answer.headers["content-disposition"]
+    for name in ("link", "inside", "..%2Fjob.toml", "../job.toml", "%2Fetc%2Fpasswd", ".", ""):
+        assert client.get(f"/api/traces/{name}").status_code == 404
+
+
 def test_a_server_without_the_run_says_so(watched: Watched) -> None:
     answer = client_of(watched).post("/api/trace", json={"ranks": [1], "seconds": 5})
     assert answer.status_code == 409

@@ -275,6 +275,27 @@ def test_many_spans_are_sent_in_parts_and_what_was_dropped_is_told_once(
     assert [part.num_dropped for part in parts] == [5] + [0] * (len(parts) - 1)
 
 
+def test_a_batch_that_is_sent_again_says_that_it_is_the_same(collector: Any, quick: None, told: Told) -> None:
+    """Else a collector whose answer was lost shows its time twice."""
+    rings = SpanRings(1)
+    outlet = Outlet("collector", Collector(collector.address, "run").post, teller(told), at_once=1)
+    collector.answers += [(503, b"lost"), (503, b"lost")]
+    shipper = Shipper(rings, 0, [outlet], ClockOffset().at)
+    shipper.begin(1)
+    recorder = Recorder(ring=ring_at(rings.address(0), 1))
+    for step in (1, 2):
+        recorder.step(step)
+        with recorder.span("forward"):
+            pass
+        with shipper._drains:
+            shipper._drain()
+    until(lambda: len(collector.asked) >= 4)
+    shipper.close()
+    first, again, once_more, second = (decode(body).origin for *_, body in collector.asked)
+    assert first is not None and second is not None
+    assert first == again == once_more and first.sender == second.sender and first.place < second.place
+
+
 @pytest.mark.parametrize(
     ("answer", "error"), [((400, b"no batch\n<html>"), RefusedError), ((429, b"later"), OSError)]
 )

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from myriad.telemetry.progress_page import PROGRESS, ProgressPage, own_row
+from myriad.telemetry.ring import SpanRing
+from myriad.telemetry.span_lane import SpanLane
+from myriad.telemetry.spans import Recorder
 from myriad.telemetry.trace_files import pack_profile, trace_path, write_bounded
 from myriad.telemetry.trace_request import TraceAnswerWord, TraceWord
+
+BASE_NS = 1_700_000_000 * 10**9
 
 
 def chrome_trace(path: Path, count: int) -> None:
     """As torch writes it."""
     event = '\n  {\n    "ph": "X",\n    "name": "aten::mm %d",\n    "ts": %d.1\n  }'
     events = ",".join(event % (number, number) for number in range(count))
-    path.write_text('{\n "schemaVersion": 1,\n "traceEvents": [\n' + events + '\n  ],"traceName": "x" }')
+    head = f'{{\n "schemaVersion": 1,\n "baseTimeNanoseconds": {BASE_NS},\n "traceEvents": [\n'
+    path.write_text(head + events + '\n  ],"traceName": "x" }')
 
 
 def test_a_profile_that_is_too_long_ends_early_and_can_be_opened(tmp_path: Path) -> None:
@@ -34,6 +41,29 @@ def test_a_profile_that_is_too_long_ends_early_and_can_be_opened(tmp_path: Path)
         "trace.json",
         "whole.json.gz",
     ]
+
+
+def test_spans_are_put_before_the_operators_with_times_that_count_from_the_same_moment(
+    tmp_path: Path,
+) -> None:
+    chrome_trace(tmp_path / "trace.json", 40_000)
+    ring = SpanRing.of_its_own(128)
+    recorder = Recorder(ring=ring)
+    with recorder.span("before"):
+        pass
+    lane = SpanLane(ring)
+    for number in range(300):
+        with recorder.span("forward", 1, number % 4):
+            pass
+        if number % 100 == 99:
+            lane.look()
+    before = time.time_ns()
+    assert pack_profile(tmp_path / "trace.json", tmp_path / "whole.json.gz", more=lane.events)
+    events = json.loads(gzip.decompress((tmp_path / "whole.json.gz").read_bytes()))["traceEvents"]
+    spans = [one for one in events if one["name"] == "forward"]
+    assert len(spans) == 300 and len(events) == 40_000 + 300 + 2
+    assert {one["args"]["micro_batch"] for one in spans} == {0, 1, 2, 3}
+    assert 0 <= before / 1e3 - BASE_NS / 1e3 - spans[-1]["ts"] < 60e6
 
 
 def test_what_was_traced_before_stays(tmp_path: Path) -> None:

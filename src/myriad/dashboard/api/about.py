@@ -60,8 +60,10 @@ def dropped(watched: Watched) -> dict[str, int]:
         "spans_too_old": counts.too_old,
         "steps_forgotten": counts.dropped_steps,
         "batches_refused": counts.refused_batches,
+        "batches_sent_again": counts.repeated_batches,
         "batches_flooded": counts.flooded_batches,
         "files_refused": counts.refused_files,
+        "lines_wrong": watched.files.num_wrong_lines,
         "spans_kept": counts.kept,
     }
 

@@ -2,6 +2,7 @@
 
 GET /metrics        the run for Prometheus
 POST /api/trace     a look into ranks (`myriad.dashboard.api.trace`)
+GET /api/traces/F   the file that it has made
 """
 
 import threading
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from myriad.dashboard.api.trace import Ask, trace_endpoint
+from myriad.dashboard.api.trace import Ask, trace_endpoint, trace_file
 from myriad.dashboard.node_phases import NodePhases
 from myriad.dashboard.prometheus import CONTENT_TYPE, RunMetrics
 from myriad.dashboard.watched import Watched
@@ -24,6 +25,7 @@ def more_routes(watched: Watched, ask: Ask | None) -> list[Route]:
     return [
         Route("/metrics", _metrics(watched)),
         Route("/api/trace", trace_endpoint(ask), methods=["POST"]),
+        Route("/api/traces/{name}", trace_file(watched.files.run.traces_path)),
     ]
 
 

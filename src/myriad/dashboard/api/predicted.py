@@ -33,7 +33,7 @@ def with_predicted(
     for place, lane in enumerate(lanes):
         for begin in begins:
             found = plan.spans_of(lane.rank, begin)
-            part = {key: found[key] for key in ("start_ns", "rank", "stage", "micro_batch")}
+            part = {key: found[key] for key in ("start_ns", "rank", "stage", "micro_batch", "chunk")}
             part |= {"duration": found["duration_ns"] * 1e-9, "name": numbers[found["name"]]}
             parts.append(part | {"lane": np.full(len(found), len(lanes) + place)})
     whole = {key: np.concatenate([part[key] for part in parts]) for key in spans}

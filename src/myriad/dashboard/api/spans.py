@@ -113,6 +113,7 @@ def timeline(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> by
         "name": spans["name"].astype(np.uint16),
         "stage": spans["stage"].astype(np.int16),
         "micro_batch": spans["micro_batch"].astype(np.int16),
+        "chunk": spans["chunk"].astype(np.int16),
         "start": (spans["start_ns"] - (store.first_ns or 0)) * 1e-9,
         "duration": spans["duration"].astype(np.float32),
         "rank": spans["rank"].astype(np.int32),

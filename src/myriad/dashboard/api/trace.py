@@ -1,22 +1,26 @@
 """POST /api/trace: the page asks for what `myriad trace` does, by the same way.
 
 {"ranks": [3, 7], "seconds": 5, "what": "profile"}  ──►  {"files": [...], "found": [...], "problems": [...]}
+GET /api/traces/NAME                                ──►  one of these files, to be kept
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from myriad.dashboard.api.questions import QuestionError
 from myriad.dashboard.tile import to_json
 from myriad.errors import MyriadError
 from myriad.telemetry.trace_request import MOST_SECONDS, What
 
-__all__ = ["Ask", "trace_endpoint"]
+__all__ = ["Ask", "trace_endpoint", "trace_file"]
 
 Ask = Callable[[Sequence[int], float, What], Mapping[str, Any]]
 """Ranks (none: all), seconds and what; returns when it is done. Raises `MyriadError`."""
@@ -34,6 +38,23 @@ def trace_endpoint(ask: Ask | None) -> Callable[[Request], Any]:
             return _told(dict(await run_in_threadpool(ask, ranks, seconds, what)), 200)
         except MyriadError as error:
             return _told({"error": str(error)}, 400 if error.exit_code == 2 else 502)
+
+    return answer
+
+
+def trace_file(folder: Path) -> Callable[[Request], Response]:
+    """What lies in RUN/traces, by its name there: a link leads nowhere, and no name out of the folder."""
+
+    def answer(request: Request) -> Response:
+        name = request.path_params["name"]
+        try:
+            with os.scandir(folder) as entries:
+                there = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+        except OSError:
+            there = set()
+        if name not in there or folder.is_symlink():
+            raise HTTPException(404, "the run has no such trace")
+        return FileResponse(folder / name, media_type="application/octet-stream", filename=name)
 
     return answer
 

@@ -18,12 +18,12 @@ from myriad.planner.costs import Costs, StageCosts
 from myriad.planner.operators import peak_flops
 from myriad.planner.outlook import tensor_seconds
 from myriad.planner.simulator import Prediction, simulate
-from myriad.program.actions import COMPUTE, Action, Kind
+from myriad.program.actions import COMPUTE, Action, Kind, chunk_of
 from myriad.telemetry.records import RECORD, Records
 
 __all__ = ["predicted_losses", "predicted_records"]
 
-_Row = tuple[float, float, int, str, int, int]
+_Row = tuple[float, float, int, str, int, int, int]
 
 
 def predicted_records(
@@ -40,10 +40,10 @@ def predicted_records(
     begin = np.array([round(row[0] * 1e9) for row in rows], dtype=np.int64)
     records["start_ns"] = begin + origin_ns
     records["duration_ns"] = np.array([round(row[1] * 1e9) for row in rows], dtype=np.int64) - begin
-    for field, at in (("rank", 2), ("stage", 4), ("micro_batch", 5)):
+    for field, at in (("rank", 2), ("stage", 4), ("micro_batch", 5), ("chunk", 6)):
         records[field] = [row[at] for row in rows]
     records["name"] = [code[row[3]] for row in rows]
-    records["step"], records["chunk"] = step, -1
+    records["step"] = step
     sharers = layout.cp * layout.tp * layout.ep
     everyone = np.repeat(records[None], sharers, axis=0)
     everyone["rank"] += np.arange(sharers, dtype=np.int32)[:, None]
@@ -52,7 +52,7 @@ def predicted_records(
 
 
 def _rows(prediction: Prediction, costs: Costs, shift: float) -> Iterator[_Row]:
-    """Start, end, rank, name, stage, micro-batch."""
+    """Start, end, rank, name, stage, micro-batch, chunk."""
     layout, recompute = costs.work.layout, costs.work.recompute
     first = _first_free(prediction, layout)
     for span in prediction.spans:
@@ -60,12 +60,13 @@ def _rows(prediction: Prediction, costs: Costs, shift: float) -> Iterator[_Row]:
         rank = (replica * layout.pp + span.rank) * layout.cp * layout.tp * layout.ep
         action, begin = span.action, span.start + shift
         end = begin + span.duration
-        yield begin, end, rank, str(action.kind), action.stage, action.micro_batch
+        chunk = chunk_of(action, prediction.program.num_stages)
+        yield begin, end, rank, str(action.kind), action.stage, action.micro_batch, chunk
         if action.kind in COMPUTE and layout.tp > 1:
             stage = costs.stages[action.stage]
             tensor = tensor_seconds(stage, action, recompute) / _planned_seconds(stage, action)
             inside = min(1.0, tensor) * (span.duration - span.waited)
-            yield end - inside, end, rank, "tensor_comm", action.stage, -1
+            yield end - inside, end, rank, "tensor_comm", action.stage, -1, -1
 
 
 def _planned_seconds(stage: StageCosts, action: Action) -> float:

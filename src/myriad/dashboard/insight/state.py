@@ -15,22 +15,29 @@ _QUIET_SECONDS, _QUIET_STEPS = 10.0, 5.0
 
 
 def run_state(
-    events: Sequence[Mapping[str, Any]], *, quiet_seconds: float, step_seconds: float, held: bool
+    events: Sequence[Mapping[str, Any]],
+    *,
+    quiet_seconds: float,
+    step_seconds: float,
+    held: bool,
+    at_work: bool = False,
 ) -> State:
-    """``quiet_seconds``: since its newest step, span or event; ``held``: a launcher is at work on it."""
+    """``quiet_seconds``: since its newest step, span or event; ``held``: a launcher of this machine has it;
+    ``at_work``: somebody has, here or elsewhere, or had it some seconds ago."""
     for event in reversed(events):
         name = str(event.get("event"))
         if name in _ENDS and not (held and name == "interrupted"):
             return _ENDS[name]
         if name in _BEGINS:
             break
-    if not held and quiet_seconds > _QUIET_SECONDS:
+    at_work = at_work or held
+    if not at_work and quiet_seconds > _QUIET_SECONDS:
         return "stopped"
     if not any(event.get("event") == "start" for event in events):
         return "starting"
     if quiet_seconds < max(_QUIET_SECONDS, _QUIET_STEPS * step_seconds):
         return "training"
-    return "hangs" if held else "stopped"
+    return "hangs" if at_work else "stopped"
 
 
 def state_sentence(state: State, step: int, steps: int, step_seconds: float, quiet_seconds: float) -> str:

@@ -26,13 +26,16 @@ const SPAN_COLOURS = {
   tensor_comm: "#7a4fa3",
   checkpoint_copy: "#8c6d4f",
   collect_garbage: "#d66aa5",
+  evaluate: "#4fb0c6",
 };
 const PIPELINE = "exchange wait receive";
-const DATA = "gather await_gather reduce await_reduce sync_tied clip";
+const DATA = "gather await_gather reduce await_reduce gather_tied reduce_tied sync_tied clip";
 const POSTS = "start_gather start_reduce send release";
 for (const name of PIPELINE.split(" ")) SPAN_COLOURS[name] = "#dd7f52";
 for (const name of DATA.split(" ")) SPAN_COLOURS[name] = "#f2cda9";
 for (const name of POSTS.split(" ")) SPAN_COLOURS[name] = "#c3b9e6";
+/** Names of spans of a program that trains nothing begin so. */
+export const INSIDE_EVALUATION = "evaluate_";
 const OTHERS = ["#5f8aa6", "#9c7b55", "#6f8f4f", "#a86a8f", "#7580a8"];
 
 /** Of each class of time (`myriad.telemetry.records.CLASSES`) and each line of the ledger (as in the report). */
@@ -77,11 +80,13 @@ export const SPAN_LEGEND = [
   ["data", "load"],
   ["checkpoint copy", "checkpoint_copy"],
   ["garbage collection", "collect_garbage"],
+  ["evaluation", "evaluate"],
 ];
 
 /** @param {string} name of a span */
 export function spanColour(name) {
   if (Object.hasOwn(SPAN_COLOURS, name)) return SPAN_COLOURS[name];
+  if (name.startsWith(INSIDE_EVALUATION)) return mixed(SPAN_COLOURS.evaluate, spanColour(name.slice(INSIDE_EVALUATION.length)), 0.35);
   let hash = 0;
   for (const letter of name) hash = (hash * 31 + letter.codePointAt(0)) >>> 0;
   return OTHERS[hash % OTHERS.length];

@@ -36,7 +36,7 @@ export function HeatView({ run, query, version, theme }) {
     const [width, height] = [(size.width - GUTTER) * pixels, size.height * pixels];
     if (query.by === "grid") return byGrid(run.layout, width, height, pixels);
     return byNode(run.world, run.node_size, width, height, run.nodes ?? [], pixels);
-  }, [size.width, size.height, query.by, run.world, run.node_size, pixels]);
+  }, [size.width, size.height, query.by, run.world, run.node_size, JSON.stringify(run.layout), pixels]);
 
   const tile = heat.value;
   const values = tile && (scale === "ms" ? tile.arrays.seconds : tile.arrays.z);

@@ -9,7 +9,7 @@
  * @typedef {object} Lanes
  * @property {Lane[]} lanes @property {Map<number, number>} laneOf measured lane of each rank that has one
  * @property {Float64Array} start @property {Float64Array} stop @property {Float64Array} reach latest stop so far in the lane
- * @property {Uint16Array} name @property {Int16Array} stage @property {Int16Array} microBatch
+ * @property {Uint16Array} name @property {Int16Array} stage @property {Int16Array} microBatch @property {Int16Array} chunk
  * @property {string[]} names @property {string[]} drawn those that a span here has
  * @property {{fromRank: Int32Array, toRank: Int32Array, fromAt: Float64Array, toAt: Float64Array, kind: Uint8Array}} arrows
  * @property {boolean} arrowsToCome they are not all known yet
@@ -37,6 +37,7 @@ export function arrangeLanes({ facts, arrays }) {
     name: new Uint16Array(count),
     stage: new Int16Array(count),
     microBatch: new Int16Array(count),
+    chunk: new Int16Array(count),
     names: facts.names,
     drawn: [...new Set(arrays.name)].map((code) => facts.names[code]),
     arrows: {
@@ -94,7 +95,7 @@ function laneOrder(lanes) {
 }
 
 /** @param {Lanes} made @param {Uint32Array} by @param {Int32Array} place */
-function fillSpans(made, by, place, { lane, start, duration, name, stage, micro_batch }) {
+function fillSpans(made, by, place, { lane, start, duration, name, stage, micro_batch, chunk }) {
   let current = -1;
   by.forEach((old, i) => {
     const at = place[lane[old]];
@@ -105,6 +106,7 @@ function fillSpans(made, by, place, { lane, start, duration, name, stage, micro_
     made.name[i] = name[old];
     made.stage[i] = stage[old];
     made.microBatch[i] = micro_batch[old];
+    made.chunk[i] = chunk[old];
     made.lanes[at].to = i + 1;
     current = at;
   });

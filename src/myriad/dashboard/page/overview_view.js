@@ -53,9 +53,12 @@ export function OverviewView({ run, version, theme }) {
     </section>`;
 }
 
+/** Counted beside what was lost, but not lost. */
+const SHOWN = ["spans_kept", "batches_sent_again"];
+
 /** What was lost on its way here, counted. @param {Record<string, number>} dropped */
 function notShown(dropped) {
-  const kinds = Object.entries(dropped).filter(([name, number]) => number > 0 && name !== "spans_kept");
+  const kinds = Object.entries(dropped).filter(([name, number]) => number > 0 && !SHOWN.includes(name));
   const texts = kinds.map(([name, number]) => `${count(number)} ${name.replaceAll("_", " ")}`);
   return { value: kinds.length ? texts[0] : "nothing", note: texts.slice(1).join(", ") };
 }

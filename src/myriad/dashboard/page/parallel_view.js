@@ -6,7 +6,7 @@ import { count, plural, seconds } from "./format.js";
 import { html, useState } from "./html.js";
 import { useAnswer } from "./query.js";
 import { amend, hrefOf } from "./route.js";
-import { Field, Problem } from "./widgets.js";
+import { Choice, Field, Problem } from "./widgets.js";
 
 const MOST_CHIPS = 64;
 const TRACE_SECONDS = 5;
@@ -102,17 +102,24 @@ function Chips({ ranks, rank, about, silent = [] }) {
 
 const Group = ({ name, ranks, ...rest }) => html`<div class="group"><h3>${name} of ${count(ranks.length)}</h3><${Chips} ranks=${ranks} ...${rest} /></div>`;
 
-/** Asks the run for a trace of this rank, and says where it lies or why there is none. @param {{rank: number}} props */
+/** What can be asked of a rank at work: as `myriad trace --what` calls it, and for people. */
+const LOOKS = [["profile", "operators"], ["stacks", "stacks"], ["flight", "collectives"]];
+
+/** Asks the run for a look into this rank, and offers its files or says why there are none. @param {{rank: number}} props */
 function Trace({ rank }) {
-  const [said, setSaid] = useState("");
+  const [what, setWhat] = useState("profile");
+  const [told, setTold] = useState({ text: "", files: [], busy: false });
   const ask = async () => {
-    setSaid(`tracing for ${TRACE_SECONDS} s…`);
+    setTold({ text: what === "profile" ? `tracing for ${TRACE_SECONDS} s…` : "looking…", files: [], busy: true });
     try {
-      const { files = [], problems = [] } = await post("/api/trace", { ranks: [rank], seconds: TRACE_SECONDS });
-      setSaid([...files, ...problems].join("; ") || "the run gave no trace");
+      const { files = [], problems = [] } = await post("/api/trace", { ranks: [rank], seconds: TRACE_SECONDS, what });
+      setTold({ text: problems.join("; ") || (files.length ? "" : "the run gave no trace"), files, busy: false });
     } catch (problem) {
-      setSaid(problem.message);
+      setTold({ text: problem.message, files: [], busy: false });
     }
   };
-  return html`<button onClick=${ask}>Trace it for ${TRACE_SECONDS} s</button><span class="dim said-of-trace" role="status">${said}</span>`;
+  return html`<${Choice} label="Look at" value=${what} options=${LOOKS} onChange=${setWhat} />
+    <button onClick=${ask} disabled=${told.busy}>${what === "profile" ? `Trace it for ${TRACE_SECONDS} s` : "Ask the rank"}</button>
+    <span class="dim said-of-trace" role="status">${told.text}${told.files.map((file) => html`
+      <a key=${file} href="/api/traces/${encodeURIComponent(file.split("/").pop())}" download>${file}</a>`)}</span>`;
 }

@@ -1,7 +1,7 @@
 /** Timeline of any ranks and steps: what each did, what was predicted, and who waited for whom. */
 
 import { askTile } from "./api.js";
-import { SPAN_LEGEND, spanColour } from "./colours.js";
+import { INSIDE_EVALUATION, SPAN_LEGEND, spanColour } from "./colours.js";
 import { countRanges, placeOf, rangesText, withWaiters } from "./grid.js";
 import { count, plural, seconds } from "./format.js";
 import { html, useEffect, useMemo, useRef, useState } from "./html.js";
@@ -116,7 +116,7 @@ function describe(run, data, lane, span) {
   const where = `rank ${lane.rank} · ${run.nodes?.[Math.floor(lane.rank / run.node_size)] ?? ""} · ${placeOf(run.layout, lane.rank)}`;
   const group = lane.worstOf > 1 ? [`the worst of ${plural(lane.worstOf, "rank")} here`] : [];
   if (span < 0) return [where, ...group];
-  const part = [data.microBatch[span] >= 0 && `micro-batch ${data.microBatch[span]}`, data.stage[span] >= 0 && `stage ${data.stage[span]}`].filter(Boolean);
+  const part = [["micro-batch", data.microBatch], ["stage", data.stage], ["chunk", data.chunk]].filter(([, of]) => of[span] >= 0).map(([what, of]) => `${what} ${of[span]}`);
   const name = `${data.names[data.name[span]]}${lane.predicted ? ", predicted" : ""}: ${seconds(data.stop[span] - data.start[span])}`;
   return [name, ...(part.length ? [part.join(", ")] : []), where, ...group, `from ${data.start[span].toFixed(6)} s`];
 }
@@ -140,7 +140,7 @@ function Selected({ run, data, rank, chosen }) {
 function Legend({ names }) {
   const known = new Set(SPAN_LEGEND.flatMap(([, of]) => of.split(" ")));
   const entries = SPAN_LEGEND.filter(([, of]) => of.split(" ").some((name) => names.includes(name)));
-  const added = names.filter((name) => !known.has(name)).slice(0, 4);
+  const added = names.filter((name) => !known.has(name) && !name.startsWith(INSIDE_EVALUATION)).slice(0, 4);
   const all = [...entries.map(([title, of]) => [title, spanColour(of.split(" ")[0])]), ...added.map((name) => [name, spanColour(name)])];
   return html`<div class="legend">${all.map(([title, colour]) => html`<span key=${title}><i class="swatch" style=${{ background: colour }}></i>${title}</span>`)}</div>`;
 }

@@ -4,13 +4,14 @@
                                └──► seconds [phase, rank] of its step ──► heat map (never looks at spans)
 
 When memory is full the oldest step's spans go first, its sums much later; both are counted. A step that is
-done again by a newer attempt replaces what the older one left of it.
+done again by a newer attempt replaces what the older one left of it. A store is of one layout: where ranks
+have got other places in the grid, spans from before are left out, and another store is begun.
 """
 
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from myriad.dashboard.store.step_block import COLUMNS, Columns, StepBlock
 from myriad.telemetry.batch import BatchError, SpanBatch
 from myriad.telemetry.records import Records
 
-__all__ = ["Counts", "SpanStore"]
+__all__ = ["BeyondJobError", "Counts", "SpanStore"]
 
 Array = npt.NDArray[Any]
 _DAY_NS = 86_400 * 10**9
@@ -41,6 +42,8 @@ class Counts:
     too_old: int = 0
     """Of steps that memory does not reach back to, or of an attempt that was replaced."""
     refused_batches: int = 0
+    repeated_batches: int = 0
+    """That were sent again: taken once."""
     refused_files: int = 0
     flooded_batches: int = 0
     dropped_steps: int = 0
@@ -53,12 +56,21 @@ class Counts:
         self.problems = [*self.problems, problem[:300]][-20:]
 
 
+class BeyondJobError(BatchError):
+    """Of a rank or a step that the job does not have, as it is known here."""
+
+
 class SpanStore:
     """Any number of threads may add and ask."""
 
-    def __init__(self, world: int, last_step: int, memory_bytes: int = 2 * 2**30) -> None:
-        """``last_step``: that the job has; a span of a later one is wrong."""
+    def __init__(
+        self, world: int, last_step: int, memory_bytes: int = 2 * 2**30, *, since_ns: int = 0
+    ) -> None:
+        """``last_step``: that the job has; a span of a later one is wrong. ``since_ns``: what began earlier
+        is of another layout."""
         self.world, self.limit_step, self.memory_bytes = world, last_step, memory_bytes
+        self.since_ns, self.generation = since_ns, 0
+        """The second: how many stores of other layouts there were before."""
         self.names, self.counts = NameTable(), Counts()
         self.version = 0
         """Grows with every change."""
@@ -75,8 +87,21 @@ class SpanStore:
 
     def add(self, batch: SpanBatch) -> None:
         """Takes one batch, of a file. Raises `BatchError`: nothing of it was taken."""
-        self.check(batch)
-        self.add_checked([batch], posted=False)
+        kept = self.of_layout(batch)
+        self.check(kept)
+        self.counts.too_old += len(batch.records) - len(kept.records)
+        self.add_checked([kept], posted=False)
+
+    def of_layout(self, batch: SpanBatch) -> SpanBatch:
+        """Without spans that ranks of another layout have left."""
+        is_now = batch.records["start_ns"] >= self.since_ns
+        return batch if not self.since_ns or is_now.all() else replace(batch, records=batch.records[is_now])
+
+    def followed_by(self, world: int, last_step: int, since_ns: int) -> "SpanStore":
+        """An empty one of another layout, that goes on counting."""
+        store = SpanStore(world, last_step, self.memory_bytes, since_ns=since_ns)
+        store.counts, store.version, store.generation = self.counts, self.version + 1, self.generation + 1
+        return store
 
     def check(self, batch: SpanBatch) -> None:
         """Raises `BatchError` for what no rank of this run can have sent."""
@@ -223,10 +248,10 @@ def _check(records: Records, world: int, last_step: int) -> None:
         return
     ranks, steps, starts = records["rank"], records["step"], records["start_ns"]
     if int(ranks.max()) >= world or int(ranks.min()) < 0:
-        raise BatchError(f"rank {int(ranks.max())}: the run has {world} ranks")
+        raise BeyondJobError(f"rank {int(ranks.max())}: the run has {world} ranks")
     if int(steps.max()) > last_step or int(steps.min()) < -1:
         wrong = int(steps.max()) if int(steps.max()) > last_step else int(steps.min())
-        raise BatchError(f"step {wrong}: between 0 and {last_step}, or -1 for none")
+        raise BeyondJobError(f"step {wrong}: between 0 and {last_step}, or -1 for none")
     if int(starts.min()) <= 0 or int(starts.max()) > time.time_ns() + _DAY_NS:
         raise BatchError("a span begins before 1970 or after tomorrow")
     if int(records["duration_ns"].max()) > 365 * _DAY_NS:

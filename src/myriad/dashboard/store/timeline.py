@@ -19,7 +19,7 @@ __all__ = ["Window", "spans_in", "window_of_steps"]
 Array = npt.NDArray[Any]
 _MOST_SPANS = 150_000
 _LOOKED_AT = ("start_ns", "duration", "lane")
-_KEYS = ("start_ns", "duration", "rank", "name", "stage", "micro_batch")
+_KEYS = ("start_ns", "duration", "rank", "name", "stage", "micro_batch", "chunk")
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@
 
 One a run, no torch, one thread. What it knows is in the journal (what was decided) and with the executors
 (what is): a new one goes on where the last was killed, and training does not notice. It is found by
-RUN/driver.json. To the engine it speaks in lines of JSON on its output: {} each second, {"replace": NODE},
-{"end": OUTCOME, "reason": ...}. A SIGINT tells it that the run is to save and stop.
+RUN/driver.json. To the engine it speaks in lines of JSON on its output: {} each second, {"drives": true}
+once it has a lease, {"replace": NODE}, {"end": OUTCOME, "reason": ...}. A SIGINT tells it that the run is to
+save and stop.
 
 With a lease (`tenure.py`) several can be there: one drives, the others wait. One that has lost its lease
 does nothing more and ends.
@@ -463,7 +464,9 @@ def _wait_for_tenure(run: Run, given: argparse.Namespace) -> Tenure | None:
 
     journal = Journal(run.path / "journal.jsonl")
     candidate = Candidate(run, journal, given.journal, given.owner, given.lease_seconds)
-    return candidate.wait(_tell_engine)
+    if (tenure := candidate.wait(_tell_engine)) is not None:
+        _tell_engine({"drives": True})
+    return tenure
 
 
 def _raise_file_limit() -> None:

@@ -16,7 +16,7 @@ from myriad.run import Run
 from myriad.telemetry.logger_names import LoggerName
 from myriad.telemetry.loggers import read_place
 
-__all__ = ["logged"]
+__all__ = ["Loggers", "logged"]
 
 _LOG = logging.getLogger(__name__)
 _END_SECONDS = 15.0
@@ -24,19 +24,38 @@ _END_SECONDS = 15.0
 _BLOCK_BYTES = 2**20
 
 
-@contextmanager
-def logged(run: Run, names: Sequence[LoggerName], end_seconds: float = _END_SECONDS) -> Iterator[None]:
-    """Of a run, while ranks are at work."""
-    started = {name: _start(run, name) for name in dict.fromkeys(names)}
-    try:
-        yield
-    finally:
-        for process in started.values():
+class Loggers:
+    """Of a run, for as long as a ``with`` block goes on. Whoever stands by begins them when it drives: two
+    would tell a tool everything twice."""
+
+    def __init__(self, run: Run, names: Sequence[LoggerName], end_seconds: float = _END_SECONDS) -> None:
+        self._run, self._names, self._end_seconds = run, tuple(dict.fromkeys(names)), end_seconds
+        self._started: dict[str, subprocess.Popen[bytes] | None] = {}
+
+    def begin(self) -> None:
+        """Again: nothing."""
+        for name in self._names:
+            if name not in self._started:
+                self._started[name] = _start(self._run, name)
+
+    def __enter__(self) -> "Loggers":
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        for process in self._started.values():
             if process is not None and process.stdin is not None:
                 process.stdin.close()
-        deadline = time.monotonic() + end_seconds
-        for name, process in started.items():
-            _end(run, name, process, deadline)
+        deadline = time.monotonic() + self._end_seconds
+        for name, process in self._started.items():
+            _end(self._run, name, process, deadline)
+
+
+@contextmanager
+def logged(run: Run, names: Sequence[LoggerName], end_seconds: float = _END_SECONDS) -> Iterator[None]:
+    """From the beginning, while ranks are at work."""
+    with Loggers(run, names, end_seconds) as loggers:
+        loggers.begin()
+        yield
 
 
 def _start(run: Run, name: str) -> "subprocess.Popen[bytes] | None":

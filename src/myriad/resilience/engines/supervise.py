@@ -96,13 +96,16 @@ def supervise(
     driver_options: Sequence[str] = (),
     observer: Observer | None = None,
     name: str = "driver",
+    *,
+    on_drive: Callable[[], None] = lambda: None,
 ) -> Outcome | Literal["left"]:
     """A driver and an engine, until the run is over, or until a person wants no more of a driver that only
-    waits: ``left``. ``name``: of the driver's log. Raises `RunFailedError`."""
+    waits: ``left``. ``name``: of the driver's log; ``on_drive``: called when one that waited for a lease has
+    it. Raises `RunFailedError`."""
     driver = Kept(run, name, [*of_module("drive.driver", run.path), *driver_options])
     silent = _SILENT_SECONDS * max(1.0, patience)
     with _catch_signals() as caught, _Supervision(run, engine, driver, silent) as supervision:
-        return _watch(supervision, caught, _Guarded(observer))
+        return _watch(supervision, caught, _Guarded(observer), on_drive)
 
 
 @dataclass
@@ -174,10 +177,14 @@ class _Supervision:
         self._driver.send_signal(signal.SIGINT)
 
 
-def _watch(supervision: _Supervision, caught: _Caught, observer: "_Guarded") -> Outcome | Literal["left"]:
+def _watch(
+    supervision: _Supervision, caught: _Caught, observer: "_Guarded", on_drive: Callable[[], None]
+) -> Outcome | Literal["left"]:
     asked = False
     while True:
         for message in supervision.messages():
+            if "drives" in message:
+                on_drive()
             if "replace" in message:
                 supervision.engine.replace(message["replace"])
             if "end" in message:
