@@ -98,7 +98,7 @@ def flap(
         found_cluster,
         down,
         Rates(flaps, dead, links, queue_pairs),
-        Care(driver, patience or own_patience, restart),
+        Care(driver, own_patience if patience is None else patience, restart),
     )
     like = Timers(18, retries, adaptive, longer=_two(longer))
     found = answer(habits, like, _timeouts(timeout))

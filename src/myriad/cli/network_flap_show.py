@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "as_json_object", "show"]
 
-_COLUMNS = ("timeout", "T", "survives", "ends job", "waits", "gone seen", "ended", "lost")
+_COLUMNS = ("timeout", "T", "survives", "ends job", "waits", "gone", "ended", "lost h")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _cells(one: "Fate") -> list[str]:
         _short(one.wait_seconds),
         _short(one.dead_seconds),
         f"{one.aborts_per_month:.3g}",
-        f"{one.hours_per_month:.3g} h",
+        f"{one.hours_per_month:.3g}",
     ]
 
 
@@ -74,7 +74,7 @@ def _notes(found: Answer, seconds: float | None) -> list[str]:
     habits, least, most = found.habits, *found.best.timers.longer
     lines = [
         "survives: a link down for so long at least (T x retries); ends job: share of flaps; waits: all "
-        "ranks, for one that is survived; gone seen: a peer that never answers; ended, lost: in a month",
+        "ranks, for one that is survived; gone: noticed that a peer is; ended, lost h: jobs, hours a month",
         f"{habits.num_queue_pairs} queue pairs through a link; timers {least:g} to {most:g} times nominal "
         f"(InfiniBand specification, volume 1, 9.7.6.1.3); a new start takes {habits.restart_seconds:g} s",
     ]
