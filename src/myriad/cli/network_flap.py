@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["Care", "Rates", "answer", "habits_of", "register"]
 
 _CLEARLY = 0.99
+_FLAPS_PER_MONTH = 0.01
+"""Of a link, assumed: nobody has published how often links flap by number of links."""
+_DEAD_PER_MONTH = 0.00057
+"""Of links between NICs and switches 0.057 % fail each month (HPN, SIGCOMM 2024, section 2)."""
+_QUEUE_PAIRS = 16
+"""Through a NIC's link, assumed: two neighbours in a ring, eight channels each."""
 
 
 def register(app: typer.Typer) -> None:
@@ -116,10 +122,10 @@ def flap(
 class Rates:
     """Of links."""
 
-    flaps_per_month: float
-    dead_per_month: float
-    num_links: int | None
-    num_queue_pairs: int
+    flaps_per_month: float = _FLAPS_PER_MONTH
+    dead_per_month: float = _DEAD_PER_MONTH
+    num_links: int | None = None
+    num_queue_pairs: int = _QUEUE_PAIRS
 
 
 @dataclass(frozen=True)
