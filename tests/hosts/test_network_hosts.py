@@ -1,5 +1,5 @@
-"""The flow level says which flows of a hashed fabric are slow. If real packets disagree on the order, its advice
-on placement and queue pairs is wrong too."""
+"""The flow level says which flows of a hashed fabric are slow. If real packets disagree on the order, its
+advice on placement and queue pairs is wrong too."""
 
 from collections import defaultdict
 from statistics import mean
