@@ -170,7 +170,8 @@ def answer(habits: "Habits", like: "Timers", timeouts: Sequence[int]) -> "Answer
     from myriad.network.flaps import advise, fate
 
     plain = replace(like, adaptive=False)
-    best, best_plain = advise(like, habits), advise(plain, habits)
+    best_plain = advise(plain, habits)
+    best = min(best_plain, advise(like, habits), key=lambda one: one.hours_per_month)
     rows = {fate(replace(one, timeout=number), habits) for number in timeouts for one in (plain, like)}
     shown = sorted({*rows, best, best_plain}, key=lambda one: (one.timers.timeout, one.timers.adaptive))
     return Answer(habits, best, best_plain, tuple(shown), _patient(habits, like, best))
