@@ -3,11 +3,13 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from myriad.cli.forecast_network import NetworkEffect, WantedNetwork
 from myriad.errors import BadInputError
 from myriad.whole_file import write_whole
 
@@ -38,6 +40,7 @@ class Wanted:
     stragglers: Sequence[str]
     jitter: float
     seed: int
+    network: WantedNetwork
     as_json: bool
 
 
@@ -53,12 +56,13 @@ def forecast(wanted: Wanted) -> None:
     _check_place(job, cluster)
     if wanted.spans is not None:
         _check_folder(wanted.spans)
-    found, ranks = _predict(wanted, job, cluster)
+    found, ranks, effect = _predict(wanted, job, cluster)
     written = _write(wanted, job, cluster, found, ranks)
     if wanted.as_json:
-        typer.echo(json.dumps(_as_json(job, cluster, found, written)))
+        network = {} if effect is None else {"network": effect.as_json()}
+        typer.echo(json.dumps(_as_json(job, cluster, found, written) | network))
     else:
-        _print(job, cluster, found, written)
+        _print(job, cluster, found, written, [] if effect is None else list(effect.lines(found)))
 
 
 def predict_step(name: str, overrides: Sequence[str], cluster: "Cluster") -> tuple["Job", float]:
@@ -90,7 +94,9 @@ def _check_folder(folder: Path) -> None:
         raise BadInputError("--spans", str(folder), "must be a new or empty folder")
 
 
-def _predict(wanted: Wanted, job: "Job", cluster: "Cluster") -> "tuple[Outlook, Mapping[int, list[Span]]]":
+def _predict(
+    wanted: Wanted, job: "Job", cluster: "Cluster"
+) -> "tuple[Outlook, Mapping[int, list[Span]], NetworkEffect | None]":
     from myriad.planner.costs import Costs
     from myriad.planner.memory import fits_probability
     from myriad.planner.outlook import outlook
@@ -100,14 +106,17 @@ def _predict(wanted: Wanted, job: "Job", cluster: "Cluster") -> "tuple[Outlook, 
     from myriad.planner.stragglers import slower_lanes
 
     slower = slower_lanes(wanted.stragglers, job.layout, cluster.accelerators_per_node)
+    events = wanted.network.events(job, cluster)
     costs = Costs(_work_of(job, cluster), cluster)
-    prediction = simulate(
-        costs, slower=slower, jitter=wanted.jitter, seed=wanted.seed, every_replica=wanted.full
-    )
+    given = partial(simulate, costs, slower=slower, jitter=wanted.jitter, seed=wanted.seed)
+    prediction = given(every_replica=wanted.full, network=events)
     memory = memory_of_ranks(costs.work, prediction.program, on_cpu=cluster.on_cpu)
     capacity = float(cluster.accelerator.memory_bytes)
     fits = [float(fits_probability(one, capacity)) for one in memory]
-    return outlook(costs, prediction, memory, fits), predicted_spans(prediction, job.layout)
+    effect = None
+    if events is not None:
+        effect = NetworkEffect(events, prediction.seconds, given(spans=False).seconds)
+    return outlook(costs, prediction, memory, fits), predicted_spans(prediction, job.layout), effect
 
 
 def _work_of(job: "Job", cluster: "Cluster") -> "Work":
@@ -167,7 +176,9 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
-def _print(job: "Job", cluster: "Cluster", found: "Outlook", written: Sequence[Path]) -> None:
+def _print(
+    job: "Job", cluster: "Cluster", found: "Outlook", written: Sequence[Path], network: Sequence[str]
+) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -187,6 +198,8 @@ def _print(job: "Job", cluster: "Cluster", found: "Outlook", written: Sequence[P
     if found.stall_seconds:
         stall = f"snapshots add {_seconds(found.stall_seconds)} to an iteration, on average over steps"
         console.print(Text(stall, style="dim"), soft_wrap=True)
+    for line in network:
+        console.print(Text(line), soft_wrap=True)
     for path in written:
         console.print(str(path), soft_wrap=True)
 

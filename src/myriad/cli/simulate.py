@@ -64,6 +64,26 @@ def simulate(
             help="A node or rank (from 0) that computes F times as long; may be given several times.",
         ),
     ] = None,
+    flap: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="node=N:Ss@Ts",
+            help="A link of a node is down for S seconds, T seconds into the iteration; again for more.",
+        ),
+    ] = None,
+    congested: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="node=N:F | switch=N:F",
+            help="The way in and out of a node, or of all under a switch, has this share of its rate.",
+        ),
+    ] = None,
+    timers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TxR[:adaptive]", help="NCCL_IB_TIMEOUT and NCCL_IB_RETRY_CNT, for --flap; off: 20x7."
+        ),
+    ] = None,
     jitter: Annotated[
         float, typer.Option(help="Standard deviation of each compute's time, as a share of it; 0: none.")
     ] = 0.0,
@@ -100,7 +120,8 @@ def simulate(
     if out is not None:
         check_picture("--out", out)
     overrides = OverrideCommand.of(context)
-    of_one = {"spans": spans, "full": full, "straggler": straggler, "jitter": jitter}
+    of_one: dict[str, object] = {"spans": spans, "full": full, "straggler": straggler, "jitter": jitter}
+    of_one |= {"flap": flap, "congested": congested, "timers": timers}
     if weeks is not None:
         from myriad.cli.weeks import WantedWeeks, simulate_weeks
 
@@ -122,9 +143,13 @@ def simulate(
         raise BadInputError("JOB", None, "a job file, or a recipe's name")
     if cluster is not None and not program:
         from myriad.cli.forecast import Wanted, forecast
+        from myriad.cli.forecast_network import WantedNetwork
 
+        network = WantedNetwork(tuple(flap or ()), tuple(congested or ()), timers)
         stragglers = straggler or []
-        forecast(Wanted(job, overrides, cluster, out, spans, full, stragglers, jitter, seed, as_json))
+        forecast(
+            Wanted(job, overrides, cluster, out, spans, full, stragglers, jitter, seed, network, as_json)
+        )
         return
     if not program or cluster is not None:
         raise BadInputError("--program", program, "either --cluster CLUSTER, to predict, or --program")

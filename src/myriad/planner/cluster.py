@@ -15,6 +15,7 @@ from pydantic import Field
 
 from myriad.config import Config, Size
 from myriad.errors import BadInputError
+from myriad.network.nics import Nics
 from myriad.network.shape import FabricShape
 
 __all__ = ["Accelerator", "Cluster", "Float32", "Level", "Link", "Links", "SlowNodes"]
@@ -169,6 +170,8 @@ class Cluster(Config):
     """Between them."""
     fabric: FabricShape | None = None
     """Switches and cables; off: what nodes_per_switch and links say."""
+    nics: Nics | None = None
+    """What the NICs are; off: not known."""
     unequal: tuple[NodeLinks, ...] = ()
     """Nodes with other links than the rest."""
     slow_nodes: SlowNodes = SlowNodes()

@@ -20,10 +20,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
+from typing import TYPE_CHECKING
 
 from myriad.planner.costs import Costs
 from myriad.program.actions import COMPUTE, Action, Kind, Payload, Program, Transfer
 from myriad.program.build import build_program
+
+if TYPE_CHECKING:
+    from myriad.planner.network_events import NetworkEvents
 
 __all__ = ["Prediction", "Run", "SimulatedSpan", "program_of", "programs_of", "simulate"]
 
@@ -68,18 +72,23 @@ def simulate(
     program: Program | None = None,
     spans: bool = True,
     every_replica: bool = False,
+    network: "NetworkEvents | None" = None,
 ) -> Prediction:
     """``slower``: factor on the compute of (replica, pipeline rank); ``jitter``: standard deviation of each
     compute's factor, for which every replica is simulated, as ``every_replica`` asks in any case.
     ``program``: what `program_of` made of a layout of the same shape, of any number of
-    micro-batches, for all replicas; off: made here, with the job's shares."""
+    micro-batches, for all replicas; off: made here, with the job's shares. ``network``: what happens to it in
+    the iteration."""
     dp = costs.work.layout.dp
     programs = [program] * dp if program else programs_of(costs)
     replicas = list(range(dp))
     if not (every_replica or jitter):
-        replicas = _that_differ(programs, {replica for replica, _ in slower or {}})
+        touched = {replica for replica, _ in slower or {}} | (network.replicas if network else set())
+        replicas = _that_differ(programs, touched)
     run = Run([programs[replica] for replica in replicas], costs, replicas, dict(slower or {}), jitter, seed)
     first = run.iterate()
+    if network is not None:
+        network.begin_seconds, run.network = max(first), network
     run.keep = spans
     second = run.iterate()
     seconds = max(second) - max(first)
@@ -161,6 +170,7 @@ class Run:
         slowdown = costs.cluster.expected_slowdown
         self.factor = [slowdown * slower.get(lane, 1.0) for lane in self.lanes]
         self.random, self.jitter = random.Random(seed), jitter
+        self.network: NetworkEvents | None = None
         self.clock = [0.0] * len(self.lanes)
         self.stream = [0.0] * len(self.lanes)
         self.hidden_from = [0.0] * len(self.lanes)
@@ -321,7 +331,8 @@ class Run:
         if lane not in here:
             here[lane] = self.clock[lane]
             if len(here) == len(lanes):
-                self.done[key] = max(here.values()) + seconds
+                begin = max(here.values())
+                self.done[key] = begin + self._met(begin, seconds, lanes)
                 self.movable.extend(one for one in lanes if one != lane)
         return self.done.get(key)
 
@@ -361,7 +372,13 @@ class Run:
 
     def _travel(self, begin: float, seconds: float, busy_ratio: float, lanes: Sequence[int]) -> float:
         """Seconds of a transfer among lanes."""
-        return seconds
+        return self._met(begin, seconds, lanes)
+
+    def _met(self, begin: float, seconds: float, lanes: Sequence[int]) -> float:
+        """The same with what happens to the network meanwhile."""
+        if self.network is None:
+            return seconds
+        return self.network.travel(begin, seconds, [self.lanes[lane] for lane in lanes])
 
     # transfers
 

@@ -105,3 +105,44 @@ def test_torch_is_not_imported(capsys, tmp_path: Path):
 
     command = [sys.executable, "-c", code, "simulate", *JOB, "--cluster", "laptop", "--out"]
     subprocess.run([*command, str(tmp_path / "a.svg")], check=True, capture_output=True)
+
+
+NETWORK_JOB = (
+    "gpt-13b",
+    "--layout.dp",
+    "4",
+    "--layout.tp",
+    "8",
+    "--layout.pp",
+    "1",
+    "--cluster",
+    "vegiant-32xa100-800g",
+)
+
+
+def network(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *NETWORK_JOB, *arguments])
+    out = capsys.readouterr()
+    return int(ended.value.code or 0), out.out, out.err
+
+
+def test_a_flap_in_an_iteration_says_what_it_costs(capsys, tmp_path):
+    asked = ("--flap", "node=1:3s@5s", "--timers", "18x7", "--spans", str(tmp_path / "run"), "--json")
+    code, out, err = network(capsys, *asked)
+    assert code == 0, err
+    found = json.loads(out)
+    told = found["network"]
+    assert found["iteration_seconds"] > told["plain_iteration_seconds"]
+    assert told["flaps"][0]["wait_seconds"] > 1
+    assert 0 <= told["lost_probability"] < 0.1
+    assert list((tmp_path / "run" / "spans").iterdir())
+    text = network(capsys, "--congested", "node=1:0.5")[1]
+    assert "node 1 has 50% of the rate" in text and "waits longest" in text
+
+
+def test_timers_without_a_flap_and_a_flap_without_a_cluster_are_refused(capsys):
+    assert network(capsys, "--timers", "18x7")[0] == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *JOB, "--program", "--flap", "node=1:1s@0s"])
+    assert ended.value.code == 2

@@ -20,11 +20,12 @@ from myriad.resilience.decide.incidents import Incident
 from myriad.resilience.decide.state import State
 from myriad.resilience.facts import Beat, DeviceTrouble, LinkSeen, NodeJoined
 
-__all__ = ["Broken", "Health", "Unsound"]
+__all__ = ["TOLERATED_SECONDS", "Broken", "Health", "Unsound"]
 
 Unsound = Literal["link", "device"]
 
-_TOLERATED_SECONDS = 3.0
+TOLERATED_SECONDS = 3.0
+"""A link under ranks may be down for so long, times the patience of the job."""
 _FLAPS, _FLAP_SECONDS = 3, 300.0
 _MOST_TOLD = 8
 """Flaps of a link in that time: more say nothing new."""
@@ -154,7 +155,7 @@ class Health:
         for number in sorted(self._remarkable & self._state.placement.keys()):
             for link in self._nodes[number].links.values():
                 down = 0.0 if link.down_since is None else now - link.down_since
-                if down >= _TOLERATED_SECONDS * self._patience and not link.judged:
+                if down >= TOLERATED_SECONDS * self._patience and not link.judged:
                     link.judged = True
                     yield self._broken_link(number, link.seen.name, down)
 

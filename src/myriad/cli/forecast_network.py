@@ -1,0 +1,103 @@
+"""What ``myriad simulate --cluster --flap --congested`` tells besides: what it costs, and who waits."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from myriad.errors import BadInputError
+
+if TYPE_CHECKING:
+    from myriad.job import Job
+    from myriad.planner.cluster import Cluster
+    from myriad.planner.network_events import NetworkEvents
+    from myriad.planner.outlook import Outlook
+
+__all__ = ["NetworkEffect", "WantedNetwork"]
+
+_DEFAULT_TIMERS = "20x7"
+"""NCCL's own (docs/userguide, NCCL_IB_TIMEOUT: 20 since 2.23)."""
+
+
+@dataclass(frozen=True)
+class WantedNetwork:
+    """What was asked for on the command line."""
+
+    flaps: tuple[str, ...] = ()
+    congested: tuple[str, ...] = ()
+    timers: str | None = None
+
+    def events(self, job: "Job", cluster: "Cluster") -> "NetworkEvents | None":
+        """Raises `BadInputError`."""
+        from myriad.planner.network_events import NetworkEvents, read_timers
+
+        if self.timers is not None and not self.flaps:
+            raise BadInputError("--timers", self.timers, "needs --flap")
+        if not (self.flaps or self.congested):
+            return None
+        return NetworkEvents(
+            job.layout,
+            cluster,
+            flaps=self.flaps,
+            congested=self.congested,
+            timers=read_timers(self.timers or _DEFAULT_TIMERS),
+        )
+
+
+@dataclass(frozen=True)
+class NetworkEffect:
+    """Of what happens to the network in an iteration."""
+
+    events: "NetworkEvents"
+    seconds: float
+    plain_seconds: float
+    """Without."""
+
+    def lines(self, found: "Outlook") -> Iterator[str]:
+        """For people."""
+        more = self.seconds - self.plain_seconds
+        yield f"without it {self.plain_seconds:.3f} s: {more:+.3f} s, {more / self.plain_seconds:+.1%}"
+        events, timers = self.events, self.events.timers
+        for flap in events.flaps:
+            wait = events.wait_seconds(flap.down_seconds)
+            yield (
+                f"a link of node {flap.node} is down for {flap.down_seconds:g} s: what was under way goes on "
+                f"after {wait:.3g} s (NCCL_IB_TIMEOUT={timers.timeout})"
+            )
+        if events.flaps:
+            yield f"probability that the job ends of it: {events.lost_probability:.1%}"
+        for one in events.congested:
+            yield f"{_nodes(one.nodes)} {one.ratio:.0%} of the rate to the others"
+        longest = max(found.ranks, key=lambda rank: sum(rank.exposed_seconds.values()))
+        kind = max(longest.exposed_seconds, key=lambda name: longest.exposed_seconds[name])
+        whose = "of the others" if longest.replica < 0 else f"of replica {longest.replica}"
+        waits = f"{longest.exposed_seconds[kind]:.3f} s for {_WORDS.get(kind, kind)}"
+        yield f"waits longest: pipeline rank {longest.rank} {whose}, {waits}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "plain_iteration_seconds": self.plain_seconds,
+            "lost_probability": self.events.lost_probability,
+            "flaps": [_flap_as_json(self.events, one.node, one.down_seconds) for one in self.events.flaps],
+            "congested": [{"nodes": list(one.nodes), "ratio": one.ratio} for one in self.events.congested],
+        }
+
+
+_WORDS = {
+    "pipeline": "other stages",
+    "gather": "parameters",
+    "reduce": "sums of gradients",
+    "norm": "the global norm",
+    "tied": "tied parameters",
+    "tensor": "its tensor-parallel ranks",
+}
+
+
+def _nodes(nodes: range) -> str:
+    if len(nodes) == 1:
+        return f"node {nodes.start} has"
+    return f"nodes {nodes.start} to {nodes.stop - 1} have"
+
+
+def _flap_as_json(events: "NetworkEvents", node: int, down_seconds: float) -> dict[str, float]:
+    return {"node": node, "down_seconds": down_seconds, "wait_seconds": events.wait_seconds(down_seconds)}

@@ -1,0 +1,175 @@
+"""What ``myriad network flap`` prints: a table of timers, which to set, and the same as plain values."""
+
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from myriad.network.flaps import Fate, Habits
+
+__all__ = ["Answer", "as_json_object", "show"]
+
+_COLUMNS = ("timeout", "T", "survives", "ends job", "waits", "gone", "ended", "lost h")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found."""
+
+    habits: "Habits"
+    best: "Fate"
+    best_plain: "Fate"
+    """Without adaptive retransmission."""
+    shown: "tuple[Fate, ...]"
+    patient: "Fate | None"
+    """The best, were the driver to wait for links as long as the timers do; none where it does."""
+
+
+def show(found: Answer, cluster: str, seconds: float | None, out: Path | None) -> None:
+    """As a table, and what to set."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console, habits, best = Console(highlight=False), found.habits, found.best
+    count = habits.num_links * habits.flaps_per_month
+    head = f"{cluster}: {habits.num_links:,} links, {count:,.3g} flaps a month, down for {habits.down.name}"
+    console.print(Text(head, style="bold"), soft_wrap=True)
+    table = Table(box=None)
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name == "timeout" else "right", no_wrap=True)
+    for one in found.shown:
+        table.add_row(*_cells(one), style="bold" if one == best else "")
+    console.print(table)
+    for line in _notes(found, seconds):
+        console.print(Text(line, style="dim"), soft_wrap=True)
+    console.print(Text("set", style="bold"))
+    for setting, why in _advice(found):
+        console.print(Text(f"  {setting}"), soft_wrap=True)
+        console.print(Text(f"      {why}", style="dim"), soft_wrap=True)
+    if out is not None:
+        console.print(str(out), soft_wrap=True)
+
+
+def _cells(one: "Fate") -> list[str]:
+    timers = one.timers
+    return [
+        f"{timers.timeout} x {timers.retries}" + (" adaptive" if timers.adaptive else ""),
+        _short(timers.interval_seconds),
+        _short(timers.patience_seconds),
+        f"{one.lost:.1%}",
+        _short(one.wait_seconds),
+        _short(one.dead_seconds),
+        f"{one.aborts_per_month:.3g}",
+        f"{one.hours_per_month:.3g}",
+    ]
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 0.1 else f"{seconds:.3g} s"
+
+
+def _notes(found: Answer, seconds: float | None) -> list[str]:
+    habits, least, most = found.habits, *found.best.timers.longer
+    lines = [
+        "survives: a link down for so long at least (T x retries); ends job: share of flaps; waits: all "
+        "ranks, for one that is survived; gone: noticed that a peer is; ended, lost h: jobs, hours a month",
+        f"{habits.num_queue_pairs} queue pairs through a link; timers {least:g} to {most:g} times nominal "
+        f"(InfiniBand specification, volume 1, 9.7.6.1.3); a new start takes {habits.restart_seconds:g} s",
+    ]
+    if isfinite(habits.driver_seconds):
+        lines.append(
+            f"the driver ends the ranks of a node whose link is down for {habits.driver_seconds:g} s, which "
+            f"{_longer_share(habits):.0%} of the flaps are: 3 s x resilience.patience"
+        )
+    if seconds is not None:
+        wait = seconds + found.best.wait_seconds
+        lines.append(
+            f"an iteration of {seconds:.3g} s takes {wait:.3g} s with such a flap, if nothing hides it"
+        )
+    return lines
+
+
+def _longer_share(habits: "Habits") -> float:
+    return float((habits.down.seconds > habits.driver_seconds).mean())
+
+
+def _advice(found: Answer) -> list[tuple[str, str]]:
+    """What to set, and why."""
+    from myriad.resilience.decide.health import TOLERATED_SECONDS
+
+    best, timers = found.best, found.best.timers
+    said = f"{best.lost:.1%} of flaps end the job, {best.hours_per_month:.3g} hours a month are lost"
+    lines = [
+        (
+            f"NCCL_IB_TIMEOUT={timers.timeout}",
+            f"{said}: the fewest of timeouts 14 to 24; who never answers is seen after "
+            f"{_short(best.dead_seconds)}",
+        ),
+        (
+            f"NCCL_IB_RETRY_CNT={timers.retries}",
+            "the most there are: of the same patience in more intervals, a resend comes sooner after a flap",
+        ),
+    ]
+    if timers.adaptive:
+        plain = found.best_plain
+        lines.append(
+            (
+                "mlxreg -d DEVICE --reg_name ROCE_ACCL --set roce_adp_retrans_en=1",
+                f"first resends after ms: all wait {_short(best.wait_seconds)} for a flap, without it "
+                f"{_short(plain.wait_seconds)} at best (timeout {plain.timers.timeout}); lost hours "
+                f"{best.hours_per_month:.3g} and {plain.hours_per_month:.3g}",
+            )
+        )
+    if found.patient is not None:
+        patient = found.patient
+        lines.append(
+            (
+                f"--resilience.patience {patient.timers.patience_seconds / TOLERATED_SECONDS:.2g}, with "
+                f"NCCL_IB_TIMEOUT={patient.timers.timeout}",
+                f"the driver waits for longer flaps: {patient.lost:.1%} end the job, not {best.lost:.1%}, "
+                f"and {patient.hours_per_month:.3g} hours a month are lost instead of "
+                f"{best.hours_per_month:.3g}; but all of the driver's deadlines grow with it",
+            )
+        )
+    return lines
+
+
+def as_json_object(found: Answer, cluster: str, seconds: float | None, out: Path | None) -> dict[str, Any]:
+    """Plain values."""
+    habits = found.habits
+    return {
+        "cluster": cluster,
+        "links": habits.num_links,
+        "flaps_per_month": habits.num_links * habits.flaps_per_month,
+        "down": habits.down.name,
+        "queue_pairs": habits.num_queue_pairs,
+        "restart_seconds": habits.restart_seconds,
+        "driver_seconds": habits.driver_seconds if isfinite(habits.driver_seconds) else None,
+        "iteration_seconds": seconds,
+        "timers": [_fate_as_json(one) for one in found.shown],
+        "best": _fate_as_json(found.best),
+        "best_without_adaptive": _fate_as_json(found.best_plain),
+        "set": [{"setting": setting, "reason": why} for setting, why in _advice(found)],
+        "out": None if out is None else str(out),
+    }
+
+
+def _fate_as_json(one: "Fate") -> dict[str, Any]:
+    timers = one.timers
+    least, most = timers.gives_up_seconds
+    return {
+        "timeout": timers.timeout,
+        "retries": timers.retries,
+        "adaptive": timers.adaptive,
+        "interval_seconds": timers.interval_seconds,
+        "patience_seconds": timers.patience_seconds,
+        "gives_up_seconds": [least, most],
+        "abort_probability": one.lost,
+        "abort_probability_of_queue_pair": one.lost_alone,
+        "wait_seconds": one.wait_seconds,
+        "dead_seconds": one.dead_seconds,
+        "aborts_per_month": one.aborts_per_month,
+        "hours_per_month": one.hours_per_month,
+    }

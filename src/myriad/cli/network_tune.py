@@ -1,0 +1,115 @@
+"""``myriad network tune``: the environment for NCCL and gloo on a cluster, each line with its reason."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from myriad.planner.cluster import Cluster
+    from myriad.planner.tuning import Line
+
+__all__ = ["register"]
+
+_RETRANSMISSION = "mlxreg -d DEVICE --reg_name ROCE_ACCL --set roce_adp_retrans_en=1"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command("tune")(tune)
+
+
+def tune(
+    cluster: Annotated[str, typer.Option(metavar="CLUSTER", help="A cluster file, or a recipe's name.")],
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Change the cluster: nics.transport=roce; again for more."),
+    ] = None,
+    down: Annotated[
+        str,
+        typer.Option(metavar="TIMES", help="For how long links are down, as `myriad network flap` has it."),
+    ] = "lognormal:2:1",
+    driver: Annotated[
+        bool, typer.Option("--driver/--no-driver", help="Whether `myriad train` looks after links.")
+    ] = True,
+    patience: Annotated[float, typer.Option(help="resilience.patience of the job.")] = 1.0,
+    export: Annotated[
+        Literal["sh", "env", "json"] | None,
+        typer.Option(help="Only what is set: for `eval` and job scripts, as an env file, or as JSON."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print every line with its reason as JSON.")
+    ] = False,
+) -> None:
+    """Print the environment for NCCL and gloo on this cluster, each line with its reason.
+
+    A line is there if a fact of the cluster, or a model of its fabric, asks for another value than NCCL's
+    own. What is left alone says why, and what cannot be said without a fact says which.
+
+    eval "$(myriad network tune --cluster CLUSTER --export sh)"; ranks inherit it from `myriad train`.
+    """
+    from myriad.cli.network_flap import Care, Rates, habits_of
+    from myriad.planner import tuning
+    from myriad.recipes.cluster import load_cluster
+
+    found = load_cluster(cluster, what_if or ())
+    lines = tuning.tune(found, habits_of(found, down, Rates(), Care(driver, patience, None)))
+    if as_json or export == "json":
+        typer.echo(_as_json(found, lines, only_set=not as_json))
+    elif export is None:
+        _print(found, lines)
+    else:
+        for text in _exported(lines, export):
+            typer.echo(text)
+
+
+def _exported(lines: "Sequence[Line]", form: Literal["sh", "env"]) -> list[str]:
+    texts = []
+    for line in lines:
+        if line.what == "set" and form == "sh":
+            texts += [f"# {line.reason}", f"export {line.name}={shlex.quote(line.value)}"]
+        elif line.what == "set":
+            texts.append(f"{line.name}={line.value}")
+    return texts
+
+
+def _as_json(cluster: "Cluster", lines: "Sequence[Line]", *, only_set: bool) -> str:
+    if only_set:
+        return json.dumps({line.name: line.value for line in lines if line.what == "set"})
+    every = [
+        {"what": line.what, "name": line.name, "value": line.value or None, "reason": line.reason}
+        for line in lines
+    ]
+    return json.dumps({"cluster": cluster.name, "lines": every, "nics": _nic_settings(cluster)})
+
+
+def _nic_settings(cluster: "Cluster") -> list[str]:
+    nics = cluster.nics
+    if nics is None or nics.transport != "roce" or not nics.adaptive_retransmission:
+        return []
+    return [_RETRANSMISSION]
+
+
+def _print(cluster: "Cluster", lines: "Sequence[Line]") -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    titles = {"set": "set", "left alone": "left alone, NCCL's own choice is right", "not known": "not known"}
+    for what, title in titles.items():
+        some = [line for line in lines if line.what == what]
+        if some:
+            console.print(Text(title, style="bold"))
+        for line in some:
+            console.print(Text(f"  {line.name}" + (f"={line.value}" if line.value else "")), soft_wrap=True)
+            console.print(Text(f"      {line.reason}", style="dim"), soft_wrap=True)
+    if settings := _nic_settings(cluster):
+        console.print(Text("and on every NIC, by its administrator", style="bold"))
+        for setting in settings:
+            console.print(Text(f"  {setting}"), soft_wrap=True)
+            why = "the first resends of what a flap lost come after milliseconds (myriad network flap)"
+            console.print(Text(f"      {why}", style="dim"), soft_wrap=True)
+    note = "Names and defaults: NCCL's documentation. Nothing was run: check with NCCL_DEBUG=INFO."
+    console.print(Text(note, style="dim"), soft_wrap=True)

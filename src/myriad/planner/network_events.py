@@ -1,0 +1,197 @@
+"""What happens to the network in a simulated iteration: a link that is down for a while, a congested uplink.
+
+    --flap node=17:2s@1.5s      a link of node 17 (from 0) is down for 2 s, 1.5 s after the iteration's begin
+    --congested node=17:0.5     what goes in or out of node 17 has half of its rate
+    --congested switch=2:0.5    the same of what goes in or out of the nodes under switch 2
+
+A transfer between nodes that touches such a node goes on until the link goes down, and then again when the
+last of its queue pairs is heard (`network.retransmission`). One that begins meanwhile waits less. A ring is
+as slow as its slowest link, so a whole data-parallel group waits, and a pipeline for its neighbour.
+
+    link     ───────┐ down ┌──────────────────
+    transfer ███████.............███████          rest of it, from the first resend that is answered
+
+Ranks fill nodes in order, as in `stragglers`. Of a node with several NICs one is hit: all tensor-parallel
+ranks of a rank of the pipeline wait for the one that has it.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from myriad.comm.layout import Layout
+from myriad.errors import BadInputError
+from myriad.network.retransmission import (
+    MOST_RETRIES,
+    MOST_TIMEOUT,
+    Timers,
+    lost_probability,
+    mean_wait_seconds,
+)
+
+if TYPE_CHECKING:
+    from myriad.planner.cluster import Cluster
+
+__all__ = ["Congested", "Flap", "NetworkEvents", "read_timers"]
+
+_FLAP = re.compile(r"node=(\d+):(\d+(?:\.\d*)?|\.\d+)s?@(\d+(?:\.\d*)?|\.\d+)s?")
+_CONGESTED = re.compile(r"(node|switch)=(\d+):(\d+(?:\.\d*)?|\.\d+)")
+_TIMERS = re.compile(r"(\d+)(?:x(\d))?(:adaptive)?")
+_QUEUE_PAIRS = 16
+_ELSEWHERE = -1
+"""Where replicas are that stand for others."""
+_CERTAIN = 1 - 1e-9
+
+
+@dataclass(frozen=True)
+class Flap:
+    """A link of a node."""
+
+    node: int
+    down_seconds: float
+    start_seconds: float
+    """From the begin of the iteration."""
+
+
+@dataclass(frozen=True)
+class Congested:
+    """The links of some nodes to the others."""
+
+    nodes: range
+    ratio: float
+    """Of their rate that is left."""
+
+
+def read_timers(text: str) -> Timers:
+    """``20x7``, or ``20x7:adaptive``. Raises `BadInputError`."""
+    match = _TIMERS.fullmatch(text)
+    timeout, retries = (int(match[1]), int(match[2] or MOST_RETRIES)) if match else (0, 0)
+    if match is None or not (1 <= timeout <= MOST_TIMEOUT and 1 <= retries <= MOST_RETRIES):
+        allowed = f"TIMEOUTxRETRIES such as 20x7, or 20x7:adaptive; up to {MOST_TIMEOUT} and {MOST_RETRIES}"
+        raise BadInputError("--timers", text, allowed)
+    return Timers(timeout, retries, match[3] is not None)
+
+
+class NetworkEvents:
+    """Of one iteration of a layout on a cluster."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        cluster: "Cluster",
+        *,
+        flaps: Sequence[str] = (),
+        congested: Sequence[str] = (),
+        timers: Timers,
+    ) -> None:
+        """As a person writes them. Raises `BadInputError`."""
+        self.layout, self.per_node, self.timers = layout, cluster.accelerators_per_node, timers
+        self.nodes_per_switch = cluster.nodes_per_switch
+        self.num_nodes = -(-layout.world // self.per_node)
+        self.begin_seconds = 0.0
+        """Of the iteration that is looked at, by the simulator's clock."""
+        self.flaps = tuple(map(self._flap, flaps))
+        self.congested = tuple(map(self._congested, congested))
+        if (flaps or congested) and self._width > self.per_node:
+            key = "layout.tp"
+            raise BadInputError(
+                key, layout.tp, f"within a node of {self.per_node}, for --flap and --congested"
+            )
+
+    @property
+    def replicas(self) -> set[int]:
+        """That have ranks on nodes which are hit."""
+        nodes = [range(one.node, one.node + 1) for one in self.flaps] + [one.nodes for one in self.congested]
+        ranks_of_replica = self._width * self.layout.pp
+        found: set[int] = set()
+        for some in nodes:
+            first, last = some.start * self.per_node, some.stop * self.per_node - 1
+            found.update(range(first // ranks_of_replica, last // ranks_of_replica + 1))
+        return {replica for replica in found if replica < self.layout.dp}
+
+    def travel(self, begin: float, seconds: float, lanes: Sequence[tuple[int, int]]) -> float:
+        """Seconds of a transfer among (replica, pipeline rank)."""
+        places = {place for lane in lanes for place in self._places(lane)}
+        if len(places) < 2:
+            return seconds
+        for one in self.congested:
+            inside = places & set(one.nodes)
+            if inside and places - inside:
+                seconds /= one.ratio
+        end = begin + seconds
+        for flap in sorted(self.flaps, key=lambda flap: flap.start_seconds):
+            if flap.node in places:
+                end += self._held(begin, end, flap)
+        return end - begin
+
+    def _held(self, begin: float, end: float, flap: Flap) -> float:
+        down = self.begin_seconds + flap.start_seconds
+        up = down + flap.down_seconds
+        hit = max(begin, down)
+        return self.wait_seconds(up - hit) if hit < min(end, up) else 0.0
+
+    def wait_seconds(self, down_seconds: float) -> float:
+        """Until a transfer goes on that a link which is down for so long has stopped."""
+        return float(mean_wait_seconds(self.timers, np.array([down_seconds]), _QUEUE_PAIRS)[0])
+
+    @cached_property
+    def lost_probability(self) -> float:
+        """That the job ends of its flaps."""
+        down = np.array([one.down_seconds for one in self.flaps])
+        survives = 1 - lost_probability(self.timers, down, _QUEUE_PAIRS)
+        return float(1 - survives.prod())
+
+    @property
+    def _width(self) -> int:
+        return self.layout.cp * self.layout.tp * self.layout.ep
+
+    def _places(self, lane: tuple[int, int]) -> range:
+        """Nodes of its ranks."""
+        replica, rank = lane
+        if replica < 0:
+            return range(_ELSEWHERE, _ELSEWHERE + 1)
+        first = (replica * self.layout.pp + rank) * self._width
+        return range(first // self.per_node, (first + self._width - 1) // self.per_node + 1)
+
+    def _flap(self, text: str) -> Flap:
+        match = _FLAP.fullmatch(text)
+        if match is None:
+            raise BadInputError("--flap", text, "node=NUMBER:SECONDSs@STARTs, like node=17:2s@1.5s")
+        found = Flap(self._node("--flap", text, int(match[1])), float(match[2]), float(match[3]))
+        if found.down_seconds <= 0:
+            raise BadInputError("--flap", text, "down for some time, above 0 s")
+        lost = lost_probability(self.timers, np.array([found.down_seconds]), _QUEUE_PAIRS)[0]
+        if lost > _CERTAIN:
+            longest = self.timers.longer[1] * float(self.timers.resends[-1])
+            raise BadInputError(
+                "--flap", text, f"at most {longest:.3g} s with these --timers: the job ends of it"
+            )
+        return found
+
+    def _congested(self, text: str) -> Congested:
+        match = _CONGESTED.fullmatch(text)
+        if match is None or not 0 < float(match[3]) <= 1:
+            allowed = "node=NUMBER:SHARE or switch=NUMBER:SHARE, like node=17:0.5: above 0, at most 1"
+            raise BadInputError("--congested", text, allowed)
+        number, ratio = int(match[2]), float(match[3])
+        if match[1] == "node":
+            node = self._node("--congested", text, number)
+            return Congested(range(node, node + 1), ratio)
+        below = self.nodes_per_switch or self.num_nodes
+        num_switches = -(-self.num_nodes // below)
+        if number >= num_switches:
+            where = f"the job's {self.num_nodes} nodes are under {num_switches} of them"
+            raise BadInputError("--congested", text, f"switch 0 to {num_switches - 1}: {where}")
+        return Congested(range(number * below, min((number + 1) * below, self.num_nodes)), ratio)
+
+    def _node(self, key: str, text: str, number: int) -> int:
+        if self.num_nodes < 2:
+            raise BadInputError(key, text, "a job on several nodes: this one is on one, and uses no network")
+        if number >= self.num_nodes:
+            allowed = f"node 0 to {self.num_nodes - 1}: the job's {self.layout.world} ranks are on them"
+            raise BadInputError(key, text, allowed)
+        return number
