@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from quiet import others_at_work
 
 from myriad.network.flows import Flows
 from myriad.network.max_min import finish_seconds, max_min
 from myriad.network.routing import Routes, ecmp
 from myriad.planner.cluster_fabric import fabric_of
 from myriad.recipes.cluster import load_cluster
+from quiet import others_at_work
 
 
 def main() -> None:
