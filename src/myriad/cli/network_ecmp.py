@@ -182,8 +182,9 @@ def _tell(told: dict[str, Any], title: str, rows: "Sequence[Row]", as_json: bool
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    grid = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     grid.add_column("", no_wrap=True)
     has_range = any(row.low_ratio < row.high_ratio for row in rows)
     names = ("slowest", *(("p5", "p95") if has_range else ()), "mean", "held up", "conflict")
@@ -195,5 +196,6 @@ def _tell(told: dict[str, Any], title: str, rows: "Sequence[Row]", as_json: bool
         cells += [f"{row.held_up_ratio:.0%}", f"{row.conflict_probability:.0%}"]
         grid.add_row(row.name, *cells, style="bold" if row.is_asked else "")
     console = Console()
+    console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(grid)
     console.print(advice(rows), style="dim", markup=False, highlight=False)
