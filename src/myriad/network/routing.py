@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from myriad.network.fabric import Fabric, Numbers, Ordinals
 from myriad.network.flows import Flows, Paths
+from myriad.network.memory import check_memory
 from myriad.network.walk import ADAPTIVE, FAR, HASHED, IN_TURN, follow, measure
 
 __all__ = ["Routes", "adaptive", "ecmp", "into_queue_pairs", "spray"]
@@ -39,7 +40,9 @@ class Routes:
         """(H, S) Links from a switch to the nearest of a home's."""
         fabric, (_, first, switch) = self.fabric, self._homes
         start, link = fabric.leaving
-        out = np.full((len(first) - 1, fabric.num_vertices - fabric.num_ports), FAR, dtype=np.int16)
+        size = (len(first) - 1, fabric.num_vertices - fabric.num_ports)
+        check_memory(f"distances between {size[1]} switches", 2.0 * size[0] * size[1])
+        out = np.full(size, FAR, dtype=np.int16)
         measure(out, first, switch, start, link, fabric.target, fabric.num_ports)
         return out
 

@@ -66,8 +66,8 @@ def test_a_large_switch_has_an_answer_and_a_larger_one_a_line() -> None:
 
 
 def test_the_fabric_agrees_with_the_odds() -> None:
-    """Eight nodes of four ports send to eight under another switch: 32 flows hash once, on their way up, and
-    on a fabric whose spine has one switch all ways down from it are another throw of 32 on 32."""
+    """Eight nodes of four ports send to eight under another switch. Each uplink leads to a spine of its own,
+    from where one cable goes down: 32 flows are thrown once on 32."""
     shape = FabricShape(kind="clos2", nodes_per_switch=8)
     fabric = build(shape, name="two", num_nodes=16, ports_per_node=4, nic_bytes_per_second=25e9)
     source = np.arange(32, dtype=np.int32)
