@@ -9,7 +9,7 @@ pair is.
 Put as Poisson variables that are known to add up to n, so that no number gets large; the power by Fourier
 transform. The hash is taken as even: what `routing` makes of real port numbers agrees.
 
-    hash       as above
+    hash       as above; alike: as above, and on a fabric all switches hash as one
     adaptive   a switch that gives each ball to the emptiest bin: none holds more than the mean, rounded up
     spray      packet by packet: all uplinks together are one
 """
@@ -25,7 +25,7 @@ from myriad.network.fabric import Numbers
 
 __all__ = ["MOST_BALLS", "Conflicts", "Rule", "conflicts", "fullest"]
 
-Rule = Literal["hash", "adaptive", "spray"]
+Rule = Literal["hash", "alike", "adaptive", "spray"]
 
 MOST_BALLS = 2**16
 """Flows x queue pairs: above that an answer would take minutes."""

@@ -112,7 +112,7 @@ def _routed(routes: Routes, flows: Flows, rule: Rule, queue_pairs: int, seed: in
     if rule == "spray":
         return spray(routes, flows, _WAYS, seed)[1]
     parts = into_queue_pairs(flows, queue_pairs)
-    return adaptive(routes, parts) if rule == "adaptive" else ecmp(routes, parts, seed)
+    return adaptive(routes, parts) if rule == "adaptive" else ecmp(routes, parts, seed, alike=rule == "alike")
 
 
 def _alone(fabric: Fabric) -> Numbers:

@@ -130,6 +130,7 @@ def fabric_rows(question: FabricQuestion) -> list[Row]:
     for more in _MORE:
         changed = replace(question, queue_pairs=pairs * more, draws=min(question.draws, _FEW_DRAWS))
         rows.append(_drawn(changed, f"{pairs * more} queue pairs a flow", routes))
+    rows.append(_drawn(question, "all switches hash as one", routes, rule="alike"))
     rows.append(_drawn(question, "adaptive routing", routes, rule="adaptive"))
     few = replace(question, draws=min(question.draws, _FEW_DRAWS))
     rows.append(_drawn(few, "packet spraying", routes, rule="spray"))

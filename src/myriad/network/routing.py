@@ -19,7 +19,7 @@ import numpy.typing as npt
 from myriad.network.fabric import Fabric, Numbers, Ordinals
 from myriad.network.flows import Flows, Paths
 from myriad.network.memory import check_memory
-from myriad.network.walk import ADAPTIVE, FAR, HASHED, IN_TURN, follow, measure
+from myriad.network.walk import ADAPTIVE, ALIKE, FAR, HASHED, IN_TURN, follow, measure
 
 __all__ = ["Routes", "adaptive", "ecmp", "into_queue_pairs", "spray"]
 
@@ -81,9 +81,10 @@ def into_queue_pairs(flows: Flows, num_queue_pairs: int) -> Flows:
     )
 
 
-def ecmp(routes: Routes, flows: Flows, seed: int = 0) -> Paths:
-    """By hash: the same seed gives the same paths."""
-    return _walk(routes, flows, seed, HASHED, np.zeros(len(flows)))
+def ecmp(routes: Routes, flows: Flows, seed: int = 0, *, alike: bool = False) -> Paths:
+    """By hash: the same seed gives the same paths. ``alike``: all switches hash as one, so that flows which
+    met at the first meet again further up."""
+    return _walk(routes, flows, seed, ALIKE if alike else HASHED, np.zeros(len(flows)))
 
 
 def adaptive(routes: Routes, flows: Flows, weights: Numbers | None = None) -> Paths:

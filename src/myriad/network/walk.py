@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from myriad.network.fabric import Numbers, Ordinals
 
-__all__ = ["ADAPTIVE", "FAR", "HASHED", "IN_TURN", "follow", "measure"]
+__all__ = ["ADAPTIVE", "ALIKE", "FAR", "HASHED", "IN_TURN", "follow", "measure"]
 
-HASHED, IN_TURN, ADAPTIVE = 0, 1, 2
+HASHED, IN_TURN, ADAPTIVE, ALIKE = 0, 1, 2, 3
 FAR = 2**14
 """No way leads there."""
 
@@ -69,9 +69,12 @@ def follow(
     rule: int,
     extra: Numbers,
 ) -> None:
-    """Fills ``hop[f, : count[f]]`` with links. HASHED: by the switch's hash. IN_TURN: after the last one that
-    the switch took for this home; the hash says where it begins. ADAPTIVE: the link with the least load, to
-    which the flow adds ``extra[f]``."""
+    """Fills ``hop[f, : count[f]]`` with links.
+
+    HASHED    by the switch's hash; ALIKE: by one that all have
+    IN_TURN   after the last one that the switch took for this home; the hash says where it begins
+    ADAPTIVE  the link with the least load, to which the flow adds ``extra[f]``
+    """
     load = np.zeros(len(end))
     turn = np.zeros((distance.shape[0], len(start)) if rule == IN_TURN else (1, 1), dtype=np.int32)
     options = np.empty(max(1, np.max(start[1:] - start[:-1])), dtype=np.int32)
@@ -87,7 +90,8 @@ def follow(
                 taken = options[drawn % np.uint64(num)]
                 turn[home[flow], here] += 1
             else:
-                taken = options[_drawn(seed, here, source[flow], goal, entropy[flow]) % np.uint64(num)]
+                own = 0 if rule == ALIKE else here
+                taken = options[_drawn(seed, own, source[flow], goal, entropy[flow]) % np.uint64(num)]
             hop[flow, count[flow]] = taken
             count[flow] += 1
             here = end[taken]

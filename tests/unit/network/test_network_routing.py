@@ -92,8 +92,10 @@ def test_switches_choose_independently_of_each_other() -> None:
     fabric = make(64, 1, kind="clos3", nodes_per_pod=16)
     flows = into_queue_pairs(flows_of([(0, 63)]), 512)
     paths = ecmp(Routes(fabric), flows)
-    up = [link for link in np.unique(paths.link) if fabric.tier[fabric.target[link]] == 3]
-    assert len(up) == np.sum((fabric.tier[fabric.source] == 2) & (fabric.tier[fabric.target] == 3)) / 4
+    into_core = (fabric.tier[fabric.source] == 2) & (fabric.tier[fabric.target] == 3)
+    assert into_core[np.unique(paths.link)].sum() == into_core.sum() / 4, "all of the pod's"
+    alike = ecmp(Routes(fabric), flows, alike=True)
+    assert into_core[np.unique(alike.link)].sum() == 4, "one from each of four aggregation switches"
 
 
 def loads(fabric: Fabric, paths: Paths, tier: int) -> np.ndarray:
