@@ -1,18 +1,18 @@
-"""Congestion controls and switch settings: published parameter sets that the fluid and the packet level share.
+"""Congestion controls and switch settings: published numbers that the fluid and the packet level share.
 
 A control says how a sender changes its rate, or its window, on what it hears about the network:
 
-    Dcqcn    marks: the receiver tells the sender that switches marked packets (a CNP); the sender cuts its rate
+    Dcqcn    marks: the receiver tells the sender that switches marked packets (a CNP), and it cuts its rate
     Swift    delay: round-trip time against a target; the sender changes its window
-    Hpcc     telemetry: each switch writes queue and sent bytes into the packet; the sender computes its window
+    Hpcc     telemetry: each switch writes its queue and what it sent into the packet; the window follows
     Hybrid   marks say when to cut, delay says how much
 
-Invariant: an object is numbers only; both levels of the model take the same object, so they cannot drift apart
-in their parameters. Rates are bytes per second: Mbit/s of the sources divided by 8.
+Invariant: an object is numbers only, and both levels of the model take the same object, so that they cannot
+drift apart in their parameters. Rates are bytes per second: Mbit/s of the sources divided by 8.
 
 Sources, named at each number:
 [D]  Zhu et al., Congestion Control for Large-Scale RDMA Deployments, SIGCOMM 2015
-[DS] their simulator, github.com/bobzhuyb/ns3-rdma, mix/config.txt
+[DS] their simulator, github.com/bobzhuyb/ns3-rdma, windows/ns-3-dev/mix/config.txt
 [N]  NVIDIA, DCQCN CC Parameters (DOCA SDK), the column of defaults, and `mlxconfig query` of a ConnectX
 [B]  Barre: Empowering Simplified and Versatile Programmable Congestion Control, USENIX ATC 2025, table 2
 [H]  Li et al., HPCC: High Precision Congestion Control, SIGCOMM 2019
@@ -80,15 +80,15 @@ class Dcqcn:
     def paper(cls) -> Self:
         """As published in 2015, for 40 Gbit/s."""
         return cls(
-            gain=1 / 256,  # [D] figure 14
-            alpha_timer_seconds=55 * _MICRO,  # [D] figure 14
+            gain=1 / 256,  # [D] table 14
+            alpha_timer_seconds=55 * _MICRO,  # [D] table 14
             cnp_interval_seconds=50 * _MICRO,  # [D] section 3.1 and figure 14
             cut_interval_seconds=0,  # [D] figure 7: each CNP cuts
             largest_cut_ratio=0.5,  # [D] equation 1: alpha / 2, alpha at most 1
-            increase_timer_seconds=55 * _MICRO,  # [D] figure 14
-            increase_bytes=10e6,  # [D] figure 14
+            increase_timer_seconds=55 * _MICRO,  # [D] table 14
+            increase_bytes=10e6,  # [D] table 14
             fast_recovery_steps=5,  # [D] section 3.1
-            additive_bytes_per_second=40 * _MBIT,  # [D] figure 14
+            additive_bytes_per_second=40 * _MBIT,  # [DS] RATE_AI
             hyper_bytes_per_second=200 * _MBIT,  # [DS] RATE_HAI
             min_bytes_per_second=100 * _MBIT,  # [HS] MIN_RATE of mix/config.txt
             clamp_target=True,  # [D] equation 1
@@ -253,6 +253,7 @@ CONTROLS: dict[str, Control] = {
     "dcqcn-paper": Dcqcn.paper(),
     "dcqcn": Dcqcn.connectx(),
     "dcqcn-tuned": Dcqcn.tuned(),
+    "dcqcn-simulator": Dcqcn.simulator(25e9),
     "swift": Swift.published(),
     "swift-whole-packets": Swift.whole_packets(),
     "hpcc": Hpcc.published(),
@@ -274,7 +275,7 @@ class SwitchSettings:
     ecn_min_bytes: float
     """Kmin: packets that find less in the queue of their port are not marked."""
     ecn_max_bytes: float
-    """Kmax: those that find more are all marked; between, the probability rises from 0 to ``ecn_max_ratio``."""
+    """Kmax: those that find more are all marked; between, probability rises from 0 to ``ecn_max_ratio``."""
     ecn_max_ratio: float
     """Pmax."""
     pfc_xoff_bytes: float
@@ -313,11 +314,11 @@ class SwitchSettings:
 
     @classmethod
     def paper(cls) -> Self:
-        """As in [D], for 40 Gbit/s: section 4 for PFC (12 MB, 32 ports), figure 14 for marks."""
+        """As in [D], for 40 Gbit/s: section 4 for PFC (12 MB, 32 ports), table 14 for marks."""
         return cls(
-            ecn_min_bytes=5e3,  # [D] figure 14
-            ecn_max_bytes=200e3,  # [D] figure 14
-            ecn_max_ratio=0.01,  # [D] figure 14
+            ecn_min_bytes=5e3,  # [D] table 14
+            ecn_max_bytes=200e3,  # [D] table 14
+            ecn_max_ratio=0.01,  # [D] table 14
             pfc_xoff_bytes=24.47e3,  # [D] section 4, static bound
             pfc_xon_bytes=24.47e3 - 2 * 1500,  # [D] section 4: two MTU below
             pfc_headroom_bytes=22.4e3,  # [D] section 4
