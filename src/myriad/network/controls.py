@@ -26,14 +26,17 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from myriad.errors import BadInputError
+from myriad.network.switch_settings import PACKET_BYTES, SwitchSettings
 
 __all__ = [
     "CONTROLS",
+    "PACKET_BYTES",
     "Control",
     "Dcqcn",
     "Hpcc",
     "Hybrid",
     "Swift",
+    "SwitchSettings",
     "control",
 ]
 
@@ -159,6 +162,8 @@ class Swift:
     largest_cut_ratio: float
     min_packets: float
     """Least window. Below 1, one packet is sent each (round-trip time / window)."""
+    max_packets: float
+    """Largest window."""
 
     @classmethod
     def published(cls) -> Self:
@@ -173,6 +178,7 @@ class Swift:
             beta=0.8,  # [SS] _beta
             largest_cut_ratio=0.5,  # [SS] _max_mdf
             min_packets=0.001,  # [S] section 3.1: far below one
+            max_packets=1000,  # [SS] _max_cwnd
         )
 
     @classmethod
@@ -227,6 +233,7 @@ class Hybrid:
     largest_cut_ratio: float
     recovery_steps: int
     min_packets: float
+    max_packets: float
 
     @classmethod
     def ours(cls) -> Self:
@@ -241,6 +248,7 @@ class Hybrid:
             largest_cut_ratio=swift.largest_cut_ratio,
             recovery_steps=2,  # our choice
             min_packets=swift.min_packets,
+            max_packets=swift.max_packets,
         )
 
 
