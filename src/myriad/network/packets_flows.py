@@ -1,0 +1,365 @@
+"""NICs: whose turn it is, what a receiver answers, when a sender sends again, when it gives up.
+
+A NIC has no queue: when its link is free the next flow in turn sends one packet, if its window and its rate
+let it. The receiver answers each packet at once; the answer travels back in a class of its own, never waits,
+and is lost only with a link that is down.
+
+Go-back-N (InfiniBand reliable connection): a packet that does not come next is thrown away and refused once,
+until the one that is missing arrives; the sender goes back to it. Selective repeat (as in IRN, SIGCOMM 2018): the
+receiver keeps it and says what it got. A path is first in, first out, so whatever was sent before something
+that has been acknowledged, and is not known to have arrived, is lost and sent again.
+
+A timer runs while anything is in flight, anew with each progress. At its end all in flight is sent again, and the
+timer grows by `backoff`; after `retries` such times in a row the flow aborts (a queue pair in error).
+"""
+
+from typing import Any
+
+from myriad.network.packets_controls import DCQCN, begin, heard, lost, sending, told
+from myriad.network.packets_heap import push
+from myriad.network.packets_links import discard, is_down
+from myriad.network.packets_state import (
+    ABORTED,
+    BLOCKED,
+    DONE,
+    NONE,
+    PACED,
+    READY,
+    UNSTARTED,
+    compiled,
+    inlined,
+)
+
+__all__ = ["acknowledge", "receive", "take_turn", "time_out", "wake"]
+
+_ARRIVED, _KNOWN = 1, 2
+
+
+@compiled
+def _may_send(flow: Any, is_selective: Any) -> Any:
+    if is_selective:
+        if flow.next_sent - flow.first_sent >= flow.limit_packets:
+            return False
+        if flow.first_lost != flow.next_lost:
+            return True
+        return flow.next_sequence < flow.num_packets and flow.next_sequence - flow.acked <= flow.ring_mask
+    return flow.next_sequence < flow.num_packets and flow.next_sequence - flow.acked < flow.limit_packets
+
+
+@compiled
+def _line_up(links: Any, flows: Any, f: Any) -> None:
+    """Flow f takes its turn at its NIC after those that wait."""
+    flow = flows[f]
+    link = links[flow.nic]
+    flow.state, flow.next_ready = READY, NONE
+    if link.ready_head == NONE:
+        link.ready_head = f
+    else:
+        flows[link.ready_tail].next_ready = f
+    link.ready_tail = f
+
+
+@inlined
+def _go_on(s: Any, f: Any, now: Any) -> Any:
+    """A flow that was blocked may be so no longer. Says which link has work, or NONE."""
+    flow = s.flows[f]
+    if flow.state != BLOCKED or not _may_send(flow, s.knobs[0].is_selective):
+        return NONE
+    if flow.next_send_ps > now:
+        flow.state = PACED
+        push(s.heap, s.clock[0], flow.next_send_ps, 3 * s.links.shape[0] + s.flows.shape[0] + f)
+        return NONE
+    _line_up(s.links, s.flows, f)
+    return flow.nic
+
+
+@inlined
+def wake(s: Any, f: Any, now: Any) -> Any:
+    """A flow begins, or may send again at its rate. Says which link has work, or NONE."""
+    flow = s.flows[f]
+    if flow.state == UNSTARTED:
+        flow.start_ps = now
+        begin(flow, s.knobs[0], now)
+        if flow.num_packets == 0:
+            flow.state = DONE
+            s.clock[0].num_open -= 1
+            _arrive(s, f, now)
+            return NONE
+    elif flow.state != PACED:
+        return NONE
+    flow.state = BLOCKED
+    return _go_on(s, f, now)
+
+
+@inlined
+def take_turn(s: Any, out: Any, now: Any) -> Any:
+    """A packet of the next flow whose turn it is, or NONE."""
+    link, knobs = s.links[out], s.knobs[0]
+    while link.ready_head != NONE:
+        f = link.ready_head
+        flow = s.flows[f]
+        link.ready_head = flow.next_ready
+        if flow.state != READY:
+            continue
+        flow.state = BLOCKED
+        sequence = _next_to_send(flow, s.ring, s.known, knobs.is_selective)
+        if sequence == NONE:
+            continue
+        p = _make_packet(s, f, sequence, now)
+        num_bytes = s.packets[p].num_bytes
+        if knobs.kind == DCQCN:
+            sending(flow, knobs, num_bytes, now)
+        flow.next_send_ps = now + int(num_bytes * flow.pace_ps_per_byte)
+        free = now + int(num_bytes * link.ps_per_byte)
+        _go_on(s, f, free)
+        return p
+    return NONE
+
+
+@compiled
+def _next_to_send(flow: Any, ring: Any, known: Any, is_selective: Any) -> Any:
+    """Number of the packet, counted as sent; NONE if the window is full or all is sent."""
+    if not _may_send(flow, is_selective):
+        return NONE
+    sequence = flow.next_sequence
+    if not is_selective:
+        flow.next_sequence += 1
+        return sequence
+    base, mask = flow.ring, flow.ring_mask
+    while flow.first_lost != flow.next_lost:
+        sequence = ring[1, base + (flow.first_lost & mask)]
+        flow.first_lost += 1
+        if sequence >= flow.acked and not known[base + (sequence & mask)] & _KNOWN:
+            ring[0, base + (flow.next_sent & mask)] = sequence
+            flow.next_sent += 1
+            return sequence
+    if flow.next_sequence >= flow.num_packets or flow.next_sequence - flow.acked > mask:
+        return NONE
+    sequence = flow.next_sequence
+    flow.next_sequence += 1
+    ring[0, base + (flow.next_sent & mask)] = sequence
+    flow.next_sent += 1
+    return sequence
+
+
+@inlined
+def _make_packet(s: Any, f: Any, sequence: Any, now: Any) -> Any:
+    clock, flow, knobs = s.clock[0], s.flows[f], s.knobs[0]
+    p = clock.free_head
+    packet = s.packets[p]
+    clock.free_head = packet.next
+    clock.num_free -= 1
+    packet.flow, packet.sequence, packet.hop, packet.sent_ps = f, sequence, flow.first_hop, now
+    packet.num_bytes = flow.last_bytes if sequence == flow.num_packets - 1 else knobs.full_bytes
+    packet.order, packet.is_marked, packet.is_refusal = flow.next_sent - 1, 0, 0
+    flow.num_sent += 1
+    if sequence < flow.most_sequence:
+        flow.num_resent += 1
+    else:
+        flow.most_sequence = sequence + 1
+    if sequence == flow.acked or flow.next_sent - flow.first_sent == 1:
+        flow.deadline_ps = now + flow.timeout_ps
+    if not flow.has_timer:
+        flow.has_timer = 1
+        slot = 3 * s.links.shape[0] + 2 * s.flows.shape[0] + f
+        push(s.heap, clock, flow.deadline_ps, slot)
+    return p
+
+
+@inlined
+def receive(s: Any, p: Any, now: Any) -> None:
+    """A packet is at its target; its record becomes the answer."""
+    packet = s.packets[p]
+    flow, knobs = s.flows[packet.flow], s.knobs[0]
+    if flow.state == ABORTED or not _takes(s.known, flow, packet, knobs.is_selective):
+        discard(s, p)
+        return
+    if packet.is_marked:
+        flow.num_marks += 1
+        if knobs.kind == DCQCN:
+            # The CNP rides with the answer: a mark without one is not told.
+            packet.is_marked = now - flow.told_ps >= knobs.cnp_interval_ps
+            if packet.is_marked:
+                flow.told_ps = now
+    if flow.num_received == flow.num_packets and flow.finish_ps < 0:
+        _arrive(s, packet.flow, now)
+    if knobs.has_outages and _is_lost_on_the_way(s, flow, now):
+        discard(s, p)
+        return
+    _answer(s, p, now)
+
+
+@inlined
+def _answer(s: Any, p: Any, now: Any) -> None:
+    packet = s.packets[p]
+    f = packet.flow
+    flow = s.flows[f]
+    packet.acknowledged, packet.due_ps, packet.next = flow.received, now + flow.reply_ps, NONE
+    if flow.reply_head == NONE:
+        flow.reply_head = p
+        push(s.heap, s.clock[0], packet.due_ps, 3 * s.links.shape[0] + f)
+    else:
+        s.packets[flow.reply_tail].next = p
+    flow.reply_tail = p
+
+
+@compiled
+def _takes(known: Any, flow: Any, packet: Any, is_selective: Any) -> Any:
+    """Whether the receiver answers this packet, and what it then has."""
+    sequence = packet.sequence
+    if sequence < flow.received:
+        flow.num_discarded += 1
+        return True
+    if is_selective:
+        _keep(known, flow, sequence)
+        return True
+    if sequence == flow.received:
+        flow.received += 1
+        flow.num_received += 1
+        flow.is_refused = 0
+        return True
+    flow.num_discarded += 1
+    if flow.is_refused:
+        return False
+    flow.is_refused = packet.is_refusal = 1
+    return True
+
+
+@compiled
+def _keep(known: Any, flow: Any, sequence: Any) -> None:
+    base, mask = flow.ring, flow.ring_mask
+    if known[base + (sequence & mask)] & _ARRIVED:
+        flow.num_discarded += 1
+        return
+    known[base + (sequence & mask)] |= _ARRIVED
+    flow.num_received += 1
+    while flow.received < flow.num_packets and known[base + (flow.received & mask)] & _ARRIVED:
+        known[base + (flow.received & mask)] &= _KNOWN
+        flow.received += 1
+
+
+@compiled
+def _arrive(s: Any, f: Any, now: Any) -> None:
+    """All of a flow has arrived: those that wait for it begin."""
+    flow = s.flows[f]
+    flow.finish_ps = now
+    child = flow.first_child
+    while child != NONE:
+        slot = 3 * s.links.shape[0] + s.flows.shape[0] + child
+        push(s.heap, s.clock[0], max(now, s.flows[child].start_ps), slot)
+        child = s.flows[child].next_child
+
+
+@compiled
+def _is_lost_on_the_way(s: Any, flow: Any, now: Any) -> Any:
+    """Whether an answer meets a link that is down: taken at one moment, since it is short."""
+    for hop in range(flow.first_hop, flow.last_hop + 1):
+        if is_down(s.links, s.outages, s.hops[hop] ^ 1, s.clock[0].now_ps, now, now):
+            return True
+    return False
+
+
+@inlined
+def acknowledge(s: Any, f: Any, now: Any) -> Any:
+    """A flow's first answer reaches its sender. Says which link has work, or NONE."""
+    flow, knobs = s.flows[f], s.knobs[0]
+    p = flow.reply_head
+    packet = s.packets[p]
+    flow.reply_head = packet.next
+    if packet.next != NONE:
+        push(s.heap, s.clock[0], s.packets[packet.next].due_ps, 3 * s.links.shape[0] + f)
+    discard(s, p)
+    if flow.state == DONE or flow.state == ABORTED:
+        return NONE
+    num_new, is_loss = _learn(flow, packet, s.ring, s.known, knobs.is_selective)
+    if num_new > 0:
+        flow.num_retries, flow.timeout_ps = 0, knobs.timeout_ps
+        flow.deadline_ps = now + flow.timeout_ps
+    if is_loss:
+        lost(flow, knobs, now)
+    elif knobs.kind == DCQCN:
+        if packet.is_marked:
+            told(flow, knobs, now)
+    else:
+        heard(s, f, p, num_new, now)
+    if flow.acked == flow.num_packets:
+        flow.state = DONE
+        s.clock[0].num_open -= 1
+        return NONE
+    return _go_on(s, f, now)
+
+
+@compiled
+def _learn(flow: Any, packet: Any, ring: Any, known: Any, is_selective: Any) -> Any:
+    """What the sender knows from an answer: how many packets more have arrived, whether one is lost."""
+    if is_selective:
+        return _learn_one(flow, packet, ring, known)
+    num_new = max(0, packet.acknowledged - flow.acked)
+    flow.acked += num_new
+    flow.next_sequence = max(flow.next_sequence, flow.acked)
+    if packet.is_refusal and packet.acknowledged == flow.acked:
+        flow.next_sequence = flow.acked
+        return num_new, True
+    return num_new, False
+
+
+@compiled
+def _learn_one(flow: Any, packet: Any, ring: Any, known: Any) -> Any:
+    base, mask = flow.ring, flow.ring_mask
+    num_new, is_loss = 0, False
+    place = base + (packet.sequence & mask)
+    if packet.sequence >= flow.acked and not known[place] & _KNOWN:
+        known[place] |= _KNOWN
+        num_new = 1
+    while flow.acked < packet.acknowledged or (
+        flow.acked < flow.most_sequence and known[base + (flow.acked & mask)] & _KNOWN
+    ):
+        known[base + (flow.acked & mask)] &= _ARRIVED
+        flow.acked += 1
+    while flow.first_sent <= packet.order:
+        is_loss |= _give_up(flow, ring, known)
+    return num_new, is_loss
+
+
+@compiled
+def _give_up(flow: Any, ring: Any, known: Any) -> Any:
+    """The oldest in flight is so no longer: to be sent again, if it is not known to have arrived."""
+    base, mask = flow.ring, flow.ring_mask
+    sequence = ring[0, base + (flow.first_sent & mask)]
+    flow.first_sent += 1
+    if sequence < flow.acked or known[base + (sequence & mask)] & _KNOWN:
+        return False
+    ring[1, base + (flow.next_lost & mask)] = sequence
+    flow.next_lost += 1
+    return True
+
+
+@inlined
+def time_out(s: Any, f: Any, now: Any) -> Any:
+    """A flow's timer rings. Says which link has work, or NONE."""
+    flow, knobs = s.flows[f], s.knobs[0]
+    slot = 3 * s.links.shape[0] + 2 * s.flows.shape[0] + f
+    flow.has_timer = 0
+    if flow.state == DONE or flow.state == ABORTED:
+        return NONE
+    in_flight = flow.next_sent - flow.first_sent if knobs.is_selective else flow.next_sequence - flow.acked
+    if in_flight == 0:
+        return NONE
+    if flow.deadline_ps > now:
+        flow.has_timer = 1
+        push(s.heap, s.clock[0], flow.deadline_ps, slot)
+        return NONE
+    flow.num_timeouts += 1
+    flow.num_retries += 1
+    if flow.num_retries > knobs.retries:
+        flow.state = ABORTED
+        s.clock[0].num_open -= 1
+        return NONE
+    flow.timeout_ps = int(flow.timeout_ps * knobs.backoff)
+    if knobs.is_selective:
+        while flow.first_sent < flow.next_sent:
+            _give_up(flow, s.ring, s.known)
+    else:
+        flow.next_sequence = flow.acked
+    lost(flow, knobs, now)
+    return _go_on(s, f, now)

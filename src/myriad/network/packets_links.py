@@ -1,0 +1,135 @@
+"""Switches and wires: output queues with ECN marks, a shared buffer, pauses by ingress, loss and down times.
+
+A switch has one queue per link that leaves it, first in, first out. A packet counts in the queue from its arrival
+until its first bit is sent, and so long also against the link it came by: over `xoff_bytes` that link's sender is
+told to stop, below `xon_bytes` to go on (PFC, IEEE 802.1Qbb). A stopped link ends the packet it is sending;
+what waits for it waits, whoever sent it and wherever it goes: head-of-line blocking is not modelled, it happens.
+
+A packet that finds more than Kmin in its queue is marked with the probability of the settings (DCQCN, SIGCOMM
+2015, section 3.1: on arrival, by the queue of that moment). One that the buffer has no room for is dropped. One
+that is being sent while the link is down, or that chance picks, is lost on the wire.
+"""
+
+from typing import Any
+
+from myriad.network.packets_heap import push
+from myriad.network.packets_state import NONE, compiled, inlined
+
+__all__ = ["discard", "enqueue", "is_down", "take_queued", "uniform"]
+
+
+@compiled
+def uniform(clock: Any) -> Any:
+    """A random number in [0, 1): splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    clock.random += 0x9E3779B97F4A7C15
+    mixed = clock.random
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
+    return ((mixed ^ (mixed >> 31)) >> 11) * (1.0 / (1 << 53))
+
+
+@inlined
+def discard(s: Any, p: Any) -> None:
+    """Packet p's record can be used again."""
+    clock = s.clock[0]
+    s.packets[p].next = clock.free_head
+    clock.free_head = p
+    clock.num_free += 1
+
+
+@inlined
+def enqueue(s: Any, came_by: Any, p: Any, now: Any) -> Any:
+    """Packet p has come to the end of a link: into the queue of its next. Says which link has work, or NONE."""
+    knobs, packet, came = s.knobs[0], s.packets[p], s.links[came_by]
+    packet.hop += 1
+    out = s.hops[packet.hop]
+    link, switch = s.links[out], s.switches[came.to_switch]
+    if switch.used_bytes + packet.num_bytes > knobs.buffer_bytes:
+        link.num_drops += 1
+        discard(s, p)
+        return NONE
+    if link.queue_bytes > knobs.ecn_min_bytes and _is_marked(s.clock[0], knobs, link.queue_bytes):
+        packet.is_marked = 1
+        link.num_marks += 1
+    switch.used_bytes += packet.num_bytes
+    came.held_bytes += packet.num_bytes
+    packet.came_by = came_by
+    if came.held_bytes > knobs.xoff_bytes and not came.is_pausing:
+        came.is_pausing = 1
+        _tell(s, came_by, now)
+    _count(s, out, now)
+    link.queue_bytes += packet.num_bytes
+    link.most_queue_bytes = max(link.most_queue_bytes, link.queue_bytes)
+    packet.next = NONE
+    if link.queue_head == NONE:
+        link.queue_head = p
+    else:
+        s.packets[link.queue_tail].next = p
+    link.queue_tail = p
+    return out
+
+
+@inlined
+def take_queued(s: Any, out: Any, now: Any) -> Any:
+    """The first packet of a queue leaves it, or NONE."""
+    link = s.links[out]
+    p = link.queue_head
+    if p == NONE:
+        return NONE
+    packet = s.packets[p]
+    came = s.links[packet.came_by]
+    link.queue_head = packet.next
+    _count(s, out, now)
+    link.queue_bytes -= packet.num_bytes
+    came.held_bytes -= packet.num_bytes
+    s.switches[link.from_switch].used_bytes -= packet.num_bytes
+    if came.is_pausing and came.held_bytes <= s.knobs[0].xon_bytes:
+        came.is_pausing = 0
+        _tell(s, packet.came_by, now)
+    return p
+
+
+@compiled
+def _is_marked(clock: Any, knobs: Any, queue_bytes: Any) -> Any:
+    if queue_bytes > knobs.ecn_max_bytes:
+        return True
+    share = (queue_bytes - knobs.ecn_min_bytes) / (knobs.ecn_max_bytes - knobs.ecn_min_bytes)
+    return uniform(clock) < share * knobs.ecn_max_ratio
+
+
+@inlined
+def _count(s: Any, out: Any, now: Any) -> None:
+    """Until now the queue was as long as it is."""
+    link = s.links[out]
+    s.histogram[out, s.bins[link.queue_bytes >> 8]] += now - link.seen_ps
+    link.seen_ps = now
+
+
+@inlined
+def _tell(s: Any, came_by: Any, now: Any) -> None:
+    """A frame to the sender of a link: stop, or go on. They alternate: where no more frames fit on the wire, one
+    and its opposite before it cancel out."""
+    came = s.links[came_by]
+    size = s.frames.shape[1]
+    if came.num_frames == size:
+        came.num_frames -= 1
+        return
+    due = now + came.frame_ps
+    s.frames[came_by, (came.frame_first + came.num_frames) % size] = due
+    came.num_frames += 1
+    if came.num_frames == 1:
+        push(s.heap, s.clock[0], due, 2 * s.links.shape[0] + came_by)
+
+
+@compiled
+def is_down(links: Any, outages: Any, out: Any, now: Any, start: Any, end: Any) -> Any:
+    """Whether a link is down at some time from ``start`` to ``end``; ``now`` is not after ``start``."""
+    link = links[out]
+    while link.outage < link.last_outage and outages[link.outage, 1] <= now:
+        link.outage += 1
+    for index in range(link.outage, link.last_outage):
+        if outages[index, 0] > end:
+            break
+        if outages[index, 1] > start:
+            return True
+    return False
