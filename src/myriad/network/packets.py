@@ -18,7 +18,7 @@ from myriad.network.fabric import Fabric, Numbers
 from myriad.network.flows import Flows, Paths
 from myriad.network.packets_input import Faults, Series, Transport
 from myriad.network.packets_loop import FULL, PAUSED, run
-from myriad.network.packets_setup import Problem, bin_bytes, needs_of, new_state, with_records
+from myriad.network.packets_setup import Problem, arena, bin_bytes, needs_of, new_state, with_records
 from myriad.network.packets_state import ABORTED, State
 from myriad.network.switch_settings import SwitchSettings
 
@@ -120,7 +120,7 @@ def simulate_packets(
         )
     state = new_state(problem, min(needs.most_records, 4096))
     recorder = _Recorder(series, problem) if series else None
-    state = _run(state, needs.most_records, max_seconds, recorder)
+    state = _run(problem, state, needs.most_records, max_seconds, recorder)
     return _result(problem, state, recorder)
 
 
@@ -153,13 +153,13 @@ class _Recorder:
         )
 
 
-def _run(state: State, most_records: int, max_seconds: float, recorder: _Recorder | None) -> State:
+def _run(problem: Problem, state: State, most_records: int, max_seconds: float, recorder: _Recorder | None) -> State:
     last = min(int(max_seconds / _PS), int(state.clock["last_ps"][0]) - 1)
     until = recorder.period_ps if recorder else last
     while True:
-        why = run(state, min(until, last))
+        why = run(arena(problem, state), min(until, last))
         if why == FULL:
-            state = with_records(state, min(2 * len(state.packets), max(most_records, len(state.packets) + 64)))
+            state = with_records(problem, state, min(2 * len(state.packets), max(most_records, len(state.packets) + 64)))
         elif why == PAUSED and recorder and until < last:
             recorder.take(state, until)
             until += recorder.period_ps
@@ -200,12 +200,12 @@ def _result(problem: Problem, state: State, recorder: _Recorder | None) -> Packe
 
 def _quantiles(problem: Problem, state: State, shares: tuple[float, ...], end_ps: int) -> list[Numbers]:
     """Of each queue over time, from the first flow's start."""
-    spent = state.histogram.astype(np.float64)
+    spent = state.spent.reshape(len(state.links), -1).astype(np.float64)
     start = int(problem.flows.start_seconds.min(initial=0) / _PS)
     links = np.arange(len(spent))
     now = state.bins[state.links["queue_bytes"] >> 8]
     spent[links, now] += end_ps - state.links["seen_ps"]
     spent[:, 0] -= start
     total = np.cumsum(spent, axis=1)
-    middle = bin_bytes(problem)
+    middle = bin_bytes(state.bins)
     return [middle[(total < share * total[:, -1:]).sum(axis=1)] for share in shares]

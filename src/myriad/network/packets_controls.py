@@ -13,7 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from myriad.network.packets_state import compiled, inlined
+from myriad.network.packets_state import (
+    compiled,
+    flow_at,
+    hop_at,
+    knobs_of,
+    link_at,
+    packet_at,
+    read_at,
+    written_at,
+)
 
 __all__ = ["DCQCN", "HPCC", "HYBRID", "LINE_RATE", "SWIFT", "begin", "heard", "lost", "sending", "told"]
 
@@ -37,15 +46,15 @@ def begin(flow: Any, knobs: Any, now: Any) -> None:
         flow.former_window = flow.window
 
 
-@inlined
+@compiled
 def heard(s: Any, f: Any, p: Any, num_new: Any, now: Any) -> None:
     """An acknowledgement of ``num_new`` packets."""
-    flow, knobs, packet = s.flows[f], s.knobs[0], s.packets[p]
+    flow, knobs, packet = flow_at(s, f), knobs_of(s), packet_at(s, p)
     round_trip = now - packet.sent_ps
     if knobs.kind == SWIFT:
         _swift(flow, knobs, round_trip, num_new, now)
     elif knobs.kind == HPCC:
-        _hpcc(s.links, s.hops, s.written, s.read, flow, f, p, packet.sequence, knobs)
+        _hpcc(s, f, p)
     elif knobs.kind == HYBRID:
         _hybrid(flow, knobs, round_trip, num_new, packet.is_marked, now)
 
@@ -197,14 +206,13 @@ def _hybrid(flow: Any, knobs: Any, round_trip: Any, num_new: Any, is_marked: Any
 
 
 @compiled
-def _hpcc(
-    links: Any, hops: Any, written: Any, read: Any, flow: Any, f: Any, p: Any, sequence: Any, knobs: Any
-) -> None:
+def _hpcc(s: Any, f: Any, p: Any) -> None:
     """Algorithm 1 of the paper."""
-    utilization = _measure(links, hops, written, read, flow, f, p)
+    flow, knobs = flow_at(s, f), knobs_of(s)
+    utilization = _measure(s, f, p)
     if utilization < 0:
         return
-    renews = sequence >= flow.renewed_sequence
+    renews = packet_at(s, p).sequence >= flow.renewed_sequence
     if utilization >= knobs.eta or flow.stage >= knobs.max_stage:
         window = flow.reference / (utilization / knobs.eta) + knobs.additive
         stage = 0
@@ -218,18 +226,19 @@ def _hpcc(
 
 
 @compiled
-def _measure(links: Any, hops: Any, written: Any, read: Any, flow: Any, f: Any, p: Any) -> Any:
+def _measure(s: Any, f: Any, p: Any) -> Any:
     """The fullest link of the path, averaged over a round trip; -1 with the first acknowledgement."""
+    flow = flow_at(s, f)
     most, most_span = 0.0, 1.0
     for hop in range(1, flow.num_hops):
-        ps_per_byte = links[hops[flow.first_hop + hop]].ps_per_byte
-        span = max(written[p, hop, 2] - read[f, hop, 2], 1)
-        sent = (written[p, hop, 1] - read[f, hop, 1]) * ps_per_byte / span
-        waiting = min(written[p, hop, 0], read[f, hop, 0]) * ps_per_byte / flow.base_ps
+        ps_per_byte = link_at(s, hop_at(s, flow.first_hop + hop).value).ps_per_byte
+        now, then = written_at(s, p * s.num_hops + hop), read_at(s, f * s.num_hops + hop)
+        span = max(now.at_ps - then.at_ps, 1)
+        sent = (now.sent_bytes - then.sent_bytes) * ps_per_byte / span
+        waiting = min(now.queue_bytes, then.queue_bytes) * ps_per_byte / flow.base_ps
         if waiting + sent > most:
             most, most_span = waiting + sent, float(span)
-        for column in range(3):
-            read[f, hop, column] = written[p, hop, column]
+        then.queue_bytes, then.sent_bytes, then.at_ps = now.queue_bytes, now.sent_bytes, now.at_ps
     if not flow.is_measured:
         flow.is_measured = 1
         return -1.0

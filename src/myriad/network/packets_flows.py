@@ -26,8 +26,16 @@ from myriad.network.packets_state import (
     PACED,
     READY,
     UNSTARTED,
+    clock_of,
     compiled,
-    inlined,
+    flow_at,
+    hop_at,
+    known_at,
+    knobs_of,
+    link_at,
+    lost_at,
+    packet_at,
+    sent_at,
 )
 
 __all__ = ["acknowledge", "receive", "take_turn", "time_out", "wake"]
@@ -47,42 +55,42 @@ def _may_send(flow: Any, is_selective: Any) -> Any:
 
 
 @compiled
-def _line_up(links: Any, flows: Any, f: Any) -> None:
+def _line_up(s: Any, f: Any) -> None:
     """Flow f takes its turn at its NIC after those that wait."""
-    flow = flows[f]
-    link = links[flow.nic]
+    flow = flow_at(s, f)
+    link = link_at(s, flow.nic)
     flow.state, flow.next_ready = READY, NONE
     if link.ready_head == NONE:
         link.ready_head = f
     else:
-        flows[link.ready_tail].next_ready = f
+        flow_at(s, link.ready_tail).next_ready = f
     link.ready_tail = f
 
 
-@inlined
+@compiled
 def _go_on(s: Any, f: Any, now: Any) -> Any:
     """A flow that was blocked may be so no longer. Says which link has work, or NONE."""
-    flow = s.flows[f]
-    if flow.state != BLOCKED or not _may_send(flow, s.knobs[0].is_selective):
+    flow = flow_at(s, f)
+    if flow.state != BLOCKED or not _may_send(flow, knobs_of(s).is_selective):
         return NONE
     if flow.next_send_ps > now:
         flow.state = PACED
-        push(s.heap, s.clock[0], flow.next_send_ps, 3 * s.links.shape[0] + s.flows.shape[0] + f)
+        push(s, flow.next_send_ps, 3 * s.num_links + s.num_flows + f)
         return NONE
-    _line_up(s.links, s.flows, f)
+    _line_up(s, f)
     return flow.nic
 
 
-@inlined
+@compiled
 def wake(s: Any, f: Any, now: Any) -> Any:
     """A flow begins, or may send again at its rate. Says which link has work, or NONE."""
-    flow = s.flows[f]
+    flow = flow_at(s, f)
     if flow.state == UNSTARTED:
         flow.start_ps = now
-        begin(flow, s.knobs[0], now)
+        begin(flow, knobs_of(s), now)
         if flow.num_packets == 0:
             flow.state = DONE
-            s.clock[0].num_open -= 1
+            clock_of(s).num_open -= 1
             _arrive(s, f, now)
             return NONE
     elif flow.state != PACED:
@@ -91,22 +99,22 @@ def wake(s: Any, f: Any, now: Any) -> Any:
     return _go_on(s, f, now)
 
 
-@inlined
+@compiled
 def take_turn(s: Any, out: Any, now: Any) -> Any:
     """A packet of the next flow whose turn it is, or NONE."""
-    link, knobs = s.links[out], s.knobs[0]
+    link, knobs = link_at(s, out), knobs_of(s)
     while link.ready_head != NONE:
         f = link.ready_head
-        flow = s.flows[f]
+        flow = flow_at(s, f)
         link.ready_head = flow.next_ready
         if flow.state != READY:
             continue
         flow.state = BLOCKED
-        sequence = _next_to_send(flow, s.ring, s.known, knobs.is_selective)
+        sequence = _next_to_send(s, flow, knobs.is_selective)
         if sequence == NONE:
             continue
         p = _make_packet(s, f, sequence, now)
-        num_bytes = s.packets[p].num_bytes
+        num_bytes = packet_at(s, p).num_bytes
         if knobs.kind == DCQCN:
             sending(flow, knobs, num_bytes, now)
         flow.next_send_ps = now + int(num_bytes * flow.pace_ps_per_byte)
@@ -117,7 +125,7 @@ def take_turn(s: Any, out: Any, now: Any) -> Any:
 
 
 @compiled
-def _next_to_send(flow: Any, ring: Any, known: Any, is_selective: Any) -> Any:
+def _next_to_send(s: Any, flow: Any, is_selective: Any) -> Any:
     """Number of the packet, counted as sent; NONE if the window is full or all is sent."""
     if not _may_send(flow, is_selective):
         return NONE
@@ -127,26 +135,26 @@ def _next_to_send(flow: Any, ring: Any, known: Any, is_selective: Any) -> Any:
         return sequence
     base, mask = flow.ring, flow.ring_mask
     while flow.first_lost != flow.next_lost:
-        sequence = ring[1, base + (flow.first_lost & mask)]
+        sequence = lost_at(s, base + (flow.first_lost & mask)).value
         flow.first_lost += 1
-        if sequence >= flow.acked and not known[base + (sequence & mask)] & _KNOWN:
-            ring[0, base + (flow.next_sent & mask)] = sequence
+        if sequence >= flow.acked and not known_at(s, base + (sequence & mask)).value & _KNOWN:
+            sent_at(s, base + (flow.next_sent & mask)).value = sequence
             flow.next_sent += 1
             return sequence
     if flow.next_sequence >= flow.num_packets or flow.next_sequence - flow.acked > mask:
         return NONE
     sequence = flow.next_sequence
     flow.next_sequence += 1
-    ring[0, base + (flow.next_sent & mask)] = sequence
+    sent_at(s, base + (flow.next_sent & mask)).value = sequence
     flow.next_sent += 1
     return sequence
 
 
-@inlined
+@compiled
 def _make_packet(s: Any, f: Any, sequence: Any, now: Any) -> Any:
-    clock, flow, knobs = s.clock[0], s.flows[f], s.knobs[0]
+    clock, flow, knobs = clock_of(s), flow_at(s, f), knobs_of(s)
     p = clock.free_head
-    packet = s.packets[p]
+    packet = packet_at(s, p)
     clock.free_head = packet.next
     clock.num_free -= 1
     packet.flow, packet.sequence, packet.hop, packet.sent_ps = f, sequence, flow.first_hop, now
@@ -161,17 +169,17 @@ def _make_packet(s: Any, f: Any, sequence: Any, now: Any) -> Any:
         flow.deadline_ps = now + flow.timeout_ps
     if not flow.has_timer:
         flow.has_timer = 1
-        slot = 3 * s.links.shape[0] + 2 * s.flows.shape[0] + f
-        push(s.heap, clock, flow.deadline_ps, slot)
+        slot = 3 * s.num_links + 2 * s.num_flows + f
+        push(s, flow.deadline_ps, slot)
     return p
 
 
-@inlined
+@compiled
 def receive(s: Any, p: Any, now: Any) -> None:
     """A packet is at its target; its record becomes the answer."""
-    packet = s.packets[p]
-    flow, knobs = s.flows[packet.flow], s.knobs[0]
-    if flow.state == ABORTED or not _takes(s.known, flow, packet, knobs.is_selective):
+    packet = packet_at(s, p)
+    flow, knobs = flow_at(s, packet.flow), knobs_of(s)
+    if flow.state == ABORTED or not _takes(s, flow, packet, knobs.is_selective):
         discard(s, p)
         return
     if packet.is_marked:
@@ -189,29 +197,29 @@ def receive(s: Any, p: Any, now: Any) -> None:
     _answer(s, p, now)
 
 
-@inlined
+@compiled
 def _answer(s: Any, p: Any, now: Any) -> None:
-    packet = s.packets[p]
+    packet = packet_at(s, p)
     f = packet.flow
-    flow = s.flows[f]
+    flow = flow_at(s, f)
     packet.acknowledged, packet.due_ps, packet.next = flow.received, now + flow.reply_ps, NONE
     if flow.reply_head == NONE:
         flow.reply_head = p
-        push(s.heap, s.clock[0], packet.due_ps, 3 * s.links.shape[0] + f)
+        push(s, packet.due_ps, 3 * s.num_links + f)
     else:
-        s.packets[flow.reply_tail].next = p
+        packet_at(s, flow.reply_tail).next = p
     flow.reply_tail = p
 
 
 @compiled
-def _takes(known: Any, flow: Any, packet: Any, is_selective: Any) -> Any:
+def _takes(s: Any, flow: Any, packet: Any, is_selective: Any) -> Any:
     """Whether the receiver answers this packet, and what it then has."""
     sequence = packet.sequence
     if sequence < flow.received:
         flow.num_discarded += 1
         return True
     if is_selective:
-        _keep(known, flow, sequence)
+        _keep(s, flow, sequence)
         return True
     if sequence == flow.received:
         flow.received += 1
@@ -226,52 +234,52 @@ def _takes(known: Any, flow: Any, packet: Any, is_selective: Any) -> Any:
 
 
 @compiled
-def _keep(known: Any, flow: Any, sequence: Any) -> None:
+def _keep(s: Any, flow: Any, sequence: Any) -> None:
     base, mask = flow.ring, flow.ring_mask
-    if known[base + (sequence & mask)] & _ARRIVED:
+    if known_at(s, base + (sequence & mask)).value & _ARRIVED:
         flow.num_discarded += 1
         return
-    known[base + (sequence & mask)] |= _ARRIVED
+    known_at(s, base + (sequence & mask)).value |= _ARRIVED
     flow.num_received += 1
-    while flow.received < flow.num_packets and known[base + (flow.received & mask)] & _ARRIVED:
-        known[base + (flow.received & mask)] &= _KNOWN
+    while flow.received < flow.num_packets and known_at(s, base + (flow.received & mask)).value & _ARRIVED:
+        known_at(s, base + (flow.received & mask)).value &= _KNOWN
         flow.received += 1
 
 
 @compiled
 def _arrive(s: Any, f: Any, now: Any) -> None:
     """All of a flow has arrived: those that wait for it begin."""
-    flow = s.flows[f]
+    flow = flow_at(s, f)
     flow.finish_ps = now
     child = flow.first_child
     while child != NONE:
-        slot = 3 * s.links.shape[0] + s.flows.shape[0] + child
-        push(s.heap, s.clock[0], max(now, s.flows[child].start_ps), slot)
-        child = s.flows[child].next_child
+        slot = 3 * s.num_links + s.num_flows + child
+        push(s, max(now, flow_at(s, child).start_ps), slot)
+        child = flow_at(s, child).next_child
 
 
 @compiled
 def _is_lost_on_the_way(s: Any, flow: Any, now: Any) -> Any:
     """Whether an answer meets a link that is down: taken at one moment, since it is short."""
     for hop in range(flow.first_hop, flow.last_hop + 1):
-        if is_down(s.links, s.outages, s.hops[hop] ^ 1, s.clock[0].now_ps, now, now):
+        if is_down(s, hop_at(s, hop).value ^ 1, clock_of(s).now_ps, now, now):
             return True
     return False
 
 
-@inlined
+@compiled
 def acknowledge(s: Any, f: Any, now: Any) -> Any:
     """A flow's first answer reaches its sender. Says which link has work, or NONE."""
-    flow, knobs = s.flows[f], s.knobs[0]
+    flow, knobs = flow_at(s, f), knobs_of(s)
     p = flow.reply_head
-    packet = s.packets[p]
+    packet = packet_at(s, p)
     flow.reply_head = packet.next
     if packet.next != NONE:
-        push(s.heap, s.clock[0], s.packets[packet.next].due_ps, 3 * s.links.shape[0] + f)
+        push(s, packet_at(s, packet.next).due_ps, 3 * s.num_links + f)
     discard(s, p)
     if flow.state == DONE or flow.state == ABORTED:
         return NONE
-    num_new, is_loss = _learn(flow, packet, s.ring, s.known, knobs.is_selective)
+    num_new, is_loss = _learn(s, flow, packet, knobs.is_selective)
     if num_new > 0:
         flow.num_retries, flow.timeout_ps = 0, knobs.timeout_ps
         flow.deadline_ps = now + flow.timeout_ps
@@ -284,16 +292,16 @@ def acknowledge(s: Any, f: Any, now: Any) -> Any:
         heard(s, f, p, num_new, now)
     if flow.acked == flow.num_packets:
         flow.state = DONE
-        s.clock[0].num_open -= 1
+        clock_of(s).num_open -= 1
         return NONE
     return _go_on(s, f, now)
 
 
 @compiled
-def _learn(flow: Any, packet: Any, ring: Any, known: Any, is_selective: Any) -> Any:
+def _learn(s: Any, flow: Any, packet: Any, is_selective: Any) -> Any:
     """What the sender knows from an answer: how many packets more have arrived, whether one is lost."""
     if is_selective:
-        return _learn_one(flow, packet, ring, known)
+        return _learn_one(s, flow, packet)
     num_new = max(0, packet.acknowledged - flow.acked)
     flow.acked += num_new
     flow.next_sequence = max(flow.next_sequence, flow.acked)
@@ -304,41 +312,41 @@ def _learn(flow: Any, packet: Any, ring: Any, known: Any, is_selective: Any) -> 
 
 
 @compiled
-def _learn_one(flow: Any, packet: Any, ring: Any, known: Any) -> Any:
+def _learn_one(s: Any, flow: Any, packet: Any) -> Any:
     base, mask = flow.ring, flow.ring_mask
     num_new, is_loss = 0, False
     place = base + (packet.sequence & mask)
-    if packet.sequence >= flow.acked and not known[place] & _KNOWN:
-        known[place] |= _KNOWN
+    if packet.sequence >= flow.acked and not known_at(s, place).value & _KNOWN:
+        known_at(s, place).value |= _KNOWN
         num_new = 1
     while flow.acked < packet.acknowledged or (
-        flow.acked < flow.most_sequence and known[base + (flow.acked & mask)] & _KNOWN
+        flow.acked < flow.most_sequence and known_at(s, base + (flow.acked & mask)).value & _KNOWN
     ):
-        known[base + (flow.acked & mask)] &= _ARRIVED
+        known_at(s, base + (flow.acked & mask)).value &= _ARRIVED
         flow.acked += 1
     while flow.first_sent <= packet.order:
-        is_loss |= _give_up(flow, ring, known)
+        is_loss |= _give_up(s, flow)
     return num_new, is_loss
 
 
 @compiled
-def _give_up(flow: Any, ring: Any, known: Any) -> Any:
+def _give_up(s: Any, flow: Any) -> Any:
     """The oldest in flight is so no longer: to be sent again, if it is not known to have arrived."""
     base, mask = flow.ring, flow.ring_mask
-    sequence = ring[0, base + (flow.first_sent & mask)]
+    sequence = sent_at(s, base + (flow.first_sent & mask)).value
     flow.first_sent += 1
-    if sequence < flow.acked or known[base + (sequence & mask)] & _KNOWN:
+    if sequence < flow.acked or known_at(s, base + (sequence & mask)).value & _KNOWN:
         return False
-    ring[1, base + (flow.next_lost & mask)] = sequence
+    lost_at(s, base + (flow.next_lost & mask)).value = sequence
     flow.next_lost += 1
     return True
 
 
-@inlined
+@compiled
 def time_out(s: Any, f: Any, now: Any) -> Any:
     """A flow's timer rings. Says which link has work, or NONE."""
-    flow, knobs = s.flows[f], s.knobs[0]
-    slot = 3 * s.links.shape[0] + 2 * s.flows.shape[0] + f
+    flow, knobs = flow_at(s, f), knobs_of(s)
+    slot = 3 * s.num_links + 2 * s.num_flows + f
     flow.has_timer = 0
     if flow.state == DONE or flow.state == ABORTED:
         return NONE
@@ -347,18 +355,18 @@ def time_out(s: Any, f: Any, now: Any) -> Any:
         return NONE
     if flow.deadline_ps > now:
         flow.has_timer = 1
-        push(s.heap, s.clock[0], flow.deadline_ps, slot)
+        push(s, flow.deadline_ps, slot)
         return NONE
     flow.num_timeouts += 1
     flow.num_retries += 1
     if flow.num_retries > knobs.retries:
         flow.state = ABORTED
-        s.clock[0].num_open -= 1
+        clock_of(s).num_open -= 1
         return NONE
     flow.timeout_ps = int(flow.timeout_ps * knobs.backoff)
     if knobs.is_selective:
         while flow.first_sent < flow.next_sent:
-            _give_up(flow, s.ring, s.known)
+            _give_up(s, flow)
     else:
         flow.next_sequence = flow.acked
     lost(flow, knobs, now)

@@ -13,53 +13,56 @@ and the four lie in one cache line.
 
 from typing import Any
 
-from myriad.network.packets_state import compiled
+from myriad.network.packets_state import clock_of, compiled, key_at
 
 __all__ = ["close_gap", "push"]
 
 
 @compiled
-def push(heap: Any, clock: Any, time_ps: Any, slot: Any) -> None:
+def push(s: Any, time_ps: Any, slot: Any) -> None:
     """Let ``slot`` happen at ``time_ps``."""
+    clock = clock_of(s)
     key = (min(time_ps, clock.last_ps) << clock.slot_bits) | slot
     if clock.has_gap:
         clock.has_gap = 0
-        _sink(heap, key, clock.num_pending)
+        _sink(s, key, clock.num_pending)
         return
     place = clock.num_pending
     clock.num_pending = place + 1
     while place > 0:
         above = (place - 1) >> 2
-        if heap[above] <= key:
+        parent = key_at(s, above).value
+        if parent <= key:
             break
-        heap[place] = heap[above]
+        key_at(s, place).value = parent
         place = above
-    heap[place] = key
+    key_at(s, place).value = key
 
 
 @compiled
-def close_gap(heap: Any, clock: Any) -> None:
+def close_gap(s: Any) -> None:
     """After an event without a successor."""
+    clock = clock_of(s)
     if clock.has_gap:
         clock.has_gap = 0
         clock.num_pending -= 1
         if clock.num_pending > 0:
-            _sink(heap, heap[clock.num_pending], clock.num_pending)
+            _sink(s, key_at(s, clock.num_pending).value, clock.num_pending)
 
 
 @compiled
-def _sink(heap: Any, key: Any, count: Any) -> None:
+def _sink(s: Any, key: Any, count: Any) -> None:
     place = 0
     while True:
         child = (place << 2) + 1
         if child >= count:
             break
-        least = child
+        place_of_least, least = child, key_at(s, child).value
         for other in range(child + 1, min(child + 4, count)):
-            if heap[other] < heap[least]:
-                least = other
-        if heap[least] >= key:
+            if key_at(s, other).value < least:
+                place_of_least, least = other, key_at(s, other).value
+        if least >= key:
             break
-        heap[place] = heap[least]
-        place = least
-    heap[place] = key
+        key_at(s, place).value = least
+        place = place_of_least
+    key_at(s, place).value = key

@@ -13,7 +13,21 @@ that is being sent while the link is down, or that chance picks, is lost on the 
 from typing import Any
 
 from myriad.network.packets_heap import push
-from myriad.network.packets_state import NONE, compiled, inlined
+from myriad.network.packets_state import (
+    NONE,
+    NUM_FRAMES,
+    bin_at,
+    clock_of,
+    compiled,
+    frame_at,
+    hop_at,
+    knobs_of,
+    link_at,
+    outage_at,
+    packet_at,
+    spent_at,
+    switch_at,
+)
 
 __all__ = ["discard", "enqueue", "is_down", "take_queued", "uniform"]
 
@@ -28,27 +42,27 @@ def uniform(clock: Any) -> Any:
     return ((mixed ^ (mixed >> 31)) >> 11) * (1.0 / (1 << 53))
 
 
-@inlined
+@compiled
 def discard(s: Any, p: Any) -> None:
     """Packet p's record can be used again."""
-    clock = s.clock[0]
-    s.packets[p].next = clock.free_head
+    clock = clock_of(s)
+    packet_at(s, p).next = clock.free_head
     clock.free_head = p
     clock.num_free += 1
 
 
-@inlined
+@compiled
 def enqueue(s: Any, came_by: Any, p: Any, now: Any) -> Any:
     """Packet p has come to the end of a link: into the queue of its next. Says which link has work, or NONE."""
-    knobs, packet, came = s.knobs[0], s.packets[p], s.links[came_by]
+    knobs, packet, came = knobs_of(s), packet_at(s, p), link_at(s, came_by)
     packet.hop += 1
-    out = s.hops[packet.hop]
-    link, switch = s.links[out], s.switches[came.to_switch]
+    out = hop_at(s, packet.hop).value
+    link, switch = link_at(s, out), switch_at(s, came.to_switch)
     if switch.used_bytes + packet.num_bytes > knobs.buffer_bytes:
         link.num_drops += 1
         discard(s, p)
         return NONE
-    if link.queue_bytes > knobs.ecn_min_bytes and _is_marked(s.clock[0], knobs, link.queue_bytes):
+    if link.queue_bytes > knobs.ecn_min_bytes and _is_marked(clock_of(s), knobs, link.queue_bytes):
         packet.is_marked = 1
         link.num_marks += 1
     switch.used_bytes += packet.num_bytes
@@ -64,26 +78,26 @@ def enqueue(s: Any, came_by: Any, p: Any, now: Any) -> Any:
     if link.queue_head == NONE:
         link.queue_head = p
     else:
-        s.packets[link.queue_tail].next = p
+        packet_at(s, link.queue_tail).next = p
     link.queue_tail = p
     return out
 
 
-@inlined
+@compiled
 def take_queued(s: Any, out: Any, now: Any) -> Any:
     """The first packet of a queue leaves it, or NONE."""
-    link = s.links[out]
+    link = link_at(s, out)
     p = link.queue_head
     if p == NONE:
         return NONE
-    packet = s.packets[p]
-    came = s.links[packet.came_by]
+    packet = packet_at(s, p)
+    came = link_at(s, packet.came_by)
     link.queue_head = packet.next
     _count(s, out, now)
     link.queue_bytes -= packet.num_bytes
     came.held_bytes -= packet.num_bytes
-    s.switches[link.from_switch].used_bytes -= packet.num_bytes
-    if came.is_pausing and came.held_bytes <= s.knobs[0].xon_bytes:
+    switch_at(s, link.from_switch).used_bytes -= packet.num_bytes
+    if came.is_pausing and came.held_bytes <= knobs_of(s).xon_bytes:
         came.is_pausing = 0
         _tell(s, packet.came_by, now)
     return p
@@ -97,39 +111,38 @@ def _is_marked(clock: Any, knobs: Any, queue_bytes: Any) -> Any:
     return uniform(clock) < share * knobs.ecn_max_ratio
 
 
-@inlined
+@compiled
 def _count(s: Any, out: Any, now: Any) -> None:
     """Until now the queue was as long as it is."""
-    link = s.links[out]
-    s.histogram[out, s.bins[link.queue_bytes >> 8]] += now - link.seen_ps
+    link = link_at(s, out)
+    spent_at(s, out * s.num_bins + bin_at(s, link.queue_bytes >> 8).value).value += now - link.seen_ps
     link.seen_ps = now
 
 
-@inlined
+@compiled
 def _tell(s: Any, came_by: Any, now: Any) -> None:
     """A frame to the sender of a link: stop, or go on. They alternate: where no more frames fit on the wire, one
     and its opposite before it cancel out."""
-    came = s.links[came_by]
-    size = s.frames.shape[1]
-    if came.num_frames == size:
+    came = link_at(s, came_by)
+    if came.num_frames == NUM_FRAMES:
         came.num_frames -= 1
         return
     due = now + came.frame_ps
-    s.frames[came_by, (came.frame_first + came.num_frames) % size] = due
+    frame_at(s, came_by * NUM_FRAMES + (came.frame_first + came.num_frames) % NUM_FRAMES).value = due
     came.num_frames += 1
     if came.num_frames == 1:
-        push(s.heap, s.clock[0], due, 2 * s.links.shape[0] + came_by)
+        push(s, due, 2 * s.num_links + came_by)
 
 
 @compiled
-def is_down(links: Any, outages: Any, out: Any, now: Any, start: Any, end: Any) -> Any:
+def is_down(s: Any, out: Any, now: Any, start: Any, end: Any) -> Any:
     """Whether a link is down at some time from ``start`` to ``end``; ``now`` is not after ``start``."""
-    link = links[out]
-    while link.outage < link.last_outage and outages[link.outage, 1] <= now:
+    link = link_at(s, out)
+    while link.outage < link.last_outage and outage_at(s, link.outage).until_ps <= now:
         link.outage += 1
     for index in range(link.outage, link.last_outage):
-        if outages[index, 0] > end:
+        if outage_at(s, index).from_ps > end:
             break
-        if outages[index, 1] > start:
+        if outage_at(s, index).until_ps > start:
             return True
     return False

@@ -17,12 +17,28 @@ link that is free.
 Whatever happens, it ends in at most one link that may have work. That link is served at one place.
 """
 
+import zlib
+from pathlib import Path
 from typing import Any
+
+import numba
 
 from myriad.network.packets_flows import acknowledge, receive, take_turn, time_out, wake
 from myriad.network.packets_heap import close_gap, push
 from myriad.network.packets_links import discard, enqueue, is_down, take_queued, uniform
-from myriad.network.packets_state import NONE, compiled, inlined
+from myriad.network.packets_state import (
+    NONE,
+    NUM_FRAMES,
+    clock_of,
+    compiled,
+    flow_at,
+    frame_at,
+    key_at,
+    knobs_of,
+    link_at,
+    packet_at,
+    written_at,
+)
 
 __all__ = ["FINISHED", "FULL", "PAUSED", "run"]
 
@@ -33,23 +49,23 @@ _SPARE = 4
 
 
 @compiled
-def run(s: Any, until_ps: Any) -> Any:
+def _loop(s: Any, until_ps: Any) -> Any:
     """Events up to a time. Says why it stopped."""
-    clock, heap = s.clock[0], s.heap
-    num_links, num_flows = s.links.shape[0], s.flows.shape[0]
+    clock = clock_of(s)
+    num_links, num_flows = s.num_links, s.num_flows
     slot_mask = (1 << clock.slot_bits) - 1
     while clock.num_pending > 0 and clock.num_open > 0:
         if clock.num_free < _SPARE:
             return FULL
-        now = heap[0] >> clock.slot_bits
+        now = key_at(s, 0).value >> clock.slot_bits
         if now > until_ps:
             return PAUSED
-        slot = heap[0] & slot_mask
+        slot = key_at(s, 0).value & slot_mask
         clock.now_ps = now
         clock.has_gap = 1
         clock.num_events += 1
         if slot < num_links:
-            s.links[slot].is_waiting = 0
+            link_at(s, slot).is_waiting = 0
             out = slot
         elif slot < 2 * num_links:
             out = enqueue(s, slot - num_links, _take_arrived(s, slot - num_links), now)
@@ -63,29 +79,29 @@ def run(s: Any, until_ps: Any) -> Any:
             out = time_out(s, slot - 3 * num_links - 2 * num_flows, now)
         if out != NONE:
             _serve(s, out, now)
-        close_gap(heap, clock)
+        close_gap(s)
     return FINISHED
 
 
-@inlined
+@compiled
 def _take_arrived(s: Any, came_by: Any) -> Any:
     """The first packet on a wire is at its end."""
-    link = s.links[came_by]
+    link = link_at(s, came_by)
     p = link.wire_head
-    link.wire_head = s.packets[p].next
+    link.wire_head = packet_at(s, p).next
     if link.wire_head != NONE:
-        push(s.heap, s.clock[0], s.packets[link.wire_head].due_ps, s.links.shape[0] + came_by)
+        push(s, packet_at(s, link.wire_head).due_ps, s.num_links + came_by)
     return p
 
 
-@inlined
+@compiled
 def _toggle(s: Any, out: Any, now: Any) -> Any:
     """A pause frame."""
-    link = s.links[out]
-    link.frame_first = (link.frame_first + 1) % s.frames.shape[1]
+    link = link_at(s, out)
+    link.frame_first = (link.frame_first + 1) % NUM_FRAMES
     link.num_frames -= 1
     if link.num_frames > 0:
-        push(s.heap, s.clock[0], s.frames[out, link.frame_first], 2 * s.links.shape[0] + out)
+        push(s, frame_at(s, out * NUM_FRAMES + link.frame_first).value, 2 * s.num_links + out)
     if link.is_paused:
         link.is_paused = 0
         link.paused_ps += now - link.paused_since_ps
@@ -95,10 +111,10 @@ def _toggle(s: Any, out: Any, now: Any) -> Any:
     return out
 
 
-@inlined
+@compiled
 def _serve(s: Any, out: Any, now: Any) -> None:
     """A link sends what is next, if it is free and may; and asks to be served again, if more waits."""
-    link = s.links[out]
+    link = link_at(s, out)
     if link.is_paused or link.is_waiting:
         return
     if link.free_ps <= now:
@@ -108,25 +124,25 @@ def _serve(s: Any, out: Any, now: Any) -> None:
         _send(s, out, p, now)
     if link.queue_head != NONE or link.ready_head != NONE:
         link.is_waiting = 1
-        push(s.heap, s.clock[0], link.free_ps, out)
+        push(s, link.free_ps, out)
 
 
-@inlined
+@compiled
 def _send(s: Any, out: Any, p: Any, now: Any) -> None:
     """A packet goes onto a wire."""
-    link, packet, knobs = s.links[out], s.packets[p], s.knobs[0]
+    link, packet, knobs = link_at(s, out), packet_at(s, p), knobs_of(s)
     if packet.num_bytes == knobs.full_bytes:
         link.free_ps = now + link.full_ps
     else:
         link.free_ps = now + int(packet.num_bytes * link.ps_per_byte)
     link.sent_bytes += packet.num_bytes
     packet.due_ps = link.free_ps + link.latency_ps
-    if s.written.shape[0] > 1 and link.from_switch != NONE:
-        _write(s.written, link, p, packet.hop - s.flows[packet.flow].first_hop, now)
-    if knobs.has_outages and is_down(s.links, s.outages, out, now, now, link.free_ps):
+    if s.num_hops > 0 and link.from_switch != NONE:
+        _write(s, link, p, packet.hop - flow_at(s, packet.flow).first_hop, now)
+    if knobs.has_outages and is_down(s, out, now, now, link.free_ps):
         is_lost = True
     else:
-        is_lost = link.loss_ratio > 0 and uniform(s.clock[0]) < link.loss_ratio
+        is_lost = link.loss_ratio > 0 and uniform(clock_of(s)) < link.loss_ratio
     if is_lost:
         link.num_losses += 1
         discard(s, p)
@@ -137,19 +153,32 @@ def _send(s: Any, out: Any, p: Any, now: Any) -> None:
 
 
 @compiled
-def _write(written: Any, link: Any, p: Any, hop: Any, now: Any) -> None:
-    written[p, hop, 0] = link.queue_bytes
-    written[p, hop, 1] = link.sent_bytes
-    written[p, hop, 2] = now
+def _write(s: Any, link: Any, p: Any, hop: Any, now: Any) -> None:
+    written = written_at(s, p * s.num_hops + hop)
+    written.queue_bytes, written.sent_bytes, written.at_ps = link.queue_bytes, link.sent_bytes, now
 
 
-@inlined
+@compiled
 def _put_on_wire(s: Any, out: Any, p: Any) -> None:
-    link, packet = s.links[out], s.packets[p]
+    link, packet = link_at(s, out), packet_at(s, p)
     packet.next = NONE
     if link.wire_head == NONE:
         link.wire_head = p
-        push(s.heap, s.clock[0], packet.due_ps, s.links.shape[0] + out)
+        push(s, packet.due_ps, s.num_links + out)
     else:
-        s.packets[link.wire_tail].next = p
+        packet_at(s, link.wire_tail).next = p
     link.wire_tail = p
+
+
+def _kept(stamp: int) -> Any:
+    """The loop, kept between processes. numba compares only the file of the function that it keeps, and what
+    that function closes over: so it closes over a sum of all files that its code comes from."""
+
+    def run(s: Any, until_ps: Any) -> Any:
+        return _loop(s, until_ps) if stamp >= 0 else FINISHED
+
+    return numba.njit(cache=True, error_model="numpy", nogil=True)(run)
+
+
+run = _kept(zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("packets_*.py")))))
+"""Events up to a time: `run(arena, until_ps)` says why it stopped."""

@@ -17,7 +17,22 @@ from myriad.network.fabric import Fabric
 from myriad.network.flows import Flows, Paths
 from myriad.network.packets_controls import DCQCN, HPCC, HYBRID, LINE_RATE, SWIFT
 from myriad.network.packets_input import Faults, Transport
-from myriad.network.packets_state import CLOCK, FLOW, KNOBS, LINK, NONE, PACKET, SWITCH, State
+from myriad.network.packets_state import (
+    CLOCK,
+    FLOW,
+    KNOBS,
+    LINK,
+    NONE,
+    NUM_FRAMES,
+    OUTAGE,
+    PACKET,
+    SWITCH,
+    WRITTEN,
+    Arena,
+    Records,
+    State,
+    arena_of,
+)
 from myriad.network.switch_settings import SwitchSettings
 
 __all__ = ["Needs", "Problem", "needs_of", "new_state"]
@@ -25,7 +40,6 @@ __all__ = ["Needs", "Problem", "needs_of", "new_state"]
 _PS = 1e12
 _ACK_BYTES = 84
 """Least Ethernet frame with preamble and gap: an acknowledgement, and a pause frame."""
-_NUM_FRAMES = 64
 _GRAIN_BITS = 8
 _BINS_PER_OCTAVE = 16
 _INFINITE = float(1 << 60)
@@ -62,6 +76,11 @@ class Problem:
         return self.transport.recovery == "selective-repeat"
 
     @property
+    def num_written(self) -> int:
+        """Places for telemetry per packet."""
+        return int(self.num_hops.max(initial=1)) if isinstance(self.control, Hpcc) else 0
+
+    @property
     def ring_sizes(self) -> npt.NDArray[np.int64]:
         """(F) Selective repeat: packets whose fate a flow keeps, a power of two."""
         most = np.clip(self.num_packets, 1, self.transport.most_packets)
@@ -84,8 +103,8 @@ def needs_of(problem: Problem) -> Needs:
     """The estimate."""
     fabric, num, hops = problem.fabric, problem.num_packets, problem.num_hops
     most = min(_most_in_fabric(problem), int(np.minimum(num, problem.transport.most_packets).sum())) + 64
-    written = 24 * int(hops.max(initial=1)) if isinstance(problem.control, Hpcc) else 0
-    fixed = fabric.num_links * (LINK.itemsize + 8 * _NUM_FRAMES + 8 * (_num_bins(problem) + 1))
+    written = WRITTEN.itemsize * problem.num_written
+    fixed = fabric.num_links * (LINK.itemsize + 8 * NUM_FRAMES + 8 * (int(queue_bins(problem)[-1]) + 1))
     fixed += len(problem.flows) * (FLOW.itemsize + 24 + written) + int(problem.ring_sizes.sum()) * 9
     records = most * (PACKET.itemsize + written)
     return Needs(int((num * hops).sum()), most, fixed + records)
@@ -109,48 +128,49 @@ def new_state(problem: Problem, num_records: int) -> State:
     links, outages = _links(problem)
     records = _flows(problem, links, knobs)
     clock, heap = _clock(problem, records)
-    hops = int(problem.num_hops.max(initial=1)) if isinstance(problem.control, Hpcc) else 0
     ring = int(problem.ring_sizes.sum())
+    bins = queue_bins(problem)
     state = State(
         clock=clock,
         knobs=knobs,
         heap=heap,
         links=links,
         flows=records,
-        switches=np.zeros(max(1, fabric.num_vertices - fabric.num_ports), SWITCH),
+        switches=np.zeros(fabric.num_vertices - fabric.num_ports, SWITCH),
         packets=np.zeros(0, PACKET),
         hops=problem.paths.link.astype(np.int32),
-        written=np.zeros((0 if hops else 1, hops, 3), np.int64),
-        read=np.zeros((len(flows) if hops else 1, hops, 3), np.int64),
-        ring=np.zeros((2, ring), np.int32),
+        written=np.zeros(0, WRITTEN),
+        read=np.zeros(len(flows) * problem.num_written, WRITTEN),
+        sent=np.zeros(ring, np.int32),
+        lost=np.zeros(ring, np.int32),
         known=np.zeros(ring, np.uint8),
-        frames=np.zeros((fabric.num_links, _NUM_FRAMES), np.int64),
+        frames=np.zeros(fabric.num_links * NUM_FRAMES, np.int64),
         outages=outages,
-        bins=_bins(problem),
-        histogram=np.zeros((fabric.num_links, _num_bins(problem) + 1), np.int64),
+        bins=bins,
+        spent=np.zeros(fabric.num_links * (int(bins[-1]) + 1), np.int64),
     )
-    return with_records(state, num_records)
+    return with_records(problem, state, num_records)
 
 
-def with_records(state: State, num_records: int) -> State:
+def with_records(problem: Problem, state: State, num_records: int) -> State:
     """The same with more packet records."""
     old, clock = len(state.packets), state.clock[0]
-    packets = np.zeros(num_records, PACKET)
-    packets[:old] = state.packets
+    packets, written = np.zeros(num_records, PACKET), np.zeros(num_records * problem.num_written, WRITTEN)
+    packets[:old], written[: len(state.written)] = state.packets, state.written
     packets["next"][old:] = np.arange(old + 1, num_records + 1)
     packets["next"][-1] = clock["free_head"]
     clock["free_head"] = old
     clock["num_free"] += num_records - old
-    if state.written.shape[1] == 0:
-        return state._replace(packets=packets)
-    written = np.zeros((num_records, *state.written.shape[1:]), np.int64)
-    written[:old] = state.written
     return state._replace(packets=packets, written=written)
 
 
-def bin_bytes(problem: Problem) -> npt.NDArray[np.float64]:
+def arena(problem: Problem, state: State) -> Arena:
+    """What the loop gets."""
+    return arena_of(state, problem.num_written, int(state.bins[-1]) + 1)
+
+
+def bin_bytes(bins: npt.NDArray[np.int16]) -> npt.NDArray[np.float64]:
     """The queue that a bin of the histogram stands for: the middle of its range."""
-    bins = _bins(problem)
     grain = 1 << _GRAIN_BITS
     edges = np.searchsorted(bins, np.arange(bins[-1] + 2)) * float(grain)
     return np.where(np.arange(bins[-1] + 1) == 0, 0.0, (edges[:-1] + edges[1:]) / 2)
@@ -160,17 +180,14 @@ def _full_bytes(problem: Problem) -> int:
     return problem.transport.payload_bytes + problem.transport.header_bytes
 
 
-def _num_bins(problem: Problem) -> int:
-    return int(_bins(problem)[-1])
-
-
-def _bins(problem: Problem) -> npt.NDArray[np.int16]:
+def queue_bins(problem: Problem) -> npt.NDArray[np.int16]:
     """Bins as wide as a grain at first, then a sixteenth of an octave: within 2.2 % of the middle."""
     most = problem.switch_settings.buffer_bytes
     most = min(most, float(problem.flows.num_bytes.sum()) * 2 + 1e6)
     num = (int(most) >> _GRAIN_BITS) + 2
     scale = np.floor(_BINS_PER_OCTAVE * np.log2(np.maximum(np.arange(num), 1))).astype(np.int64)
-    return (np.unique(np.concatenate([[-1], scale[1:]]), return_inverse=True)[1]).astype(np.int16)
+    scale[0] = -1
+    return np.cumsum(np.diff(scale, prepend=-1) > 0, dtype=np.int16)
 
 
 def _reply_ps(problem: Problem) -> npt.NDArray[np.int64]:
@@ -185,7 +202,7 @@ def _sum_by_flow(paths: Paths, each: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     return (total[paths.first[1:]] - total[paths.first[:-1]]).astype(np.int64)
 
 
-def _links(problem: Problem) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
+def _links(problem: Problem) -> tuple[Records, Records]:
     fabric = problem.fabric
     links = np.zeros(fabric.num_links, LINK)
     for name in ("queue_head", "queue_tail", "wire_head", "wire_tail", "ready_head", "ready_tail"):
@@ -202,12 +219,14 @@ def _links(problem: Problem) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64
     which = outages[:, 0].astype(np.int64)
     links["outage"] = np.searchsorted(which, np.arange(fabric.num_links), "left")
     links["last_outage"] = np.searchsorted(which, np.arange(fabric.num_links), "right")
-    return links, np.rint(outages[:, 1:] * _PS).astype(np.int64)
+    down = np.zeros(len(outages), OUTAGE)
+    down["from_ps"], down["until_ps"] = np.rint(outages[:, 1:].T * _PS)
+    return links, down
 
 
 def _flows(
-    problem: Problem, links: npt.NDArray[np.void], knobs: npt.NDArray[np.void]
-) -> npt.NDArray[np.void]:
+    problem: Problem, links: Records, knobs: Records
+) -> Records:
     flows, paths, num = problem.flows, problem.paths, problem.num_packets
     records = np.zeros(len(flows), FLOW)
     for name in ("next_ready", "reply_head", "reply_tail", "first_child", "next_child", "finish_ps"):
@@ -231,7 +250,7 @@ def _flows(
     return records
 
 
-def _set_children(problem: Problem, records: npt.NDArray[np.void]) -> None:
+def _set_children(problem: Problem, records: Records) -> None:
     if problem.after is None:
         return
     for flow in np.flatnonzero(problem.after >= 0)[::-1]:
@@ -241,8 +260,8 @@ def _set_children(problem: Problem, records: npt.NDArray[np.void]) -> None:
 
 
 def _clock(
-    problem: Problem, records: npt.NDArray[np.void]
-) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
+    problem: Problem, records: Records
+) -> tuple[Records, npt.NDArray[np.int64]]:
     num_links, num_flows = problem.fabric.num_links, len(records)
     num_slots = 3 * (num_links + num_flows)
     clock = np.zeros(1, CLOCK)
@@ -265,7 +284,7 @@ def _check_times(problem: Problem, last_seconds: float) -> None:
         raise BadInputError("flows.start_seconds", start, f"below {last_seconds:.4g} s with so many flows")
 
 
-def _knobs(problem: Problem) -> npt.NDArray[np.void]:
+def _knobs(problem: Problem) -> Records:
     knobs = np.zeros(1, KNOBS)
     settings, transport, control = problem.switch_settings, problem.transport, problem.control
     values = {
