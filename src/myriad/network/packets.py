@@ -3,8 +3,9 @@
     simulate_packets(fabric, flows, paths, control, switch_settings) -> PacketResult
 
 The third and finest of the levels, for up to some 256 hosts and some hundred million packet hops. What is
-simulated: `packets_links` (switches and wires), `packets_flows` (NICs), `packets_controls` (congestion control);
-what an event is: `packets_loop`. The same input gives the same result.
+simulated: `packets_links` (switches and wires), `packets_nics` and `packets_recovery` (senders and
+receivers), `packets_controls` (congestion control); what an event is: `packets_loop`. The same input gives
+the same result.
 """
 
 from dataclasses import dataclass
@@ -12,20 +13,24 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from myriad.errors import BadInputError
 from myriad.network.controls import Control
 from myriad.network.fabric import Fabric, Numbers
 from myriad.network.flows import Flows, Paths
 from myriad.network.packets_input import Faults, Series, Transport
 from myriad.network.packets_loop import FULL, PAUSED, run
+from myriad.network.packets_records import ABORTED, NONE
 from myriad.network.packets_setup import Problem, arena, bin_bytes, needs_of, new_state, with_records
-from myriad.network.packets_state import ABORTED, State
+from myriad.network.packets_state import (
+    State,
+)
 from myriad.network.switch_settings import SwitchSettings
 
 __all__ = ["PacketResult", "Samples", "simulate_packets"]
 
 _Ints = npt.NDArray[np.int64]
 _PS = 1e-12
+_FIRST_RECORDS = 4096
+"""Packet records to begin with: few enough for the second-level cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +85,9 @@ class PacketResult:
     """(L) Packets lost on it: by chance or while it was down."""
     sent_bytes: _Ints
     """(L) With headers, lost ones too."""
-    num_in_network: int
-    """Data packets and answers still under way when the last flow ended."""
+    num_under_way: int
+    """Data packets in queues and on wires when the last flow ended: sent = arrived + discarded + losses + drops
+    + these."""
     num_events: int
     end_seconds: float
     """When the last flow's sender knew it was over, or gave up."""
@@ -105,22 +111,19 @@ def simulate_packets(
 ) -> PacketResult:
     """Until every flow has arrived or given up, or for ``max_seconds``.
 
-    ``control`` None: every flow at line rate. ``after[f]``: the flow whose arrival starts f (-1: none), as the
-    steps of a ring wait for each other. ``max_bytes``: of memory; more is refused beforehand.
-    Raises `BadInputError`.
+    ``control`` None: every flow at line rate. ``after[f]``: the flow whose arrival starts f (-1: none), as
+    the steps of a ring wait for each other. ``max_bytes``: of memory; more is refused beforehand. Raises
+    `BadInputError`.
     """
     problem = Problem(
         fabric, flows, paths, control, switch_settings,
         (transport or Transport()).check(), faults or Faults(), after, seed,
     )  # fmt: skip
     needs = needs_of(problem)
-    if needs.num_bytes > max_bytes:
-        raise BadInputError(
-            "flows", len(flows), f"needs {needs.num_bytes / 1e9:.2f} GB at packet level, {max_bytes / 1e9:.2f} is allowed"
-        )
-    state = new_state(problem, min(needs.most_records, 4096))
+    needs.check(len(flows), max_bytes)
+    state = new_state(problem, min(needs.most_records, _FIRST_RECORDS))
     recorder = _Recorder(series, problem) if series else None
-    state = _run(problem, state, needs.most_records, max_seconds, recorder)
+    state = _run(problem, state, max_seconds, recorder)
     return _result(problem, state, recorder)
 
 
@@ -153,13 +156,13 @@ class _Recorder:
         )
 
 
-def _run(problem: Problem, state: State, most_records: int, max_seconds: float, recorder: _Recorder | None) -> State:
+def _run(problem: Problem, state: State, max_seconds: float, recorder: _Recorder | None) -> State:
     last = min(int(max_seconds / _PS), int(state.clock["last_ps"][0]) - 1)
     until = recorder.period_ps if recorder else last
     while True:
         why = run(arena(problem, state), min(until, last))
         if why == FULL:
-            state = with_records(problem, state, min(2 * len(state.packets), max(most_records, len(state.packets) + 64)))
+            state = with_records(problem, state, 2 * len(state.packets))
         elif why == PAUSED and recorder and until < last:
             recorder.take(state, until)
             until += recorder.period_ps
@@ -191,7 +194,7 @@ def _result(problem: Problem, state: State, recorder: _Recorder | None) -> Packe
         num_drops=links["num_drops"].astype(np.int64),
         num_losses=links["num_losses"].astype(np.int64),
         sent_bytes=links["sent_bytes"].copy(),
-        num_in_network=len(state.packets) - int(clock["num_free"]),
+        num_under_way=int(np.sum((state.packets["flow"] != NONE) & (state.packets["is_answer"] == 0))),
         num_events=int(clock["num_events"]),
         end_seconds=end * _PS,
         samples=recorder.samples() if recorder else None,

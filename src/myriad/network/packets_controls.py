@@ -1,12 +1,13 @@
-"""What a sender does on an acknowledgement, a mark, a loss: the laws of `myriad.network.controls`, per packet.
+"""What a sender does on an acknowledgement, a mark, a loss: the laws of `myriad.network.controls`, per
+packet.
 
-Each law leaves two numbers in the flow: `limit_packets`, the most in flight, and `pace_ps_per_byte`, the least time
-between packets (0: as fast as the NIC). DCQCN sets only the second, Swift and the hybrid the first (and the
-second where the window is below one packet: one packet each round trip / window), HPCC both (rate = window /
-base round trip).
+Each law leaves two numbers in the flow: `limit_packets`, the most in flight, and `pace_ps_per_byte`, the
+least time between packets (0: as fast as the NIC). DCQCN sets only the second, Swift and the hybrid the
+first (and the second where the window is below one packet: one packet each round trip / window), HPCC both
+(rate = window / base round trip).
 
-DCQCN's timers are not events: what they would have done until now is done when a flow sends or hears of a mark,
-which is when it matters; a flow that waits for its rate waits as its rate was when it last sent.
+DCQCN's timers are not events: what they would have done until now is done when a flow sends or hears of a
+mark, which is when it matters; a flow that waits for its rate waits as its rate was when it last sent.
 """
 
 from typing import Any
@@ -61,7 +62,8 @@ def heard(s: Any, f: Any, p: Any, num_new: Any, now: Any) -> None:
 
 @compiled
 def lost(flow: Any, knobs: Any, now: Any) -> None:
-    """A packet must be sent again: Swift and the hybrid cut by the most, once per round trip (Swift, algorithm 1)."""
+    """A packet must be sent again: Swift and the hybrid cut by the most, once per round trip (Swift,
+    algorithm 1)."""
     if (knobs.kind == SWIFT or knobs.kind == HYBRID) and now - flow.cut_ps >= flow.round_trip_ps:
         flow.former_window = flow.window
         flow.cut_ps = now
@@ -74,16 +76,20 @@ def lost(flow: Any, knobs: Any, now: Any) -> None:
 def told(flow: Any, knobs: Any, now: Any) -> None:
     """A CNP: DCQCN cuts the rate."""
     _catch_up(flow, knobs, now)
-    alpha = flow.alpha
-    flow.alpha = (1 - knobs.gain) * alpha + knobs.gain
+    flow.is_told = 1
+    if now - flow.cut_ps >= knobs.cut_interval_ps:
+        _cut(flow, knobs, now)
+    flow.alpha += knobs.gain * (1 - flow.alpha)
     flow.alpha_from_ps = now
-    if now - flow.cut_ps < knobs.cut_interval_ps:
-        return
+
+
+@compiled
+def _cut(flow: Any, knobs: Any, now: Any) -> None:
     if knobs.clamp_target or flow.has_increased or not flow.is_cut:
         flow.target_rate = flow.rate
-    cut = min(alpha / 2, knobs.largest_cut)
+    cut = min(flow.alpha / 2, knobs.largest_cut)
     _set_rate(flow, max(knobs.min_rate, flow.rate * (1 - cut)))
-    flow.is_cut, flow.has_increased = 1, 0
+    flow.is_cut, flow.is_told, flow.has_increased = 1, 0, 0
     flow.timer_steps, flow.byte_steps, flow.counted_bytes = 0, 0, 0
     flow.cut_ps = flow.timer_from_ps = now
 
@@ -108,6 +114,8 @@ def _catch_up(flow: Any, knobs: Any, now: Any) -> None:
     """The timers up to now: alpha decays, the rate rises."""
     if not flow.is_cut:
         return
+    if flow.is_told and now - flow.cut_ps >= knobs.cut_interval_ps:
+        _cut(flow, knobs, now)
     num_decays = (now - flow.alpha_from_ps) // knobs.alpha_timer_ps
     if num_decays > 0:
         flow.alpha *= (1 - knobs.gain) ** num_decays
@@ -189,19 +197,22 @@ def _swift(flow: Any, knobs: Any, round_trip: Any, num_new: Any, now: Any) -> No
 def _hybrid(flow: Any, knobs: Any, round_trip: Any, num_new: Any, is_marked: Any, now: Any) -> None:
     flow.round_trip_ps = round_trip
     window = flow.window
+    is_due = now - flow.cut_ps >= round_trip
     if is_marked:
+        flow.stage = 0
         target = knobs.base_target_ratio * flow.base_ps + _scaled(knobs, window)
-        flow.step_ps, flow.stage = now, 0
-        if now - flow.cut_ps >= round_trip and round_trip > target:
-            flow.cut_ps, flow.former_window = now, window
+        if is_due and round_trip > target:
+            flow.former_window = window
             window *= max(target / round_trip, 1 - knobs.largest_cut)
-    else:
+        if is_due:
+            flow.cut_ps = flow.step_ps = now
+    elif is_due:
         window = _grown(knobs, window, num_new)
         if now - flow.step_ps >= round_trip:
             flow.step_ps = now
             flow.stage += 1
-            if flow.stage >= knobs.recovery_steps and window < flow.former_window:
-                window = (window + flow.former_window) / 2
+            if flow.stage > knobs.recovery_steps:
+                window += max(flow.former_window - window, 0.0) / 2
     _set_packets(flow, knobs, window)
 
 

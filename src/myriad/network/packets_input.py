@@ -57,7 +57,8 @@ def outage_of_cable(cable: int, start: float, end: float) -> tuple[tuple[int, fl
 
 @dataclass(frozen=True)
 class Series:
-    """Samples at equal times, so many that they fit: the period doubles, and every other one goes, where not."""
+    """Samples at equal times, so many that they fit: the period doubles, and every other one goes, where
+    not."""
 
     period_seconds: float
     links: tuple[int, ...] = ()

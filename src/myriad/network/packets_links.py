@@ -1,21 +1,21 @@
 """Switches and wires: output queues with ECN marks, a shared buffer, pauses by ingress, loss and down times.
 
-A switch has one queue per link that leaves it, first in, first out. A packet counts in the queue from its arrival
-until its first bit is sent, and so long also against the link it came by: over `xoff_bytes` that link's sender is
-told to stop, below `xon_bytes` to go on (PFC, IEEE 802.1Qbb). A stopped link ends the packet it is sending;
-what waits for it waits, whoever sent it and wherever it goes: head-of-line blocking is not modelled, it happens.
+A switch has one queue per link that leaves it, first in, first out. A packet counts in the queue from its
+arrival until its first bit is sent, and so long also against the link it came by: over `xoff_bytes` that
+link's sender is told to stop, below `xon_bytes` to go on (PFC, IEEE 802.1Qbb). A stopped link ends the
+packet it is sending; what waits for it waits, whoever sent it and wherever it goes: head-of-line blocking
+is not modelled, it happens.
 
-A packet that finds more than Kmin in its queue is marked with the probability of the settings (DCQCN, SIGCOMM
-2015, section 3.1: on arrival, by the queue of that moment). One that the buffer has no room for is dropped. One
-that is being sent while the link is down, or that chance picks, is lost on the wire.
+A packet that finds more than Kmin in its queue is marked with the probability of the settings (DCQCN,
+SIGCOMM 2015, section 3.1: on arrival, by the queue of that moment). One that the buffer has no room for is
+dropped. One that is being sent while the link is down, or that chance picks, is lost on the wire.
 """
 
 from typing import Any
 
 from myriad.network.packets_heap import push
+from myriad.network.packets_records import GRAIN_BITS, NONE, NUM_FRAMES
 from myriad.network.packets_state import (
-    NONE,
-    NUM_FRAMES,
     bin_at,
     clock_of,
     compiled,
@@ -46,14 +46,16 @@ def uniform(clock: Any) -> Any:
 def discard(s: Any, p: Any) -> None:
     """Packet p's record can be used again."""
     clock = clock_of(s)
-    packet_at(s, p).next = clock.free_head
+    packet = packet_at(s, p)
+    packet.next, packet.flow = clock.free_head, NONE
     clock.free_head = p
     clock.num_free += 1
 
 
 @compiled
 def enqueue(s: Any, came_by: Any, p: Any, now: Any) -> Any:
-    """Packet p has come to the end of a link: into the queue of its next. Says which link has work, or NONE."""
+    """Packet p has come to the end of a link: into the queue of its next. Says which link has work, or
+    NONE."""
     knobs, packet, came = knobs_of(s), packet_at(s, p), link_at(s, came_by)
     packet.hop += 1
     out = hop_at(s, packet.hop).value
@@ -115,14 +117,15 @@ def _is_marked(clock: Any, knobs: Any, queue_bytes: Any) -> Any:
 def _count(s: Any, out: Any, now: Any) -> None:
     """Until now the queue was as long as it is."""
     link = link_at(s, out)
-    spent_at(s, out * s.num_bins + bin_at(s, link.queue_bytes >> 8).value).value += now - link.seen_ps
+    grain = min(link.queue_bytes >> GRAIN_BITS, s.num_grains - 1)
+    spent_at(s, out * s.num_bins + bin_at(s, grain).value).value += now - link.seen_ps
     link.seen_ps = now
 
 
 @compiled
 def _tell(s: Any, came_by: Any, now: Any) -> None:
-    """A frame to the sender of a link: stop, or go on. They alternate: where no more frames fit on the wire, one
-    and its opposite before it cancel out."""
+    """A frame to the sender of a link: stop, or go on. They alternate: where no more frames fit on the
+    wire, one and its opposite before it cancel out."""
     came = link_at(s, came_by)
     if came.num_frames == NUM_FRAMES:
         came.num_frames -= 1

@@ -9,10 +9,10 @@ An event is one entry of the heap, taken out in the order of time. There are six
     wake     a flow begins, or may send again at its rate
     timeout  a flow's timer rings
 
-A packet over h links with no queue anywhere is h - 1 arrivals and one answer; each queue that it waits in, NICs
-included, is one `free` more, each packet of a flow below line rate one `wake`. Arrival at the target is no event:
-nothing can come between it and the last transmitter, so it is settled there. So is the start of a packet on a
-link that is free.
+A packet over h links with no queue anywhere is h - 1 arrivals and one answer; each queue that it waits in,
+NICs included, is one `free` more, each packet of a flow below line rate one `wake`. Arrival at the target
+is no event: nothing can come between it and the last transmitter, so it is settled there. So is the start
+of a packet on a link that is free.
 
 Whatever happens, it ends in at most one link that may have work. That link is served at one place.
 """
@@ -23,12 +23,12 @@ from typing import Any
 
 import numba
 
-from myriad.network.packets_flows import acknowledge, receive, take_turn, time_out, wake
 from myriad.network.packets_heap import close_gap, push
 from myriad.network.packets_links import discard, enqueue, is_down, take_queued, uniform
+from myriad.network.packets_nics import take_turn
+from myriad.network.packets_records import NONE, NUM_FRAMES
+from myriad.network.packets_recovery import acknowledge, receive, time_out, wake
 from myriad.network.packets_state import (
-    NONE,
-    NUM_FRAMES,
     clock_of,
     compiled,
     flow_at,
@@ -180,5 +180,7 @@ def _kept(stamp: int) -> Any:
     return numba.njit(cache=True, error_model="numpy", nogil=True)(run)
 
 
-run = _kept(zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("packets_*.py")))))
+run = _kept(
+    zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("packets_*.py"))))
+)
 """Events up to a time: `run(arena, until_ps)` says why it stopped."""

@@ -1,8 +1,6 @@
 """A packet-level simulation before its first event: the arrays of `myriad.network.packets_state`, filled.
 
-Also says beforehand what a simulation needs. The number of packet records has a bound that is never passed:
-what the buffers of all switches hold, what is on all wires, and the answers under way; and no more than all
-flows may have in flight.
+Also says beforehand what a simulation needs, so that too much is refused before memory is taken.
 """
 
 from dataclasses import dataclass
@@ -12,14 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.errors import BadInputError
-from myriad.network.controls import Control, Dcqcn, Hpcc, Hybrid, Swift
+from myriad.network.controls import Control, Hpcc
 from myriad.network.fabric import Fabric
 from myriad.network.flows import Flows, Paths
-from myriad.network.packets_controls import DCQCN, HPCC, HYBRID, LINE_RATE, SWIFT
 from myriad.network.packets_input import Faults, Transport
-from myriad.network.packets_state import (
+from myriad.network.packets_knobs import control_knobs
+from myriad.network.packets_records import (
     CLOCK,
     FLOW,
+    GRAIN_BITS,
     KNOBS,
     LINK,
     NONE,
@@ -28,11 +27,8 @@ from myriad.network.packets_state import (
     PACKET,
     SWITCH,
     WRITTEN,
-    Arena,
-    Records,
-    State,
-    arena_of,
 )
+from myriad.network.packets_state import Arena, Records, State, arena_of
 from myriad.network.switch_settings import SwitchSettings
 
 __all__ = ["Needs", "Problem", "needs_of", "new_state"]
@@ -40,7 +36,6 @@ __all__ = ["Needs", "Problem", "needs_of", "new_state"]
 _PS = 1e12
 _ACK_BYTES = 84
 """Least Ethernet frame with preamble and gap: an acknowledgement, and a pause frame."""
-_GRAIN_BITS = 8
 _BINS_PER_OCTAVE = 16
 _INFINITE = float(1 << 60)
 
@@ -94,15 +89,21 @@ class Needs:
     num_packet_hops: int
     """Packets times the links they go over, each packet once."""
     most_records: int
-    """Packet records that can be in use at once."""
+    """Packet records in use at once."""
     num_bytes: int
-    """Memory of all arrays, at most."""
+    """Memory of all arrays."""
+
+    def check(self, num_flows: int, max_bytes: float) -> None:
+        """Raises `BadInputError`."""
+        if self.num_bytes > max_bytes:
+            need, may = self.num_bytes / 1e9, max_bytes / 1e9
+            raise BadInputError("flows", num_flows, f"fewer: these need {need:.3g} GB, {may:.3g} may be used")
 
 
 def needs_of(problem: Problem) -> Needs:
     """The estimate."""
     fabric, num, hops = problem.fabric, problem.num_packets, problem.num_hops
-    most = min(_most_in_fabric(problem), int(np.minimum(num, problem.transport.most_packets).sum())) + 64
+    most = _most_in_fabric(problem)
     written = WRITTEN.itemsize * problem.num_written
     fixed = fabric.num_links * (LINK.itemsize + 8 * NUM_FRAMES + 8 * (int(queue_bins(problem)[-1]) + 1))
     fixed += len(problem.flows) * (FLOW.itemsize + 24 + written) + int(problem.ring_sizes.sum()) * 9
@@ -111,14 +112,16 @@ def needs_of(problem: Problem) -> Needs:
 
 
 def _most_in_fabric(problem: Problem) -> int:
+    """In buffers, on wires and, since answers wait nowhere, what the last links bring during the way back;
+    and no more than all that flows may have in flight, if nothing is sent twice."""
     fabric, full = problem.fabric, _full_bytes(problem)
     num_switches = fabric.num_vertices - fabric.num_ports
-    buffers = num_switches * min(problem.switch_settings.buffer_bytes / problem.transport.payload_bytes, 1e15)
+    buffers = num_switches * problem.switch_settings.buffer_bytes / full
     on_wires = (fabric.bytes_per_second * fabric.latency_seconds / full + 2).sum()
-    # Answers wait nowhere: as many as the last link brings during their way back.
     back = _reply_ps(problem).max(initial=0) / _PS
-    answers = (fabric.bytes_per_second * back / problem.transport.header_bytes + 2).sum()
-    return int(min(buffers + on_wires + answers, 1e15))
+    answers = (fabric.bytes_per_second[fabric.target < fabric.num_ports] * back / full + 2).sum()
+    in_flight = float(np.minimum(problem.num_packets, problem.transport.most_packets).sum())
+    return int(min(buffers + on_wires + answers, in_flight)) + 64
 
 
 def new_state(problem: Problem, num_records: int) -> State:
@@ -157,6 +160,7 @@ def with_records(problem: Problem, state: State, num_records: int) -> State:
     old, clock = len(state.packets), state.clock[0]
     packets, written = np.zeros(num_records, PACKET), np.zeros(num_records * problem.num_written, WRITTEN)
     packets[:old], written[: len(state.written)] = state.packets, state.written
+    packets["flow"][old:] = NONE
     packets["next"][old:] = np.arange(old + 1, num_records + 1)
     packets["next"][-1] = clock["free_head"]
     clock["free_head"] = old
@@ -171,7 +175,7 @@ def arena(problem: Problem, state: State) -> Arena:
 
 def bin_bytes(bins: npt.NDArray[np.int16]) -> npt.NDArray[np.float64]:
     """The queue that a bin of the histogram stands for: the middle of its range."""
-    grain = 1 << _GRAIN_BITS
+    grain = 1 << GRAIN_BITS
     edges = np.searchsorted(bins, np.arange(bins[-1] + 2)) * float(grain)
     return np.where(np.arange(bins[-1] + 1) == 0, 0.0, (edges[:-1] + edges[1:]) / 2)
 
@@ -182,9 +186,8 @@ def _full_bytes(problem: Problem) -> int:
 
 def queue_bins(problem: Problem) -> npt.NDArray[np.int16]:
     """Bins as wide as a grain at first, then a sixteenth of an octave: within 2.2 % of the middle."""
-    most = problem.switch_settings.buffer_bytes
-    most = min(most, float(problem.flows.num_bytes.sum()) * 2 + 1e6)
-    num = (int(most) >> _GRAIN_BITS) + 2
+    all_bytes = float(problem.num_packets.sum()) * _full_bytes(problem)
+    num = (int(min(problem.switch_settings.buffer_bytes, all_bytes)) >> GRAIN_BITS) + 2
     scale = np.floor(_BINS_PER_OCTAVE * np.log2(np.maximum(np.arange(num), 1))).astype(np.int64)
     scale[0] = -1
     return np.cumsum(np.diff(scale, prepend=-1) > 0, dtype=np.int16)
@@ -224,9 +227,7 @@ def _links(problem: Problem) -> tuple[Records, Records]:
     return links, down
 
 
-def _flows(
-    problem: Problem, links: Records, knobs: Records
-) -> Records:
+def _flows(problem: Problem, links: Records, knobs: Records) -> Records:
     flows, paths, num = problem.flows, problem.paths, problem.num_packets
     records = np.zeros(len(flows), FLOW)
     for name in ("next_ready", "reply_head", "reply_tail", "first_child", "next_child", "finish_ps"):
@@ -259,9 +260,7 @@ def _set_children(problem: Problem, records: Records) -> None:
         records["first_child"][parent] = flow
 
 
-def _clock(
-    problem: Problem, records: Records
-) -> tuple[Records, npt.NDArray[np.int64]]:
+def _clock(problem: Problem, records: Records) -> tuple[Records, npt.NDArray[np.int64]]:
     num_links, num_flows = problem.fabric.num_links, len(records)
     num_slots = 3 * (num_links + num_flows)
     clock = np.zeros(1, CLOCK)
@@ -301,73 +300,8 @@ def _knobs(problem: Problem) -> Records:
         "is_selective": problem.is_selective,
         "has_outages": bool(problem.faults.outages),
         "most_packets": transport.most_packets,
-        **_control_knobs(control),
+        **control_knobs(control),
     }
     for name, value in values.items():
         knobs[name] = value
     return knobs
-
-
-def _control_knobs(control: Control | None) -> dict[str, float]:
-    match control:
-        case None:
-            return {"kind": LINE_RATE}
-        case Dcqcn():
-            return _dcqcn_knobs(control)
-        case Swift():
-            return {
-                "kind": SWIFT,
-                "base_target_ps": control.base_target_seconds * _PS,
-                "hop_target_ps": control.hop_target_seconds * _PS,
-                "beta": control.beta,
-                **_window_knobs(control),
-            }
-        case Hybrid():
-            return {
-                "kind": HYBRID,
-                "base_target_ratio": control.base_target_ratio,
-                "recovery_steps": control.recovery_steps,
-                **_window_knobs(control),
-            }
-        case Hpcc():
-            return {
-                "kind": HPCC,
-                "eta": control.target_utilization_ratio,
-                "max_stage": control.max_stage,
-                "additive": control.additive_bytes,
-                "min_rate": Dcqcn.paper().min_bytes_per_second,
-            }
-
-
-def _dcqcn_knobs(control: Dcqcn) -> dict[str, float]:
-    return {
-        "kind": DCQCN,
-        "gain": control.gain,
-        "alpha_timer_ps": control.alpha_timer_seconds * _PS,
-        "cnp_interval_ps": control.cnp_interval_seconds * _PS,
-        "cut_interval_ps": control.cut_interval_seconds * _PS,
-        "largest_cut": control.largest_cut_ratio,
-        "increase_timer_ps": control.increase_timer_seconds * _PS,
-        "increase_bytes": control.increase_bytes,
-        "recovery_steps": control.fast_recovery_steps,
-        "additive": control.additive_bytes_per_second,
-        "hyper": control.hyper_bytes_per_second,
-        "min_rate": control.min_bytes_per_second,
-        "clamp_target": control.clamp_target,
-        "timer_only": control.timer_only,
-    }
-
-
-def _window_knobs(control: Swift | Hybrid) -> dict[str, float]:
-    """Swift, SIGCOMM 2020, section 3.1: range x (1 / sqrt(w) - 1 / sqrt(max)) / (1 / sqrt(min) - 1 / sqrt(max))."""
-    low, high = control.scaling_min_packets**-0.5, control.scaling_max_packets**-0.5
-    slope = control.scaling_range_seconds * _PS / (low - high)
-    return {
-        "scaling_range_ps": control.scaling_range_seconds * _PS,
-        "scaling_slope": slope,
-        "scaling_offset": slope * high,
-        "additive": control.additive_packets,
-        "largest_cut": control.largest_cut_ratio,
-        "min_window": control.min_packets,
-        "max_window": control.max_packets,
-    }

@@ -1,84 +1,38 @@
-"""NICs: whose turn it is, what a receiver answers, when a sender sends again, when it gives up.
+"""Flows from end to end: what a receiver answers, what a sender sends again, when it gives up.
 
-A NIC has no queue: when its link is free the next flow in turn sends one packet, if its window and its rate
-let it. The receiver answers each packet at once; the answer travels back in a class of its own, never waits,
-and is lost only with a link that is down.
+The receiver answers each packet at once; the answer travels back in a class of its own, never waits, and is
+lost only with a link that is down.
 
-Go-back-N (InfiniBand reliable connection): a packet that does not come next is thrown away and refused once,
-until the one that is missing arrives; the sender goes back to it. Selective repeat (as in IRN, SIGCOMM 2018): the
-receiver keeps it and says what it got. A path is first in, first out, so whatever was sent before something
-that has been acknowledged, and is not known to have arrived, is lost and sent again.
+Go-back-N (InfiniBand reliable connection): a packet that does not come next is thrown away and refused
+once, until the one that is missing arrives; the sender goes back to it. Selective repeat (as in IRN,
+SIGCOMM 2018): the receiver keeps it and says what it got. A path is first in, first out, so whatever was
+sent before something that has been acknowledged, and is not known to have arrived, is lost and sent again.
 
-A timer runs while anything is in flight, anew with each progress. At its end all in flight is sent again, and the
-timer grows by `backoff`; after `retries` such times in a row the flow aborts (a queue pair in error).
+A timer runs while anything is in flight, anew with each progress. At its end all in flight is sent again,
+and the timer grows by `backoff`; after `retries` such times in a row the flow aborts (a queue pair in
+error).
 """
 
 from typing import Any
 
-from myriad.network.packets_controls import DCQCN, begin, heard, lost, sending, told
+from myriad.network.packets_controls import DCQCN, begin, heard, lost, told
 from myriad.network.packets_heap import push
 from myriad.network.packets_links import discard, is_down
+from myriad.network.packets_nics import ARRIVED, KNOWN, go_on
+from myriad.network.packets_records import ABORTED, BLOCKED, DONE, NONE, PACED, UNSTARTED
 from myriad.network.packets_state import (
-    ABORTED,
-    BLOCKED,
-    DONE,
-    NONE,
-    PACED,
-    READY,
-    UNSTARTED,
     clock_of,
     compiled,
     flow_at,
     hop_at,
-    known_at,
     knobs_of,
-    link_at,
+    known_at,
     lost_at,
     packet_at,
     sent_at,
 )
 
-__all__ = ["acknowledge", "receive", "take_turn", "time_out", "wake"]
-
-_ARRIVED, _KNOWN = 1, 2
-
-
-@compiled
-def _may_send(flow: Any, is_selective: Any) -> Any:
-    if is_selective:
-        if flow.next_sent - flow.first_sent >= flow.limit_packets:
-            return False
-        if flow.first_lost != flow.next_lost:
-            return True
-        return flow.next_sequence < flow.num_packets and flow.next_sequence - flow.acked <= flow.ring_mask
-    return flow.next_sequence < flow.num_packets and flow.next_sequence - flow.acked < flow.limit_packets
-
-
-@compiled
-def _line_up(s: Any, f: Any) -> None:
-    """Flow f takes its turn at its NIC after those that wait."""
-    flow = flow_at(s, f)
-    link = link_at(s, flow.nic)
-    flow.state, flow.next_ready = READY, NONE
-    if link.ready_head == NONE:
-        link.ready_head = f
-    else:
-        flow_at(s, link.ready_tail).next_ready = f
-    link.ready_tail = f
-
-
-@compiled
-def _go_on(s: Any, f: Any, now: Any) -> Any:
-    """A flow that was blocked may be so no longer. Says which link has work, or NONE."""
-    flow = flow_at(s, f)
-    if flow.state != BLOCKED or not _may_send(flow, knobs_of(s).is_selective):
-        return NONE
-    if flow.next_send_ps > now:
-        flow.state = PACED
-        push(s, flow.next_send_ps, 3 * s.num_links + s.num_flows + f)
-        return NONE
-    _line_up(s, f)
-    return flow.nic
+__all__ = ["acknowledge", "receive", "time_out", "wake"]
 
 
 @compiled
@@ -96,82 +50,7 @@ def wake(s: Any, f: Any, now: Any) -> Any:
     elif flow.state != PACED:
         return NONE
     flow.state = BLOCKED
-    return _go_on(s, f, now)
-
-
-@compiled
-def take_turn(s: Any, out: Any, now: Any) -> Any:
-    """A packet of the next flow whose turn it is, or NONE."""
-    link, knobs = link_at(s, out), knobs_of(s)
-    while link.ready_head != NONE:
-        f = link.ready_head
-        flow = flow_at(s, f)
-        link.ready_head = flow.next_ready
-        if flow.state != READY:
-            continue
-        flow.state = BLOCKED
-        sequence = _next_to_send(s, flow, knobs.is_selective)
-        if sequence == NONE:
-            continue
-        p = _make_packet(s, f, sequence, now)
-        num_bytes = packet_at(s, p).num_bytes
-        if knobs.kind == DCQCN:
-            sending(flow, knobs, num_bytes, now)
-        flow.next_send_ps = now + int(num_bytes * flow.pace_ps_per_byte)
-        free = now + int(num_bytes * link.ps_per_byte)
-        _go_on(s, f, free)
-        return p
-    return NONE
-
-
-@compiled
-def _next_to_send(s: Any, flow: Any, is_selective: Any) -> Any:
-    """Number of the packet, counted as sent; NONE if the window is full or all is sent."""
-    if not _may_send(flow, is_selective):
-        return NONE
-    sequence = flow.next_sequence
-    if not is_selective:
-        flow.next_sequence += 1
-        return sequence
-    base, mask = flow.ring, flow.ring_mask
-    while flow.first_lost != flow.next_lost:
-        sequence = lost_at(s, base + (flow.first_lost & mask)).value
-        flow.first_lost += 1
-        if sequence >= flow.acked and not known_at(s, base + (sequence & mask)).value & _KNOWN:
-            sent_at(s, base + (flow.next_sent & mask)).value = sequence
-            flow.next_sent += 1
-            return sequence
-    if flow.next_sequence >= flow.num_packets or flow.next_sequence - flow.acked > mask:
-        return NONE
-    sequence = flow.next_sequence
-    flow.next_sequence += 1
-    sent_at(s, base + (flow.next_sent & mask)).value = sequence
-    flow.next_sent += 1
-    return sequence
-
-
-@compiled
-def _make_packet(s: Any, f: Any, sequence: Any, now: Any) -> Any:
-    clock, flow, knobs = clock_of(s), flow_at(s, f), knobs_of(s)
-    p = clock.free_head
-    packet = packet_at(s, p)
-    clock.free_head = packet.next
-    clock.num_free -= 1
-    packet.flow, packet.sequence, packet.hop, packet.sent_ps = f, sequence, flow.first_hop, now
-    packet.num_bytes = flow.last_bytes if sequence == flow.num_packets - 1 else knobs.full_bytes
-    packet.order, packet.is_marked, packet.is_refusal = flow.next_sent - 1, 0, 0
-    flow.num_sent += 1
-    if sequence < flow.most_sequence:
-        flow.num_resent += 1
-    else:
-        flow.most_sequence = sequence + 1
-    if sequence == flow.acked or flow.next_sent - flow.first_sent == 1:
-        flow.deadline_ps = now + flow.timeout_ps
-    if not flow.has_timer:
-        flow.has_timer = 1
-        slot = 3 * s.num_links + 2 * s.num_flows + f
-        push(s, flow.deadline_ps, slot)
-    return p
+    return go_on(s, f, now)
 
 
 @compiled
@@ -179,7 +58,7 @@ def receive(s: Any, p: Any, now: Any) -> None:
     """A packet is at its target; its record becomes the answer."""
     packet = packet_at(s, p)
     flow, knobs = flow_at(s, packet.flow), knobs_of(s)
-    if flow.state == ABORTED or not _takes(s, flow, packet, knobs.is_selective):
+    if not _takes(s, flow, packet, knobs.is_selective):
         discard(s, p)
         return
     if packet.is_marked:
@@ -203,6 +82,7 @@ def _answer(s: Any, p: Any, now: Any) -> None:
     f = packet.flow
     flow = flow_at(s, f)
     packet.acknowledged, packet.due_ps, packet.next = flow.received, now + flow.reply_ps, NONE
+    packet.is_answer = 1
     if flow.reply_head == NONE:
         flow.reply_head = p
         push(s, packet.due_ps, 3 * s.num_links + f)
@@ -215,6 +95,9 @@ def _answer(s: Any, p: Any, now: Any) -> None:
 def _takes(s: Any, flow: Any, packet: Any, is_selective: Any) -> Any:
     """Whether the receiver answers this packet, and what it then has."""
     sequence = packet.sequence
+    if flow.state == ABORTED:
+        flow.num_discarded += 1
+        return False
     if sequence < flow.received:
         flow.num_discarded += 1
         return True
@@ -236,13 +119,13 @@ def _takes(s: Any, flow: Any, packet: Any, is_selective: Any) -> Any:
 @compiled
 def _keep(s: Any, flow: Any, sequence: Any) -> None:
     base, mask = flow.ring, flow.ring_mask
-    if known_at(s, base + (sequence & mask)).value & _ARRIVED:
+    if known_at(s, base + (sequence & mask)).value & ARRIVED:
         flow.num_discarded += 1
         return
-    known_at(s, base + (sequence & mask)).value |= _ARRIVED
+    known_at(s, base + (sequence & mask)).value |= ARRIVED
     flow.num_received += 1
-    while flow.received < flow.num_packets and known_at(s, base + (flow.received & mask)).value & _ARRIVED:
-        known_at(s, base + (flow.received & mask)).value &= _KNOWN
+    while flow.received < flow.num_packets and known_at(s, base + (flow.received & mask)).value & ARRIVED:
+        known_at(s, base + (flow.received & mask)).value &= KNOWN
         flow.received += 1
 
 
@@ -283,18 +166,18 @@ def acknowledge(s: Any, f: Any, now: Any) -> Any:
     if num_new > 0:
         flow.num_retries, flow.timeout_ps = 0, knobs.timeout_ps
         flow.deadline_ps = now + flow.timeout_ps
-    if is_loss:
-        lost(flow, knobs, now)
-    elif knobs.kind == DCQCN:
+    if knobs.kind == DCQCN:
         if packet.is_marked:
             told(flow, knobs, now)
+    elif is_loss:
+        lost(flow, knobs, now)
     else:
         heard(s, f, p, num_new, now)
     if flow.acked == flow.num_packets:
         flow.state = DONE
         clock_of(s).num_open -= 1
         return NONE
-    return _go_on(s, f, now)
+    return go_on(s, f, now)
 
 
 @compiled
@@ -316,13 +199,13 @@ def _learn_one(s: Any, flow: Any, packet: Any) -> Any:
     base, mask = flow.ring, flow.ring_mask
     num_new, is_loss = 0, False
     place = base + (packet.sequence & mask)
-    if packet.sequence >= flow.acked and not known_at(s, place).value & _KNOWN:
-        known_at(s, place).value |= _KNOWN
+    if packet.sequence >= flow.acked and not known_at(s, place).value & KNOWN:
+        known_at(s, place).value |= KNOWN
         num_new = 1
     while flow.acked < packet.acknowledged or (
-        flow.acked < flow.most_sequence and known_at(s, base + (flow.acked & mask)).value & _KNOWN
+        flow.acked < flow.most_sequence and known_at(s, base + (flow.acked & mask)).value & KNOWN
     ):
-        known_at(s, base + (flow.acked & mask)).value &= _ARRIVED
+        known_at(s, base + (flow.acked & mask)).value &= ARRIVED
         flow.acked += 1
     while flow.first_sent <= packet.order:
         is_loss |= _give_up(s, flow)
@@ -335,7 +218,7 @@ def _give_up(s: Any, flow: Any) -> Any:
     base, mask = flow.ring, flow.ring_mask
     sequence = sent_at(s, base + (flow.first_sent & mask)).value
     flow.first_sent += 1
-    if sequence < flow.acked or known_at(s, base + (sequence & mask)).value & _KNOWN:
+    if sequence < flow.acked or known_at(s, base + (sequence & mask)).value & KNOWN:
         return False
     lost_at(s, base + (flow.next_lost & mask)).value = sequence
     flow.next_lost += 1
@@ -370,4 +253,4 @@ def time_out(s: Any, f: Any, now: Any) -> Any:
     else:
         flow.next_sequence = flow.acked
     lost(flow, knobs, now)
-    return _go_on(s, f, now)
+    return go_on(s, f, now)
