@@ -14,7 +14,7 @@ dropped. One that is being sent while the link is down, or that chance picks, is
 from typing import Any
 
 from myriad.network.packets_heap import push
-from myriad.network.packets_records import GRAIN_BITS, NONE, NUM_FRAMES
+from myriad.network.packets_records import NONE, NUM_FRAMES
 from myriad.network.packets_state import (
     bin_at,
     clock_of,
@@ -117,7 +117,7 @@ def _is_marked(clock: Any, knobs: Any, queue_bytes: Any) -> Any:
 def _count(s: Any, out: Any, now: Any) -> None:
     """Until now the queue was as long as it is."""
     link = link_at(s, out)
-    grain = min(link.queue_bytes >> GRAIN_BITS, s.num_grains - 1)
+    grain = min(link.queue_bytes >> s.grain_bits, s.num_grains - 1)
     spent_at(s, out * s.num_bins + bin_at(s, grain).value).value += now - link.seen_ps
     link.seen_ps = now
 

@@ -13,7 +13,6 @@ __all__ = [
     "CLOCK",
     "DONE",
     "FLOW",
-    "GRAIN_BITS",
     "INT",
     "KNOBS",
     "LINK",
@@ -225,7 +224,5 @@ KNOBS = np.dtype(
 OUTAGE = np.dtype([("from_ps", "i8"), ("until_ps", "i8")], align=True)
 WRITTEN = np.dtype([("queue_bytes", "i8"), ("sent_bytes", "i8"), ("at_ps", "i8")], align=True)
 LONG, INT, SHORT, BYTE = (np.dtype([("value", kind)]) for kind in ("i8", "i4", "i2", "u1"))
-GRAIN_BITS = 8
-"""Queues are counted in grains of 256 bytes."""
 NUM_FRAMES = 64
 """Pause frames that fit on one wire."""

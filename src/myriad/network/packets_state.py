@@ -93,7 +93,7 @@ class State(NamedTuple):
     outages: Records
     """(O) By link and time."""
     bins: Records
-    """Histogram bin of a queue, by its bytes >> 8."""
+    """Histogram bin of a queue, by its bytes >> grain_bits."""
     spent: Records
     """(L x E) Picoseconds that a queue was so long."""
 
@@ -129,11 +129,12 @@ class Arena(NamedTuple):
     num_bins: int
     num_grains: int
     """Of `bins`."""
+    grain_bits: int
 
 
-def arena_of(state: State, num_hops: int, num_bins: int) -> Arena:
+def arena_of(state: State, num_hops: int, num_bins: int, grain_bits: int) -> Arena:
     """Valid as long as the state's arrays live and are not replaced."""
-    sizes = len(state.links), len(state.flows), num_hops, num_bins, len(state.bins)
+    sizes = len(state.links), len(state.flows), num_hops, num_bins, len(state.bins), grain_bits
     return Arena._make([*(array.ctypes.data for array in state), *sizes])
 
 

@@ -1,5 +1,5 @@
-"""Loss costs what theory says: go-back-N a round trip of packets, selective repeat one; and a link that is down
-kills a flow exactly when it is down for longer than the queue pair tries."""
+"""Loss costs what theory says: go-back-N a round trip of packets, selective repeat one; and a link that is
+down kills a flow exactly when it is down for longer than the queue pair tries."""
 
 import numpy as np
 import pytest
