@@ -1,0 +1,258 @@
+"""What a sender does on an acknowledgement, a mark, a loss: the laws of `myriad.network.controls`, per
+packet.
+
+Each law leaves two numbers in the flow: `limit_packets`, the most in flight, and `pace_ps_per_byte`, the
+least time between packets (0: as fast as the NIC). DCQCN sets only the second, Swift and the hybrid the
+first (and the second where the window is below one packet: one packet each round trip / window), HPCC both
+(rate = window / base round trip).
+
+DCQCN's timers are not events: what they would have done until now is done when a flow sends or hears of a
+mark, which is when it matters; a flow that waits for its rate waits as its rate was when it last sent.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from myriad.network.packets_state import (
+    compiled,
+    flow_at,
+    hop_at,
+    knobs_of,
+    link_at,
+    packet_at,
+    read_at,
+    written_at,
+)
+
+__all__ = ["DCQCN", "HPCC", "HYBRID", "LINE_RATE", "SWIFT", "begin", "heard", "lost", "sending", "told"]
+
+LINE_RATE, DCQCN, SWIFT, HPCC, HYBRID = range(5)
+
+
+@compiled
+def begin(flow: Any, knobs: Any, now: Any) -> None:
+    """A flow starts at line rate, and with a window of what an empty network holds (HPCC, section 3.2)."""
+    flow.limit_packets = knobs.most_packets
+    flow.pace_ps_per_byte = 0.0
+    flow.alpha, flow.rate, flow.target_rate = 1.0, flow.line_rate, flow.line_rate
+    flow.told_ps, flow.cut_ps, flow.step_ps = -(1 << 60), -(1 << 60), now
+    flow.round_trip_ps, flow.utilization = flow.base_ps, 1.0
+    held = flow.base_ps / flow.line_ps_per_byte
+    if knobs.kind == HPCC:
+        flow.reference = held
+        _set_bytes(flow, knobs, held)
+    elif knobs.kind == SWIFT or knobs.kind == HYBRID:
+        _set_packets(flow, knobs, held / knobs.full_bytes)
+        flow.former_window = flow.window
+
+
+@compiled
+def heard(s: Any, f: Any, p: Any, num_new: Any, now: Any) -> None:
+    """An acknowledgement of ``num_new`` packets."""
+    flow, knobs, packet = flow_at(s, f), knobs_of(s), packet_at(s, p)
+    round_trip = now - packet.sent_ps
+    if knobs.kind == SWIFT:
+        _swift(flow, knobs, round_trip, num_new, now)
+    elif knobs.kind == HPCC:
+        _hpcc(s, f, p)
+    elif knobs.kind == HYBRID:
+        _hybrid(flow, knobs, round_trip, num_new, packet.is_marked, now)
+
+
+@compiled
+def lost(flow: Any, knobs: Any, now: Any) -> None:
+    """A packet must be sent again: Swift and the hybrid cut by the most, once per round trip (Swift,
+    algorithm 1)."""
+    if (knobs.kind == SWIFT or knobs.kind == HYBRID) and now - flow.cut_ps >= flow.round_trip_ps:
+        flow.former_window = flow.window
+        flow.cut_ps = now
+        flow.step_ps = now
+        flow.stage = 0
+        _set_packets(flow, knobs, flow.window * (1 - knobs.largest_cut))
+
+
+@compiled
+def told(flow: Any, knobs: Any, now: Any) -> None:
+    """A CNP: DCQCN cuts the rate."""
+    _catch_up(flow, knobs, now)
+    flow.is_told = 1
+    if now - flow.cut_ps >= knobs.cut_interval_ps:
+        _cut(flow, knobs, now)
+    flow.alpha += knobs.gain * (1 - flow.alpha)
+    flow.alpha_from_ps = now
+
+
+@compiled
+def _cut(flow: Any, knobs: Any, now: Any) -> None:
+    if knobs.clamp_target or flow.has_increased or not flow.is_cut:
+        flow.target_rate = flow.rate
+    cut = min(flow.alpha / 2, knobs.largest_cut)
+    _set_rate(flow, max(knobs.min_rate, flow.rate * (1 - cut)))
+    flow.is_cut, flow.is_told, flow.has_increased = 1, 0, 0
+    flow.timer_steps, flow.byte_steps, flow.counted_bytes = 0, 0, 0
+    flow.cut_ps = flow.timer_from_ps = now
+
+
+@compiled
+def sending(flow: Any, knobs: Any, num_bytes: Any, now: Any) -> None:
+    """Before a packet is sent: DCQCN's rate is brought up to date."""
+    if not flow.is_cut:
+        return
+    _catch_up(flow, knobs, now)
+    if knobs.timer_only:
+        return
+    flow.counted_bytes += num_bytes
+    if flow.counted_bytes >= knobs.increase_bytes:
+        flow.counted_bytes = 0
+        flow.byte_steps += 1
+        _increase(flow, knobs)
+
+
+@compiled
+def _catch_up(flow: Any, knobs: Any, now: Any) -> None:
+    """The timers up to now: alpha decays, the rate rises."""
+    if not flow.is_cut:
+        return
+    if flow.is_told and now - flow.cut_ps >= knobs.cut_interval_ps:
+        _cut(flow, knobs, now)
+    num_decays = (now - flow.alpha_from_ps) // knobs.alpha_timer_ps
+    if num_decays > 0:
+        flow.alpha *= (1 - knobs.gain) ** num_decays
+        flow.alpha_from_ps += num_decays * knobs.alpha_timer_ps
+    while now - flow.timer_from_ps >= knobs.increase_timer_ps:
+        flow.timer_from_ps += knobs.increase_timer_ps
+        flow.timer_steps += 1
+        _increase(flow, knobs)
+        if flow.rate >= flow.line_rate:
+            flow.timer_from_ps = now
+
+
+@compiled
+def _increase(flow: Any, knobs: Any) -> None:
+    most, least, steps = max(flow.timer_steps, flow.byte_steps), flow.byte_steps, knobs.recovery_steps
+    least = min(flow.timer_steps, least)
+    if knobs.timer_only:
+        least = flow.timer_steps - 1
+    if least > steps:
+        flow.target_rate += knobs.hyper
+    elif most > steps:
+        flow.target_rate += knobs.additive
+    flow.target_rate = min(flow.target_rate, flow.line_rate)
+    flow.has_increased = 1
+    _set_rate(flow, (flow.rate + flow.target_rate) / 2)
+
+
+@compiled
+def _set_rate(flow: Any, rate: Any) -> None:
+    # Halving the way never arrives: within a thousandth it has.
+    flow.rate = flow.line_rate if rate > 0.999 * flow.line_rate else rate
+    flow.pace_ps_per_byte = 0.0 if flow.rate >= flow.line_rate else 1e12 / flow.rate
+
+
+@compiled
+def _set_packets(flow: Any, knobs: Any, window: Any) -> None:
+    window = min(max(window, knobs.min_window), knobs.max_window)
+    flow.window = window
+    flow.limit_packets = min(max(1, int(window)), knobs.most_packets)
+    flow.pace_ps_per_byte = 0.0 if window >= 1 else flow.round_trip_ps / (window * knobs.full_bytes)
+
+
+@compiled
+def _set_bytes(flow: Any, knobs: Any, window: Any) -> None:
+    most = flow.base_ps / flow.line_ps_per_byte
+    window = min(max(window, knobs.min_rate * flow.base_ps * 1e-12), most)
+    flow.window = window
+    flow.limit_packets = min(int(np.ceil(window / knobs.full_bytes)), knobs.most_packets)
+    flow.pace_ps_per_byte = 0.0 if window >= most else flow.base_ps / window
+
+
+@compiled
+def _scaled(knobs: Any, window: Any) -> Any:
+    """What a small window adds to the target."""
+    more = knobs.scaling_slope / np.sqrt(window) - knobs.scaling_offset
+    return min(max(more, 0.0), knobs.scaling_range_ps)
+
+
+@compiled
+def _grown(knobs: Any, window: Any, num_new: Any) -> Any:
+    """One step of additive increase per round trip."""
+    return window + knobs.additive * num_new / max(window, 1.0)
+
+
+@compiled
+def _swift(flow: Any, knobs: Any, round_trip: Any, num_new: Any, now: Any) -> None:
+    flow.round_trip_ps = round_trip
+    window = flow.window
+    target = knobs.base_target_ps + knobs.hop_target_ps * (flow.num_hops - 1) + _scaled(knobs, window)
+    if round_trip < target:
+        window = _grown(knobs, window, num_new)
+    elif now - flow.cut_ps >= round_trip:
+        flow.cut_ps = now
+        window *= max(1 - knobs.beta * (round_trip - target) / round_trip, 1 - knobs.largest_cut)
+    _set_packets(flow, knobs, window)
+
+
+@compiled
+def _hybrid(flow: Any, knobs: Any, round_trip: Any, num_new: Any, is_marked: Any, now: Any) -> None:
+    flow.round_trip_ps = round_trip
+    window = flow.window
+    is_due = now - flow.cut_ps >= round_trip
+    if is_marked:
+        flow.stage = 0
+        target = knobs.base_target_ratio * flow.base_ps + _scaled(knobs, window)
+        if is_due and round_trip > target:
+            flow.former_window = window
+            window *= max(target / round_trip, 1 - knobs.largest_cut)
+        if is_due:
+            flow.cut_ps = flow.step_ps = now
+    elif is_due:
+        window = _grown(knobs, window, num_new)
+        if now - flow.step_ps >= round_trip:
+            flow.step_ps = now
+            flow.stage += 1
+            if flow.stage > knobs.recovery_steps:
+                window += max(flow.former_window - window, 0.0) / 2
+    _set_packets(flow, knobs, window)
+
+
+@compiled
+def _hpcc(s: Any, f: Any, p: Any) -> None:
+    """Algorithm 1 of the paper."""
+    flow, knobs = flow_at(s, f), knobs_of(s)
+    utilization = _measure(s, f, p)
+    if utilization < 0:
+        return
+    renews = packet_at(s, p).sequence >= flow.renewed_sequence
+    if utilization >= knobs.eta or flow.stage >= knobs.max_stage:
+        window = flow.reference / (utilization / knobs.eta) + knobs.additive
+        stage = 0
+    else:
+        window = flow.reference + knobs.additive
+        stage = flow.stage + 1
+    _set_bytes(flow, knobs, window)
+    if renews:
+        flow.stage, flow.reference = stage, flow.window
+        flow.renewed_sequence = flow.next_sequence
+
+
+@compiled
+def _measure(s: Any, f: Any, p: Any) -> Any:
+    """The fullest link of the path, averaged over a round trip; -1 with the first acknowledgement."""
+    flow = flow_at(s, f)
+    most, most_span = 0.0, 1.0
+    for hop in range(1, flow.num_hops):
+        ps_per_byte = link_at(s, hop_at(s, flow.first_hop + hop).value).ps_per_byte
+        now, then = written_at(s, p * s.num_hops + hop), read_at(s, f * s.num_hops + hop)
+        span = max(now.at_ps - then.at_ps, 1)
+        sent = (now.sent_bytes - then.sent_bytes) * ps_per_byte / span
+        waiting = min(now.queue_bytes, then.queue_bytes) * ps_per_byte / flow.base_ps
+        if waiting + sent > most:
+            most, most_span = waiting + sent, float(span)
+        then.queue_bytes, then.sent_bytes, then.at_ps = now.queue_bytes, now.sent_bytes, now.at_ps
+    if not flow.is_measured:
+        flow.is_measured = 1
+        return -1.0
+    share = min(most_span, flow.base_ps) / flow.base_ps
+    flow.utilization += share * (most - flow.utilization)
+    return flow.utilization

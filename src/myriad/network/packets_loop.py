@@ -1,0 +1,186 @@
+"""The loop of a packet-level simulation: the next event, and the link that it gives work to.
+
+An event is one entry of the heap, taken out in the order of time. There are six:
+
+    free     a transmitter has sent a packet, and something waits for it
+    arrival  a packet is at the switch at the end of a link
+    frame    a switch's word to stop, or to go on, is at the sender of a link
+    answer   an acknowledgement is at the sender of its flow
+    wake     a flow begins, or may send again at its rate
+    timeout  a flow's timer rings
+
+A packet over h links with no queue anywhere is h - 1 arrivals and one answer; each queue that it waits in,
+NICs included, is one `free` more, each packet of a flow below line rate one `wake`. Arrival at the target
+is no event: nothing can come between it and the last transmitter, so it is settled there. So is the start
+of a packet on a link that is free.
+
+Whatever happens, it ends in at most one link that may have work. That link is served at one place.
+"""
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numba
+
+from myriad.network.packets_heap import close_gap, push
+from myriad.network.packets_links import discard, enqueue, is_down, take_queued, uniform
+from myriad.network.packets_nics import take_turn
+from myriad.network.packets_records import NONE, NUM_FRAMES
+from myriad.network.packets_recovery import acknowledge, receive, time_out, wake
+from myriad.network.packets_state import (
+    clock_of,
+    compiled,
+    flow_at,
+    frame_at,
+    key_at,
+    knobs_of,
+    link_at,
+    packet_at,
+    written_at,
+)
+
+__all__ = ["FINISHED", "FULL", "PAUSED", "run"]
+
+FINISHED, PAUSED, FULL = range(3)
+"""Nothing is left to do; the time asked for is reached; there are no packet records left."""
+_SPARE = 4
+"""Records that one event can need."""
+
+
+@compiled
+def _loop(s: Any, until_ps: Any) -> Any:
+    """Events up to a time. Says why it stopped."""
+    clock = clock_of(s)
+    num_links, num_flows = s.num_links, s.num_flows
+    slot_mask = (1 << clock.slot_bits) - 1
+    while clock.num_pending > 0 and clock.num_open > 0:
+        if clock.num_free < _SPARE:
+            return FULL
+        now = key_at(s, 0).value >> clock.slot_bits
+        if now > until_ps:
+            return PAUSED
+        slot = key_at(s, 0).value & slot_mask
+        clock.now_ps = now
+        clock.has_gap = 1
+        clock.num_events += 1
+        if slot < num_links:
+            link_at(s, slot).is_waiting = 0
+            out = slot
+        elif slot < 2 * num_links:
+            out = enqueue(s, slot - num_links, _take_arrived(s, slot - num_links), now)
+        elif slot < 3 * num_links:
+            out = _toggle(s, slot - 2 * num_links, now)
+        elif slot < 3 * num_links + num_flows:
+            out = acknowledge(s, slot - 3 * num_links, now)
+        elif slot < 3 * num_links + 2 * num_flows:
+            out = wake(s, slot - 3 * num_links - num_flows, now)
+        else:
+            out = time_out(s, slot - 3 * num_links - 2 * num_flows, now)
+        if out != NONE:
+            _serve(s, out, now)
+        close_gap(s)
+    return FINISHED
+
+
+@compiled
+def _take_arrived(s: Any, came_by: Any) -> Any:
+    """The first packet on a wire is at its end."""
+    link = link_at(s, came_by)
+    p = link.wire_head
+    link.wire_head = packet_at(s, p).next
+    if link.wire_head != NONE:
+        push(s, packet_at(s, link.wire_head).due_ps, s.num_links + came_by)
+    return p
+
+
+@compiled
+def _toggle(s: Any, out: Any, now: Any) -> Any:
+    """A pause frame."""
+    link = link_at(s, out)
+    link.frame_first = (link.frame_first + 1) % NUM_FRAMES
+    link.num_frames -= 1
+    if link.num_frames > 0:
+        push(s, frame_at(s, out * NUM_FRAMES + link.frame_first).value, 2 * s.num_links + out)
+    if link.is_paused:
+        link.is_paused = 0
+        link.paused_ps += now - link.paused_since_ps
+    else:
+        link.is_paused = 1
+        link.paused_since_ps = now
+    return out
+
+
+@compiled
+def _serve(s: Any, out: Any, now: Any) -> None:
+    """A link sends what is next, if it is free and may; and asks to be served again, if more waits."""
+    link = link_at(s, out)
+    if link.is_paused or link.is_waiting:
+        return
+    if link.free_ps <= now:
+        p = take_turn(s, out, now) if link.from_switch == NONE else take_queued(s, out, now)
+        if p == NONE:
+            return
+        _send(s, out, p, now)
+    if link.queue_head != NONE or link.ready_head != NONE:
+        link.is_waiting = 1
+        push(s, link.free_ps, out)
+
+
+@compiled
+def _send(s: Any, out: Any, p: Any, now: Any) -> None:
+    """A packet goes onto a wire."""
+    link, packet, knobs = link_at(s, out), packet_at(s, p), knobs_of(s)
+    if packet.num_bytes == knobs.full_bytes:
+        link.free_ps = now + link.full_ps
+    else:
+        link.free_ps = now + int(packet.num_bytes * link.ps_per_byte)
+    link.sent_bytes += packet.num_bytes
+    packet.due_ps = link.free_ps + link.latency_ps
+    if s.num_hops > 0 and link.from_switch != NONE:
+        _write(s, link, p, packet.hop - flow_at(s, packet.flow).first_hop, now)
+    if knobs.has_outages and is_down(s, out, now, now, link.free_ps):
+        is_lost = True
+    else:
+        is_lost = link.loss_ratio > 0 and uniform(clock_of(s)) < link.loss_ratio
+    if is_lost:
+        link.num_losses += 1
+        discard(s, p)
+    elif link.to_switch == NONE:
+        receive(s, p, packet.due_ps)
+    else:
+        _put_on_wire(s, out, p)
+
+
+@compiled
+def _write(s: Any, link: Any, p: Any, hop: Any, now: Any) -> None:
+    written = written_at(s, p * s.num_hops + hop)
+    written.queue_bytes, written.sent_bytes, written.at_ps = link.queue_bytes, link.sent_bytes, now
+
+
+@compiled
+def _put_on_wire(s: Any, out: Any, p: Any) -> None:
+    link, packet = link_at(s, out), packet_at(s, p)
+    packet.next = NONE
+    if link.wire_head == NONE:
+        link.wire_head = p
+        push(s, packet.due_ps, s.num_links + out)
+    else:
+        packet_at(s, link.wire_tail).next = p
+    link.wire_tail = p
+
+
+def _kept(stamp: int) -> Any:
+    """The loop, kept between processes. numba compares only the file of the function that it keeps, and what
+    that function closes over: so it closes over a sum of all files that its code comes from."""
+
+    def run(s: Any, until_ps: Any) -> Any:
+        return _loop(s, until_ps) if stamp >= 0 else FINISHED
+
+    return numba.njit(cache=True, error_model="numpy", nogil=True)(run)
+
+
+run = _kept(
+    zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("packets_*.py"))))
+)
+"""Events up to a time: `run(arena, until_ps)` says why it stopped."""

@@ -1,0 +1,256 @@
+"""Flows from end to end: what a receiver answers, what a sender sends again, when it gives up.
+
+The receiver answers each packet at once; the answer travels back in a class of its own, never waits, and is
+lost only with a link that is down.
+
+Go-back-N (InfiniBand reliable connection): a packet that does not come next is thrown away and refused
+once, until the one that is missing arrives; the sender goes back to it. Selective repeat (as in IRN,
+SIGCOMM 2018): the receiver keeps it and says what it got. A path is first in, first out, so whatever was
+sent before something that has been acknowledged, and is not known to have arrived, is lost and sent again.
+
+A timer runs while anything is in flight, anew with each progress. At its end all in flight is sent again,
+and the timer grows by `backoff`; after `retries` such times in a row the flow aborts (a queue pair in
+error).
+"""
+
+from typing import Any
+
+from myriad.network.packets_controls import DCQCN, begin, heard, lost, told
+from myriad.network.packets_heap import push
+from myriad.network.packets_links import discard, is_down
+from myriad.network.packets_nics import ARRIVED, KNOWN, go_on
+from myriad.network.packets_records import ABORTED, BLOCKED, DONE, NONE, PACED, UNSTARTED
+from myriad.network.packets_state import (
+    clock_of,
+    compiled,
+    flow_at,
+    hop_at,
+    knobs_of,
+    known_at,
+    lost_at,
+    packet_at,
+    sent_at,
+)
+
+__all__ = ["acknowledge", "receive", "time_out", "wake"]
+
+
+@compiled
+def wake(s: Any, f: Any, now: Any) -> Any:
+    """A flow begins, or may send again at its rate. Says which link has work, or NONE."""
+    flow = flow_at(s, f)
+    if flow.state == UNSTARTED:
+        flow.start_ps = now
+        begin(flow, knobs_of(s), now)
+        if flow.num_packets == 0:
+            flow.state = DONE
+            clock_of(s).num_open -= 1
+            _arrive(s, f, now)
+            return NONE
+    elif flow.state != PACED:
+        return NONE
+    flow.state = BLOCKED
+    return go_on(s, f, now)
+
+
+@compiled
+def receive(s: Any, p: Any, now: Any) -> None:
+    """A packet is at its target; its record becomes the answer."""
+    packet = packet_at(s, p)
+    flow, knobs = flow_at(s, packet.flow), knobs_of(s)
+    if not _takes(s, flow, packet, knobs.is_selective):
+        discard(s, p)
+        return
+    if packet.is_marked:
+        flow.num_marks += 1
+        if knobs.kind == DCQCN:
+            # The CNP rides with the answer: a mark without one is not told.
+            packet.is_marked = now - flow.told_ps >= knobs.cnp_interval_ps
+            if packet.is_marked:
+                flow.told_ps = now
+    if flow.num_received == flow.num_packets and flow.finish_ps < 0:
+        _arrive(s, packet.flow, now)
+    if knobs.has_outages and _is_lost_on_the_way(s, flow, now):
+        discard(s, p)
+        return
+    _answer(s, p, now)
+
+
+@compiled
+def _answer(s: Any, p: Any, now: Any) -> None:
+    packet = packet_at(s, p)
+    f = packet.flow
+    flow = flow_at(s, f)
+    packet.acknowledged, packet.due_ps, packet.next = flow.received, now + flow.reply_ps, NONE
+    packet.is_answer = 1
+    if flow.reply_head == NONE:
+        flow.reply_head = p
+        push(s, packet.due_ps, 3 * s.num_links + f)
+    else:
+        packet_at(s, flow.reply_tail).next = p
+    flow.reply_tail = p
+
+
+@compiled
+def _takes(s: Any, flow: Any, packet: Any, is_selective: Any) -> Any:
+    """Whether the receiver answers this packet, and what it then has."""
+    sequence = packet.sequence
+    if flow.state == ABORTED:
+        flow.num_discarded += 1
+        return False
+    if sequence < flow.received:
+        flow.num_discarded += 1
+        return True
+    if is_selective:
+        _keep(s, flow, sequence)
+        return True
+    if sequence == flow.received:
+        flow.received += 1
+        flow.num_received += 1
+        flow.is_refused = 0
+        return True
+    flow.num_discarded += 1
+    if flow.is_refused:
+        return False
+    flow.is_refused = packet.is_refusal = 1
+    return True
+
+
+@compiled
+def _keep(s: Any, flow: Any, sequence: Any) -> None:
+    base, mask = flow.ring, flow.ring_mask
+    if known_at(s, base + (sequence & mask)).value & ARRIVED:
+        flow.num_discarded += 1
+        return
+    known_at(s, base + (sequence & mask)).value |= ARRIVED
+    flow.num_received += 1
+    while flow.received < flow.num_packets and known_at(s, base + (flow.received & mask)).value & ARRIVED:
+        known_at(s, base + (flow.received & mask)).value &= KNOWN
+        flow.received += 1
+
+
+@compiled
+def _arrive(s: Any, f: Any, now: Any) -> None:
+    """All of a flow has arrived: those that wait for it begin."""
+    flow = flow_at(s, f)
+    flow.finish_ps = now
+    child = flow.first_child
+    while child != NONE:
+        slot = 3 * s.num_links + s.num_flows + child
+        push(s, max(now, flow_at(s, child).start_ps), slot)
+        child = flow_at(s, child).next_child
+
+
+@compiled
+def _is_lost_on_the_way(s: Any, flow: Any, now: Any) -> Any:
+    """Whether an answer meets a link that is down: taken at one moment, since it is short."""
+    for hop in range(flow.first_hop, flow.last_hop + 1):
+        if is_down(s, hop_at(s, hop).value ^ 1, clock_of(s).now_ps, now, now):
+            return True
+    return False
+
+
+@compiled
+def acknowledge(s: Any, f: Any, now: Any) -> Any:
+    """A flow's first answer reaches its sender. Says which link has work, or NONE."""
+    flow, knobs = flow_at(s, f), knobs_of(s)
+    p = flow.reply_head
+    packet = packet_at(s, p)
+    flow.reply_head = packet.next
+    if packet.next != NONE:
+        push(s, packet_at(s, packet.next).due_ps, 3 * s.num_links + f)
+    discard(s, p)
+    if flow.state == DONE or flow.state == ABORTED:
+        return NONE
+    num_new, is_loss = _learn(s, flow, packet, knobs.is_selective)
+    if num_new > 0:
+        flow.num_retries, flow.timeout_ps = 0, knobs.timeout_ps
+        flow.deadline_ps = now + flow.timeout_ps
+    if knobs.kind == DCQCN:
+        if packet.is_marked:
+            told(flow, knobs, now)
+    elif is_loss:
+        lost(flow, knobs, now)
+    else:
+        heard(s, f, p, num_new, now)
+    if flow.acked == flow.num_packets:
+        flow.state = DONE
+        clock_of(s).num_open -= 1
+        return NONE
+    return go_on(s, f, now)
+
+
+@compiled
+def _learn(s: Any, flow: Any, packet: Any, is_selective: Any) -> Any:
+    """What the sender knows from an answer: how many packets more have arrived, whether one is lost."""
+    if is_selective:
+        return _learn_one(s, flow, packet)
+    num_new = max(0, packet.acknowledged - flow.acked)
+    flow.acked += num_new
+    flow.next_sequence = max(flow.next_sequence, flow.acked)
+    if packet.is_refusal and packet.acknowledged == flow.acked:
+        flow.next_sequence = flow.acked
+        return num_new, True
+    return num_new, False
+
+
+@compiled
+def _learn_one(s: Any, flow: Any, packet: Any) -> Any:
+    base, mask = flow.ring, flow.ring_mask
+    num_new, is_loss = 0, False
+    place = base + (packet.sequence & mask)
+    if packet.sequence >= flow.acked and not known_at(s, place).value & KNOWN:
+        known_at(s, place).value |= KNOWN
+        num_new = 1
+    while flow.acked < packet.acknowledged or (
+        flow.acked < flow.most_sequence and known_at(s, base + (flow.acked & mask)).value & KNOWN
+    ):
+        known_at(s, base + (flow.acked & mask)).value &= ARRIVED
+        flow.acked += 1
+    while flow.first_sent <= packet.order:
+        is_loss |= _give_up(s, flow)
+    return num_new, is_loss
+
+
+@compiled
+def _give_up(s: Any, flow: Any) -> Any:
+    """The oldest in flight is so no longer: to be sent again, if it is not known to have arrived."""
+    base, mask = flow.ring, flow.ring_mask
+    sequence = sent_at(s, base + (flow.first_sent & mask)).value
+    flow.first_sent += 1
+    if sequence < flow.acked or known_at(s, base + (sequence & mask)).value & KNOWN:
+        return False
+    lost_at(s, base + (flow.next_lost & mask)).value = sequence
+    flow.next_lost += 1
+    return True
+
+
+@compiled
+def time_out(s: Any, f: Any, now: Any) -> Any:
+    """A flow's timer rings. Says which link has work, or NONE."""
+    flow, knobs = flow_at(s, f), knobs_of(s)
+    slot = 3 * s.num_links + 2 * s.num_flows + f
+    flow.has_timer = 0
+    if flow.state == DONE or flow.state == ABORTED:
+        return NONE
+    in_flight = flow.next_sent - flow.first_sent if knobs.is_selective else flow.next_sequence - flow.acked
+    if in_flight == 0:
+        return NONE
+    if flow.deadline_ps > now:
+        flow.has_timer = 1
+        push(s, flow.deadline_ps, slot)
+        return NONE
+    flow.num_timeouts += 1
+    flow.num_retries += 1
+    if flow.num_retries > knobs.retries:
+        flow.state = ABORTED
+        clock_of(s).num_open -= 1
+        return NONE
+    flow.timeout_ps = int(flow.timeout_ps * knobs.backoff)
+    if knobs.is_selective:
+        while flow.first_sent < flow.next_sent:
+            _give_up(s, flow)
+    else:
+        flow.next_sequence = flow.acked
+    lost(flow, knobs, now)
+    return go_on(s, f, now)

@@ -1,0 +1,168 @@
+"""A packet-level simulation before its first event: the arrays of `myriad.network.packets_state`, filled."""
+
+import numpy as np
+import numpy.typing as npt
+
+from myriad.network.packets_knobs import control_knobs
+from myriad.network.packets_problem import ACK_BYTES, Problem, queue_bins, reply_ps, sum_by_flow
+from myriad.network.packets_records import (
+    CLOCK,
+    FLOW,
+    KNOBS,
+    LINK,
+    NONE,
+    NUM_FRAMES,
+    OUTAGE,
+    PACKET,
+    SWITCH,
+    WRITTEN,
+)
+from myriad.network.packets_state import Arena, Records, State, arena_of
+
+__all__ = ["arena", "new_state", "with_records"]
+
+_PS = 1e12
+
+
+def new_state(problem: Problem, num_records: int) -> State:
+    """Everything at rest, each flow's start pending."""
+    fabric, flows = problem.fabric, problem.flows
+    knobs = _knobs(problem)
+    links, outages = _links(problem)
+    records = _flows(problem, links, knobs)
+    clock, heap = _clock(problem, records)
+    ring = int(problem.ring_sizes.sum())
+    bins = queue_bins(problem)
+    state = State(
+        clock=clock,
+        knobs=knobs,
+        heap=heap,
+        links=links,
+        flows=records,
+        switches=np.zeros(fabric.num_vertices - fabric.num_ports, SWITCH),
+        packets=np.zeros(0, PACKET),
+        hops=problem.paths.link.astype(np.int32),
+        written=np.zeros(0, WRITTEN),
+        read=np.zeros(len(flows) * problem.num_written, WRITTEN),
+        sent=np.zeros(ring, np.int32),
+        lost=np.zeros(ring, np.int32),
+        known=np.zeros(ring, np.uint8),
+        frames=np.zeros(fabric.num_links * NUM_FRAMES, np.int64),
+        outages=outages,
+        bins=bins,
+        spent=np.zeros(fabric.num_links * (int(bins[-1]) + 1), np.int64),
+    )
+    return with_records(problem, state, num_records)
+
+
+def with_records(problem: Problem, state: State, num_records: int) -> State:
+    """The same with more packet records."""
+    old, clock = len(state.packets), state.clock[0]
+    packets, written = np.zeros(num_records, PACKET), np.zeros(num_records * problem.num_written, WRITTEN)
+    packets[:old], written[: len(state.written)] = state.packets, state.written
+    packets["flow"][old:] = NONE
+    packets["next"][old:] = np.arange(old + 1, num_records + 1)
+    packets["next"][-1] = clock["free_head"]
+    clock["free_head"] = old
+    clock["num_free"] += num_records - old
+    return state._replace(packets=packets, written=written)
+
+
+def arena(problem: Problem, state: State) -> Arena:
+    """What the loop gets."""
+    return arena_of(state, problem.num_written, int(state.bins[-1]) + 1, problem.grain_bits)
+
+
+def _links(problem: Problem) -> tuple[Records, Records]:
+    fabric = problem.fabric
+    links = np.zeros(fabric.num_links, LINK)
+    for name in ("queue_head", "queue_tail", "wire_head", "wire_tail", "ready_head", "ready_tail"):
+        links[name] = NONE
+    links["ps_per_byte"] = _PS / fabric.bytes_per_second
+    links["full_ps"] = np.rint(links["ps_per_byte"] * problem.full_bytes)
+    links["latency_ps"] = np.rint(fabric.latency_seconds * _PS)
+    links["from_switch"] = np.maximum(fabric.source - fabric.num_ports, NONE)
+    links["to_switch"] = np.maximum(fabric.target - fabric.num_ports, NONE)
+    back = np.arange(fabric.num_links) ^ 1
+    links["frame_ps"] = links["latency_ps"][back] + np.rint(links["ps_per_byte"][back] * ACK_BYTES)
+    links["loss_ratio"] = problem.faults.loss_ratio
+    outages = np.array(sorted(problem.faults.outages), dtype=np.float64).reshape(-1, 3)
+    which = outages[:, 0].astype(np.int64)
+    links["outage"] = np.searchsorted(which, np.arange(fabric.num_links), "left")
+    links["last_outage"] = np.searchsorted(which, np.arange(fabric.num_links), "right")
+    down = np.zeros(len(outages), OUTAGE)
+    down["from_ps"], down["until_ps"] = np.rint(outages[:, 1:].T * _PS)
+    return links, down
+
+
+def _flows(problem: Problem, links: Records, knobs: Records) -> Records:
+    flows, paths, num = problem.flows, problem.paths, problem.num_packets
+    records = np.zeros(len(flows), FLOW)
+    for name in ("next_ready", "reply_head", "reply_tail", "first_child", "next_child", "finish_ps"):
+        records[name] = NONE
+    records["first_hop"], records["last_hop"] = paths.first[:-1], paths.first[1:] - 1
+    records["num_hops"], records["num_packets"] = problem.num_hops, num
+    payload = problem.transport.payload_bytes
+    rest = np.ceil(flows.num_bytes - (num - 1) * payload)
+    records["last_bytes"] = np.where(num > 0, rest + problem.transport.header_bytes, 0)
+    records["nic"] = paths.link[np.minimum(paths.first[:-1], max(0, len(paths.link) - 1))]
+    records["reply_ps"] = reply_ps(problem)
+    there = sum_by_flow(paths, links["full_ps"][paths.link] + links["latency_ps"][paths.link])
+    records["base_ps"] = there + records["reply_ps"]
+    records["line_ps_per_byte"] = links["ps_per_byte"][records["nic"]]
+    records["line_rate"] = _PS / records["line_ps_per_byte"]
+    records["timeout_ps"] = knobs["timeout_ps"][0]
+    records["start_ps"] = np.rint(flows.start_seconds * _PS)
+    sizes = problem.ring_sizes
+    records["ring"], records["ring_mask"] = np.cumsum(sizes) - sizes, np.maximum(sizes - 1, 0)
+    _set_children(problem, records)
+    return records
+
+
+def _set_children(problem: Problem, records: Records) -> None:
+    if problem.after is None:
+        return
+    for flow in np.flatnonzero(problem.after >= 0)[::-1]:
+        parent = problem.after[flow]
+        records["next_child"][flow] = records["first_child"][parent]
+        records["first_child"][parent] = flow
+
+
+def _clock(problem: Problem, records: Records) -> tuple[Records, npt.NDArray[np.int64]]:
+    num_links, num_flows = problem.fabric.num_links, len(records)
+    num_slots = problem.num_slots
+    clock = np.zeros(1, CLOCK)
+    bits = num_slots.bit_length()
+    clock["slot_bits"], clock["last_ps"], clock["free_head"] = bits, problem.last_ps, NONE
+    clock["num_open"] = num_flows
+    clock["random"] = np.uint64(problem.seed)
+    begin = np.arange(num_flows) if problem.after is None else np.flatnonzero(problem.after < 0)
+    slots = 3 * num_links + num_flows + begin
+    heap = np.zeros(num_slots, np.int64)
+    heap[: len(begin)] = np.sort((records["start_ps"][begin] << bits) | slots)
+    clock["num_pending"] = len(begin)
+    return clock, heap
+
+
+def _knobs(problem: Problem) -> Records:
+    knobs = np.zeros(1, KNOBS)
+    settings, transport, control = problem.switch_settings, problem.transport, problem.control
+    values = {
+        "full_bytes": problem.full_bytes,
+        "ecn_min_bytes": settings.ecn_min_bytes,
+        "ecn_max_bytes": settings.ecn_max_bytes,
+        "ecn_max_ratio": settings.ecn_max_ratio,
+        "xoff_bytes": settings.pfc_xoff_bytes,
+        "xon_bytes": settings.pfc_xon_bytes,
+        "buffer_bytes": settings.buffer_bytes,
+        "timeout_ps": transport.timeout_seconds * _PS,
+        "backoff": transport.backoff,
+        "retries": transport.retries,
+        "is_selective": problem.is_selective,
+        "has_outages": bool(problem.faults.outages),
+        "most_packets": transport.most_packets,
+        **control_knobs(control),
+    }
+    for name, value in values.items():
+        knobs[name] = value
+    return knobs
