@@ -174,7 +174,7 @@ def make_queues(net: Net, flows: Flows, settings: SwitchSettings) -> Queues:
     num_links, num_places = len(net.rate), len(net.link)
     through = np.bincount(net.link, weights=flows.num_bytes[net.flow], minlength=num_links)
     longest = np.minimum(through, settings.buffer_bytes) / net.rate
-    depth = int(min(2 * longest.max() / net.step_seconds + 16, 2**14, 2**27 // max(num_places, 1) + 16))
+    depth = int(min(2 * longest.max() / net.step_seconds + 16, 2**14, 2**24 // max(num_places, 1) + 16))
     ring = int(max(net.ahead.max(), 1)) + 2
     zeros = [np.zeros(num_links) for _ in range(6)]
     return Queues(
