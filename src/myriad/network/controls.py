@@ -225,7 +225,7 @@ class Hybrid:
     """
 
     base_target_ratio: float
-    """Of the round-trip time of an empty network."""
+    """Of the round-trip time of an empty network. Switches mark from the queue on that makes it so long."""
     scaling_range_seconds: float
     scaling_min_packets: float
     scaling_max_packets: float
@@ -240,7 +240,7 @@ class Hybrid:
         """Swift's numbers where they have the same meaning; the rest is our choice."""
         swift = Swift.published()
         return cls(
-            base_target_ratio=1.25,  # our choice: a quarter of a round trip of queue
+            base_target_ratio=3.0,  # our choice: two round trips of queue, about what Swift holds
             scaling_range_seconds=swift.scaling_range_seconds,
             scaling_min_packets=swift.scaling_min_packets,
             scaling_max_packets=swift.scaling_max_packets,
