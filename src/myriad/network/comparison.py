@@ -1,4 +1,4 @@
-"""What is known of congestion controls, and whether rows of a table show it; the hybrid beside its parents.
+"""What is known of congestion controls, and whether a table shows it; the hybrid beside its parents.
 
 A claim is a comparison that a paper publishes and that does not depend on its testbed: an order, not a number.
 It holds or not in these rows; either is said, with the figures.

@@ -1,9 +1,9 @@
 """The fluid level: queues, pauses and congestion controls over time, bytes as a fluid, no single packets.
 
 Each step (half of the shortest link, about half a microsecond) bytes move one step along their paths, queues
-are served in order of arrival, senders hear what acknowledgements bring and change rate or window. Between the
-flow level (rates are fair at once, queues do not exist) and the packet level (each packet is an event): shows
-queues, pauses and convergence, at a cost that does not grow with the rate of links.
+are served in order of arrival, senders hear what acknowledgements bring and change rate or window. It stands
+between the flow level (rates are fair at once, queues do not exist) and the packet level (each packet is an
+event): it shows queues, pauses and convergence at a cost that does not grow with the rate of links.
 
 Invariant: bytes are conserved: what was sent has arrived, stands in a queue, or is on a link.
 What it leaves out: loss and retransmission, acknowledgements' own bytes, the granularity of packets below a
@@ -73,14 +73,16 @@ def simulate_fluid(
     settings: SwitchSettings,
     *,
     horizon_seconds: float,
+    start_packets: float | None = None,
     step_seconds: float | None = None,
     seed: int = 0,
 ) -> FluidResult:
-    """Until all flows have arrived, or the horizon."""
+    """Until all flows have arrived, or the horizon. ``start_packets``: what a sender has on its way in its
+    first round trip; off: as much as its port can send in one, as NICs do."""
     step = step_seconds or choose_step_seconds(fabric, paths)
     net = make_net(fabric, paths, step)
     queues = make_queues(net, flows, settings)
-    senders = make_senders(net, len(flows), control)
+    senders = make_senders(net, control, start_packets)
     deepest = np.zeros(int(horizon_seconds / step) + 1)
     num_steps, num_marks = _run(
         net, queues, senders, flows.num_bytes, flows.start_seconds, _numbers(settings),

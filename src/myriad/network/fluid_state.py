@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from myriad.network.controls import Control
+from myriad.network.controls import Control, Dcqcn
 from myriad.network.fabric import Fabric
 from myriad.network.flows import Flows, Paths
 from myriad.network.switch_settings import PACKET_BYTES, SwitchSettings
@@ -196,14 +196,19 @@ def make_queues(net: Net, flows: Flows, settings: SwitchSettings) -> Queues:
     )
 
 
-def make_senders(net: Net, num_flows: int, control: Control) -> Senders:
-    """All at the rate of their port and a window of one round trip, as NICs start."""
+def make_senders(net: Net, control: Control, start_packets: float | None) -> Senders:
+    """All at the rate of their port and a window of one round trip, as NICs start; or with fewer packets on
+    their way in the first round trip."""
+    num_flows = len(net.line)
     zeros = [np.zeros(num_flows) for _ in range(12)]
     window = net.line * net.base_seconds
+    if start_packets is not None:
+        window = np.minimum(window, start_packets * PACKET_BYTES)
+    rate = window / net.base_seconds
     return Senders(
-        rate=net.line.copy(),
+        rate=rate if isinstance(control, Dcqcn) else net.line.copy(),
         window=window.copy(),
-        reference=(net.line if type(control).__name__ == "Dcqcn" else window).copy(),
+        reference=(rate if isinstance(control, Dcqcn) else window).copy(),
         estimate=np.ones(num_flows),
         cut_at=np.full(num_flows, -1.0),
         heard_at=np.full(num_flows, -1.0),

@@ -1,5 +1,6 @@
 """Senders of the fluid model that keep a window: Swift, HPCC and the hybrid (formulas: `controls`)."""
 
+import math
 from typing import Any
 
 import numba
@@ -13,9 +14,9 @@ __all__ = ["hear_hpcc", "hear_hybrid", "hear_swift"]
 @numba.njit(cache=True)
 def _scaling_seconds(control: Any, packets: float) -> float:
     """What a small window adds to the target."""
-    low, high = control.scaling_min_packets**-0.5, control.scaling_max_packets**-0.5
+    low, high = 1 / math.sqrt(control.scaling_min_packets), 1 / math.sqrt(control.scaling_max_packets)
     slope = control.scaling_range_seconds / (low - high)
-    return min(max(slope * (packets**-0.5 - high), 0.0), control.scaling_range_seconds)
+    return min(max(slope * (1 / math.sqrt(packets) - high), 0.0), control.scaling_range_seconds)
 
 
 @numba.njit(cache=True)

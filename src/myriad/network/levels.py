@@ -1,13 +1,13 @@
-"""One scenario with one control at one level of the model, and what came out as a row of a table.
+"""One scenario with one control at one level of the model: what came out, as a row of a table.
 
-    flow     rates are max-min fair at once: the bound that a perfect control would reach; no queues, no pauses
+    flow     rates are max-min fair at once, as a perfect control would have them; no queues, no pauses
     fluid    queues, pauses and the control over time
     packet   each packet is an event
 
-The measures: *throughput*: bytes of all flows / time till the last of them is done. *slowdown*: a flow's time /
-its time alone (Montazeri et al., Homa, SIGCOMM 2018, and HPCC use it). *fairness*: Jain's index of flows' mean
-rates (Jain, Chiu and Hawe, 1984), 1 / N to 1. A flow that is not done at the horizon counts as done there: its
-slowdown is a lower bound, and it is counted.
+*Throughput*: bytes of all flows / time till the last is done. *Slowdown*: a flow's time / its time
+alone (as in Homa, SIGCOMM 2018, and HPCC). *Fairness*: Jain's index of flows' mean rates (Jain, Chiu and Hawe,
+1984), from 1 / N to 1. A flow that is not done at the horizon counts as done there, so that its slowdown is a
+lower bound; and how many those are is said.
 """
 
 from dataclasses import dataclass
@@ -66,8 +66,9 @@ def measure(case: Scenario, name: str, control: Control, level: str, *, seed: in
         return _row(case, name, level, fair, fair, np.empty(0), None, horizon)
     settings = settings_for(control, case.fabric, case.paths)
     found = simulate_fluid(
-        case.fabric, case.flows, case.paths, control, settings, horizon_seconds=horizon, seed=seed
-    )
+        case.fabric, case.flows, case.paths, control, settings,
+        horizon_seconds=horizon, start_packets=case.start_packets, seed=seed,
+    )  # fmt: skip
     pause = float(found.pause_seconds.sum())
     return _row(case, name, level, found.finish_seconds, fair, found.queue_bytes, pause, horizon)
 

@@ -1,7 +1,8 @@
 """Traffic in which congestion controls differ, on one fabric: what all levels of the model are asked.
 
     incast        all hosts but one send to that one at the same moment
-    many-to-one   the same with many queue pairs a host: more flows than the path holds packets
+    many-to-one   the same with many queue pairs a host, more than the path holds packets, and under way for
+                  long: each begins with one packet, not with all that its port can send
     all-to-all    each host sends to each other, to some three times what it sends to others (as a mixture of
                   experts does, whose experts are not chosen equally often)
     ring          each host sends to the next (all-reduce by a ring): nobody shares a link
@@ -31,9 +32,6 @@ from myriad.network.switch_settings import PACKET_BYTES, SwitchSettings
 __all__ = ["PORT_BYTES_PER_SECOND", "SCENARIOS", "Scenario", "fabric_of", "scenario", "settings_for"]
 
 PORT_BYTES_PER_SECOND = 25e9
-_MARK_RATIO = 0.25
-"""Of what a path holds: where switches mark for the hybrid, our choice. DCTCP asks for more than 1/7
-(Alizadeh et al., SIGCOMM 2010, equation 13)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +45,8 @@ class Scenario:
     paths: Paths
     watched: npt.NDArray[np.bool_]
     """(F) Flows whose completion is measured."""
+    start_packets: float | None = None
+    """What each sender has on its way in its first round trip; off: what its port can send in one."""
 
     def alone_seconds(self) -> Numbers:
         """(F) How long each flow would take if there were no other."""
@@ -69,13 +69,13 @@ def fabric_of(num_hosts: int, hosts_per_switch: int = 8) -> Fabric:
 
 
 def settings_for(control: Control, fabric: Fabric, paths: Paths) -> SwitchSettings:
-    """Those of HPCC's simulator for this port; for the hybrid with marks from a share of what a path holds."""
+    """Those of HPCC's simulator for this port. For the hybrid, marks from the queue on that makes a round
+    trip as long as its target: then what marks tell and what delay tells agree."""
     settings = SwitchSettings.simulator(PORT_BYTES_PER_SECOND)
     if not isinstance(control, Hybrid):
         return settings
-    return settings.step_at(
-        _MARK_RATIO * PORT_BYTES_PER_SECOND * float(base_round_trip_seconds(fabric, paths).max())
-    )
+    path_bytes = PORT_BYTES_PER_SECOND * float(base_round_trip_seconds(fabric, paths).max())
+    return settings.step_at((control.base_target_ratio - 1) * path_bytes)
 
 
 def scenario(name: str, num_hosts: int = 32, scale: float = 1.0) -> Scenario:
@@ -92,7 +92,8 @@ def scenario(name: str, num_hosts: int = 32, scale: float = 1.0) -> Scenario:
         entropy=np.arange(len(source), dtype=np.uint16),
     )
     paths = adaptive(Routes(fabric), flows)
-    return Scenario(name, title, fabric, flows, paths, watched)
+    start = 1.0 if name == "many-to-one" else None
+    return Scenario(name, title, fabric, flows, paths, watched, start)
 
 
 _Ends = tuple[str, npt.NDArray[np.int64], npt.NDArray[np.int64], Numbers, npt.NDArray[np.bool_]]
@@ -107,7 +108,7 @@ def _incast(num_hosts: int, queue_pairs: int = 1, num_bytes: float = 2e6) -> _En
 
 
 def _many_to_one(num_hosts: int) -> _Ends:
-    return _incast(num_hosts, queue_pairs=32, num_bytes=128e3)
+    return _incast(num_hosts, queue_pairs=32, num_bytes=64e3)
 
 
 def _all_to_all(num_hosts: int) -> _Ends:
