@@ -1,15 +1,19 @@
 """What is known of congestion controls, and whether a table shows it; the hybrid beside its parents.
 
-A claim is a comparison that a paper publishes and that does not depend on its testbed: an order, not a number.
-It holds or not in these rows; either is said, with the figures.
+A claim is a comparison that a paper publishes and that does not depend on its testbed: an order, not a
+number. It holds or not in these rows; either is said, with the figures.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from myriad.network.controls import CONTROLS, Dcqcn
+from myriad.network.fluid_dcqcn import fixed_point_bytes
 from myriad.network.levels import Row
+from myriad.network.scenarios import PORT_BYTES_PER_SECOND
+from myriad.network.switch_settings import SwitchSettings
 
-__all__ = ["PARENTS", "Claim", "Verdict", "published", "worse_than_parents"]
+__all__ = ["PARENTS", "TOLERANCE", "Claim", "Verdict", "published", "resting_queues", "worse_than_parents"]
 
 PARENTS = ("swift", "dcqcn", "dcqcn-tuned")
 TOLERANCE = 0.02
@@ -104,6 +108,19 @@ def published(rows: Sequence[Row]) -> list[Verdict]:
             first, second = claim.value(less), claim.value(more)
             if first is not None and second is not None:
                 out.append(Verdict(claim, first, second))
+    return out
+
+
+def resting_queues(rows: Sequence[Row], num_hosts: int) -> dict[str, float]:
+    """By control: where the mean of DCQCN's rates comes to rest if an incast of all hosts lasts; of those which
+    follow the rules that the analysis is of, the paper's."""
+    out, settings = {}, SwitchSettings.simulator(PORT_BYTES_PER_SECOND)
+    for name in dict.fromkeys(
+        row.control for row in rows if row.scenario == "incast" and row.level != "flow"
+    ):
+        control = CONTROLS[name]
+        if isinstance(control, Dcqcn) and control.clamp_target and not control.timer_only:
+            out[name] = fixed_point_bytes(control, settings, num_hosts - 1, PORT_BYTES_PER_SECOND)
     return out
 
 

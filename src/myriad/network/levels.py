@@ -4,9 +4,9 @@
     fluid    queues, pauses and the control over time
     packet   each packet is an event
 
-*Throughput*: bytes of all flows / time till the last is done. *Slowdown*: a flow's time / its time
-alone (as in Homa, SIGCOMM 2018, and HPCC). *Fairness*: Jain's index of flows' mean rates (Jain, Chiu and Hawe,
-1984), from 1 / N to 1. A flow that is not done at the horizon counts as done there, so that its slowdown is a
+*Throughput*: bytes of all flows / time till the last is done. *Slowdown*: a flow's time / its time alone (as
+in Homa, SIGCOMM 2018, and HPCC). *Fairness*: Jain's index of flows' mean rates (Jain, Chiu and Hawe, 1984),
+from 1 / N to 1. A flow that is not done at the horizon counts as done there, so that its slowdown is a
 lower bound; and how many those are is said.
 """
 
@@ -31,6 +31,7 @@ class Row:
     """What one control did in one scenario."""
 
     scenario: str
+    title: str
     control: str
     level: str
     seconds: float
@@ -90,6 +91,7 @@ def _row(
     equal = case.watched if case.watched.sum() > 1 else ~case.watched
     return Row(
         scenario=case.name,
+        title=case.title,
         control=name,
         level=level,
         seconds=last,

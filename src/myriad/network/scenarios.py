@@ -3,7 +3,7 @@
     incast        all hosts but one send to that one at the same moment
     many-to-one   the same with many queue pairs a host, more than the path holds packets, and under way for
                   long: each begins with one packet, not with all that its port can send
-    all-to-all    each host sends to each other, to some three times what it sends to others (as a mixture of
+    all-to-all    each host sends to each other, to some seven times as much as to others (as a mixture of
                   experts does, whose experts are not chosen equally often)
     ring          each host sends to the next (all-reduce by a ring): nobody shares a link
     victim        an incast from all other switches, and one flow from there to a host beside the incast's
@@ -116,9 +116,9 @@ def _all_to_all(num_hosts: int) -> _Ends:
     shifted = (source + target) % num_hosts
     apart = source != shifted
     count = int(apart.sum())
-    num_bytes = np.random.default_rng(0).uniform(128e3, 384e3, count)
-    title = f"{num_hosts} hosts, 128 to 384 kB to each"
-    return title, source[apart], shifted[apart], num_bytes, np.ones(count, dtype=np.bool_)
+    chosen = np.random.default_rng(0).uniform(64e3, 448e3, num_hosts)
+    title = f"{num_hosts} hosts, 64 to 448 kB to each"
+    return title, source[apart], shifted[apart], chosen[shifted[apart]], np.ones(count, dtype=np.bool_)
 
 
 def _ring(num_hosts: int) -> _Ends:
