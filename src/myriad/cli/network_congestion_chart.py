@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from html import escape
 from itertools import groupby
-from math import log10
 
 from myriad.network.levels import Row
 
@@ -14,7 +13,7 @@ _COLOURS = {"dcqcn": "#1f5fa8", "swift": "#3a8f5c", "hpcc": "#b07c1e", "hybrid":
 
 
 def draw(rows: Sequence[Row], hosts: int) -> str:
-    """Self-contained, readable on light and dark pages. Bars of queues and pauses are logarithmic."""
+    """Self-contained, readable on light and dark pages."""
     parts, top = [], 78.0
     for _, group in groupby(rows, key=lambda row: row.scenario):
         each = list(group)
@@ -36,8 +35,7 @@ def _column(
     words: Callable[[float], str],
     start: float,
 ) -> list[str]:
-    """Bars from ``start`` (the value of no bar) to the largest of the scenario; logarithmic where that is far
-    above it."""
+    """Bars from ``start`` (the value of no bar) to the largest of the scenario."""
     values = [value(row) for row in rows]
     most = max((one for one in values if one is not None), default=0.0)
     out = []
@@ -45,7 +43,7 @@ def _column(
         if one is None:
             continue
         y = top + 18 * place
-        length = _share(one, start, most) * _BAR
+        length = max(0.0, one - start) / (most - start) * _BAR if most > start else 0.0
         colour = next((ink for name, ink in _COLOURS.items() if row.control.startswith(name)), "#777")
         hint = f"<title>{escape(f'{row.control}: {words(one)}')}</title>"
         size = f'width="{max(length, 1):.1f}" height="11" rx="2"'
@@ -54,19 +52,11 @@ def _column(
     return out
 
 
-def _share(value: float, start: float, most: float) -> float:
-    if value <= start or most <= start:
-        return 0.0
-    if most > 20 * start:
-        return log10(value / start) / log10(most / start)
-    return (value - start) / (most - start)
-
-
 _Measure = tuple[str, Callable[[Row], float | None], Callable[[float], str], float]
 _MEASURES: tuple[_Measure, ...] = (
     ("time till the last is done / fair", lambda row: 1 / row.throughput_ratio, lambda v: f"{v:.3f}", 0.98),
-    ("queue p99", lambda row: row.queue_p99_bytes, lambda v: f"{v / 1e3:.0f} kB", 1e3),
-    ("pauses", lambda row: row.pause_seconds, lambda v: f"{v * 1e3:.3g} ms", 1e-7),
+    ("queue p99", lambda row: row.queue_p99_bytes, lambda v: f"{v / 1e3:.0f} kB", 0.0),
+    ("pauses", lambda row: row.pause_seconds, lambda v: f"{v * 1e3:.3g} ms", 0.0),
     ("slowdown p99", lambda row: row.slowdown_p99, lambda v: f"{v:.2f}", 0.98),
 )
 

@@ -112,7 +112,7 @@ def published(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def resting_queues(rows: Sequence[Row], num_hosts: int) -> dict[str, float]:
-    """By control: where the mean of DCQCN's rates comes to rest if an incast of all hosts lasts; of those which
+    """By control: where the mean of DCQCN's rates comes to rest if an incast of all hosts lasts; of those that
     follow the rules that the analysis is of, the paper's."""
     out, settings = {}, SwitchSettings.simulator(PORT_BYTES_PER_SECOND)
     for name in dict.fromkeys(

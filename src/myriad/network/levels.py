@@ -10,6 +10,7 @@ from 1 / N to 1. A flow that is not done at the horizon counts as done there, so
 lower bound; and how many those are is said.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,6 @@ import numpy as np
 from myriad.errors import BadInputError
 from myriad.network.controls import Control
 from myriad.network.fabric import Numbers
-from myriad.network.fluid import simulate_fluid
 from myriad.network.scenarios import Scenario, settings_for
 
 __all__ = ["LEVELS", "Row", "jain", "measure"]
@@ -41,7 +41,8 @@ class Row:
     """Of what fair shares give."""
     queue_median_bytes: float | None
     queue_p99_bytes: float | None
-    """Of samples in equal steps till the last flow is done: the deepest queue of a switch."""
+    """Over time till the last flow is done: the deepest queue of a switch (packet level: of the link whose
+    queue is the deepest by this measure)."""
     pause_seconds: float | None
     """All links together."""
     slowdown_median: float
@@ -64,14 +65,43 @@ def measure(case: Scenario, name: str, control: Control, level: str, *, seed: in
     fair = case.fair_seconds()
     horizon = HORIZON * float(fair.max())
     if level == "flow":
-        return _row(case, name, level, fair, fair, np.empty(0), None, horizon)
-    settings = settings_for(control, case.fabric, case.paths)
+        return _row(case, name, level, fair, fair, (None, None, None), horizon)
+    finish, median, p99, pause = _RUN[level](case, control, horizon, seed)
+    return _row(case, name, level, finish, fair, (median, p99, pause), horizon)
+
+
+_Found = tuple[Numbers, float, float, float]
+"""When flows were done; the deepest queue, median and p99 over time; pauses."""
+
+
+def _fluid(case: Scenario, control: Control, horizon: float, seed: int) -> _Found:
+    from myriad.network.fluid import simulate_fluid
+
     found = simulate_fluid(
-        case.fabric, case.flows, case.paths, control, settings,
+        case.fabric, case.flows, case.paths, control, settings_for(control, case.fabric, case.paths),
         horizon_seconds=horizon, start_packets=case.start_packets, seed=seed,
     )  # fmt: skip
-    pause = float(found.pause_seconds.sum())
-    return _row(case, name, level, found.finish_seconds, fair, found.queue_bytes, pause, horizon)
+    queue = found.queue_bytes
+    median, p99 = (float(np.quantile(queue, share)) for share in (0.5, 0.99))
+    return found.finish_seconds, median, p99, float(found.pause_seconds.sum())
+
+
+def _packet(case: Scenario, control: Control, horizon: float, seed: int) -> _Found:
+    from myriad.network.packets import simulate_packets
+
+    if case.start_packets is not None:
+        raise BadInputError("level", "packet", f"not for {case.name}: senders begin with a full window there")
+    found = simulate_packets(
+        case.fabric, case.flows, case.paths, control, settings_for(control, case.fabric, case.paths),
+        seed=seed, max_seconds=horizon,
+    )  # fmt: skip
+    switches = case.fabric.tier[case.fabric.source] > 0
+    median, p99 = (float(q[switches].max()) for q in (found.queue_p50_bytes, found.queue_p99_bytes))
+    return found.finish_seconds, median, p99, float(found.pause_seconds.sum())
+
+
+_RUN: dict[str, Callable[[Scenario, Control, float, int], _Found]] = {"fluid": _fluid, "packet": _packet}
+LEVELS = ("flow", *_RUN)
 
 
 def _row(
@@ -80,8 +110,7 @@ def _row(
     level: str,
     finish: Numbers,
     fair: Numbers,
-    queue: Numbers,
-    pause: float | None,
+    queue: tuple[float | None, float | None, float | None],
     horizon: float,
 ) -> Row:
     unfinished = ~np.isfinite(finish)
@@ -97,14 +126,11 @@ def _row(
         seconds=last,
         bytes_per_second=float(case.flows.num_bytes.sum()) / last,
         throughput_ratio=float(fair.max()) / last,
-        queue_median_bytes=float(np.median(queue)) if len(queue) else None,
-        queue_p99_bytes=float(np.quantile(queue, 0.99)) if len(queue) else None,
-        pause_seconds=pause,
+        queue_median_bytes=queue[0],
+        queue_p99_bytes=queue[1],
+        pause_seconds=queue[2],
         slowdown_median=float(np.median(slowdown)),
         slowdown_p99=float(np.quantile(slowdown, 0.99)),
         fairness=jain((case.flows.num_bytes / done)[equal]),
         num_unfinished=int(unfinished.sum()),
     )
-
-
-LEVELS = ("flow", "fluid")
