@@ -42,7 +42,9 @@ def congestion(
     level: Annotated[
         str, typer.Option(metavar="flow|fluid|packet", help="How much of the network is modelled.")
     ] = "fluid",
-    hosts: Annotated[int, typer.Option(help="Hosts of one port of 200 Gbit/s, eight to a switch.")] = 32,
+    hosts: Annotated[
+        int, typer.Option(help="Hosts of one port of 200 Gbit/s, eight to a switch (fewer below 32).")
+    ] = 32,
     scale: Annotated[float, typer.Option(min=0.01, max=100, help="Times all sizes of messages.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of which packets are marked.")] = 0,
     out: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the table.")] = None,

@@ -112,8 +112,8 @@ def published(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def resting_queues(rows: Sequence[Row], num_hosts: int) -> dict[str, float]:
-    """By control: where the mean of DCQCN's rates comes to rest if an incast of all hosts lasts; of those that
-    follow the rules that the analysis is of, the paper's."""
+    """By control: where the mean of DCQCN's rates comes to rest if an incast of all hosts lasts; of those
+    that follow the paper's rules, which the analysis is of."""
     out, settings = {}, SwitchSettings.simulator(PORT_BYTES_PER_SECOND)
     for name in dict.fromkeys(
         row.control for row in rows if row.scenario == "incast" and row.level != "flow"

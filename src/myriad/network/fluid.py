@@ -75,13 +75,15 @@ def simulate_fluid(
     horizon_seconds: float,
     start_packets: float | None = None,
     step_seconds: float | None = None,
+    max_bytes: float = 4e9,
     seed: int = 0,
 ) -> FluidResult:
     """Until all flows have arrived, or the horizon. ``start_packets``: what a sender has on its way in its
-    first round trip; off: as much as its port can send in one, as NICs do."""
+    first round trip; off: as much as its port can send in one, as NICs do. ``max_bytes``: of memory. Raises
+    `BadInputError`."""
     step = step_seconds or choose_step_seconds(fabric, paths)
     net = make_net(fabric, paths, step)
-    queues = make_queues(net, flows, settings)
+    queues = make_queues(net, flows, settings, max_bytes)
     senders = make_senders(net, control, start_packets)
     deepest = np.zeros(int(horizon_seconds / step) + 1)
     num_steps, num_marks = _run(

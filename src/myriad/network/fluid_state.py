@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from myriad.errors import BadInputError
 from myriad.network.controls import Control, Dcqcn
 from myriad.network.fabric import Fabric
 from myriad.network.flows import Flows, Paths
@@ -169,13 +170,20 @@ def make_net(fabric: Fabric, paths: Paths, step_seconds: float) -> Net:
     )
 
 
-def make_queues(net: Net, flows: Flows, settings: SwitchSettings) -> Queues:
-    """All empty, with room for the longest wait that the flows' bytes can cause."""
+def make_queues(net: Net, flows: Flows, settings: SwitchSettings, max_bytes: float) -> Queues:
+    """All empty, with room for the longest wait that the flows' bytes can cause. Raises `BadInputError` where
+    that needs more memory than allowed."""
     num_links, num_places = len(net.rate), len(net.link)
     through = np.bincount(net.link, weights=flows.num_bytes[net.flow], minlength=num_links)
     longest = np.minimum(through, settings.buffer_bytes) / net.rate
     depth = int(min(2 * longest.max() / net.step_seconds + 16, 2**14, 2**24 // max(num_places, 1) + 16))
     ring = int(max(net.ahead.max(), 1)) + 2
+    needed = 8.0 * (depth * (num_places + 2 * num_links) + ring * (num_places + len(flows)))
+    if needed > max_bytes:
+        allowed = (
+            f"fewer: they need {needed / 1e9:.1f} GB at the fluid level, {max_bytes / 1e9:.1f} GB is allowed"
+        )
+        raise BadInputError("flows", len(flows), allowed)
     zeros = [np.zeros(num_links) for _ in range(6)]
     return Queues(
         coming=np.zeros((ring, num_places + len(flows))),

@@ -59,13 +59,18 @@ class Scenario:
         return finish_seconds(self.fabric, self.flows, self.paths, tolerance=1e-3)
 
 
-def fabric_of(num_hosts: int, hosts_per_switch: int = 8) -> Fabric:
+def fabric_of(num_hosts: int) -> Fabric:
     """The fabric of the scenarios. Raises `BadInputError`."""
-    if num_hosts < 4 or num_hosts > 1024:
-        raise BadInputError("hosts", num_hosts, "from 4 to 1024")
-    shape = FabricShape(kind="clos2", nodes_per_switch=min(hosts_per_switch, num_hosts // 2))
+    if num_hosts < 8 or num_hosts > 1024:
+        raise BadInputError("hosts", num_hosts, "from 8 to 1024")
+    shape = FabricShape(kind="clos2", nodes_per_switch=_hosts_per_switch(num_hosts))
     rate = PORT_BYTES_PER_SECOND
     return build(shape, name="scenario", num_nodes=num_hosts, ports_per_node=1, nic_bytes_per_second=rate)
+
+
+def _hosts_per_switch(num_hosts: int) -> int:
+    """Eight, and at least four switches: flows of several meet above the target's."""
+    return min(8, num_hosts // 4)
 
 
 def settings_for(control: Control, fabric: Fabric, paths: Paths) -> SwitchSettings:
@@ -82,6 +87,8 @@ def scenario(name: str, num_hosts: int = 32, scale: float = 1.0) -> Scenario:
     """By name; ``scale`` multiplies all sizes. Raises `BadInputError`."""
     if name not in SCENARIOS:
         raise BadInputError("scenario", name, "one of " + ", ".join(SCENARIOS))
+    if name == "all-to-all" and num_hosts > 128:
+        raise BadInputError("hosts", num_hosts, "at most 128 for all-to-all: a flow for each pair")
     fabric = fabric_of(num_hosts)
     title, source, target, num_bytes, watched = SCENARIOS[name](num_hosts)
     flows = Flows(
@@ -130,7 +137,7 @@ def _ring(num_hosts: int) -> _Ends:
 
 
 def _victim(num_hosts: int) -> _Ends:
-    near = min(8, num_hosts // 2)
+    near = _hosts_per_switch(num_hosts)
     source = np.arange(near, num_hosts)
     target = np.zeros(len(source), dtype=np.int64)
     target[0] = 1
