@@ -81,7 +81,8 @@ def test_a_queue_serves_in_order_of_arrival() -> None:
 
 
 def test_a_pause_holds_what_is_behind_it_and_goes_nowhere_near() -> None:
-    """Head-of-line blocking: without pauses the victim has almost all of its link, with them it waits."""
+    """Head-of-line blocking: without pauses the victim shares a link for a while, with them it waits for a
+    queue that it does not go to."""
     case = scenario("victim", 16)
     marks_off = replace(SwitchSettings.simulator(RATE), ecn_min_bytes=inf, ecn_max_bytes=inf)
     slowdown = {}
@@ -93,7 +94,7 @@ def test_a_pause_holds_what_is_behind_it_and_goes_nowhere_near() -> None:
         slowdown[xoff] = float(found.finish_seconds[0] / case.alone_seconds()[0])
         assert (found.pause_seconds.sum() > 0) == (xoff < inf)
         assert found.over_bytes == 0
-    assert slowdown[inf] < 1.2 and slowdown[1e5] > 1.5
+    assert slowdown[inf] < 1.6 and slowdown[1e5] > 1.5 * slowdown[inf]
 
 
 def test_dcqcn_comes_to_rest_where_its_analysis_says() -> None:
