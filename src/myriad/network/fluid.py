@@ -6,8 +6,8 @@ between the flow level (rates are fair at once, queues do not exist) and the pac
 event): it shows queues, pauses and convergence at a cost that does not grow with the rate of links.
 
 Invariant: bytes are conserved: what was sent has arrived, stands in a queue, or is on a link.
-What it leaves out: loss and retransmission, acknowledgements' own bytes, the granularity of packets below a
-step (a NIC port serves its flows in proportion to what they want, not by turns).
+What it leaves out: loss and retransmission, headers and acknowledgements' own bytes (2 % of a link), the
+granularity of packets.
 """
 
 from collections import namedtuple
@@ -256,19 +256,35 @@ def _inject(
     for link in range(len(net.rate)):
         if net.from_switch[link] or net.start[link] == net.start[link + 1]:
             continue
-        total, most = 0.0, net.rate[link] * net.step_seconds
-        for index in range(net.start[link], net.start[link + 1]):
-            total += _wanted(net, senders, net.flow[net.on[index]], size, begin, now)
-        share = 0.0 if queues.is_paused[link] else min(1.0, most / max(total, 1e-30))
+        most = 0.0 if queues.is_paused[link] else _share(net, senders, link, size, begin, now)
         slot = (step + net.ahead[link]) % len(queues.coming)
         for index in range(net.start[link], net.start[link + 1]):
             place = net.on[index]
             flow = net.flow[place]
-            amount = share * _wanted(net, senders, flow, size, begin, now)
+            amount = min(senders.wanted[flow], most)
             senders.sent[flow] += amount
             queues.coming[slot, next_place(net, place)] += amount
             if kind == 0 and now >= begin[flow]:
                 tick_dcqcn(senders, numbers[0], flow, now, amount, net.line[flow])
+
+
+@numba.njit(cache=True)
+def _share(net: Net, senders: Senders, link: int, size: Any, begin: Any, now: float) -> float:
+    """What each flow of a port may send at most, so that they share its link by turns: who wants less has all
+    that it wants, the others equally much."""
+    room, num, level = net.rate[link] * net.step_seconds, 0, -1.0
+    for index in range(net.start[link], net.start[link + 1]):
+        flow = net.flow[net.on[index]]
+        senders.wanted[flow] = _wanted(net, senders, flow, size, begin, now)
+        num += senders.wanted[flow] > 0
+    while num > 0 and room / num > level:
+        reached, level = level, room / num
+        for index in range(net.start[link], net.start[link + 1]):
+            wanted = senders.wanted[net.flow[net.on[index]]]
+            if wanted > max(reached, 0.0) and wanted <= level:
+                room -= wanted
+                num -= 1
+    return level if num > 0 else np.inf
 
 
 @numba.njit(cache=True)

@@ -114,6 +114,8 @@ class Senders(NamedTuple):
     """Marked packets expected since the last that was seen as such."""
     patience: Any
     """And how many are expected till the next: drawn from an exponential distribution."""
+    wanted: Any
+    """Bytes that it would send in this step if its port were its own."""
     sent: Any
     arrived: Any
     acked: Any
@@ -208,7 +210,7 @@ def make_senders(net: Net, control: Control, start_packets: float | None) -> Sen
     """All at the rate of their port and a window of one round trip, as NICs start; or with fewer packets on
     their way in the first round trip."""
     num_flows = len(net.line)
-    zeros = [np.zeros(num_flows) for _ in range(12)]
+    zeros = [np.zeros(num_flows) for _ in range(10)]
     window = net.line * net.base_seconds
     if start_packets is not None:
         window = np.minimum(window, start_packets * PACKET_BYTES)
@@ -228,9 +230,10 @@ def make_senders(net: Net, control: Control, start_packets: float | None) -> Sen
         is_waiting=np.zeros(num_flows, dtype=np.bool_),
         hazard=zeros[5],
         patience=np.ones(num_flows),
-        sent=zeros[6],
-        arrived=zeros[7],
-        acked=zeros[8],
+        wanted=zeros[6],
+        sent=zeros[7],
+        arrived=zeros[8],
+        acked=zeros[9],
         finish=np.full(num_flows, np.nan),
         signals=np.zeros((int(net.back.max()) + 2, 4, num_flows)),
     )
