@@ -240,11 +240,11 @@ class Hybrid:
         """Swift's numbers where they have the same meaning; the rest is our choice."""
         swift = Swift.published()
         return cls(
-            base_target_ratio=3.0,  # our choice: two round trips of queue, about what Swift holds
+            base_target_ratio=2.0,  # our choice: as much in queues as on the path
             scaling_range_seconds=swift.scaling_range_seconds,
             scaling_min_packets=swift.scaling_min_packets,
             scaling_max_packets=swift.scaling_max_packets,
-            additive_packets=swift.additive_packets,
+            additive_packets=2.0,  # our choice: marks cut at once, so it may ask for more than Swift
             largest_cut_ratio=swift.largest_cut_ratio,
             recovery_steps=2,  # our choice
             min_packets=swift.min_packets,
