@@ -225,7 +225,7 @@ class Hybrid:
     """
 
     base_target_ratio: float
-    """Of the round-trip time of an empty network."""
+    """Of the round-trip time of an empty network. Switches mark from the queue on that makes it so long."""
     scaling_range_seconds: float
     scaling_min_packets: float
     scaling_max_packets: float
@@ -240,11 +240,11 @@ class Hybrid:
         """Swift's numbers where they have the same meaning; the rest is our choice."""
         swift = Swift.published()
         return cls(
-            base_target_ratio=1.25,  # our choice: a quarter of a round trip of queue
+            base_target_ratio=2.0,  # our choice: as much in queues as on the path
             scaling_range_seconds=swift.scaling_range_seconds,
             scaling_min_packets=swift.scaling_min_packets,
             scaling_max_packets=swift.scaling_max_packets,
-            additive_packets=swift.additive_packets,
+            additive_packets=2.0,  # our choice: marks cut at once, so it may ask for more than Swift
             largest_cut_ratio=swift.largest_cut_ratio,
             recovery_steps=2,  # our choice
             min_packets=swift.min_packets,

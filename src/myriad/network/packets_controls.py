@@ -7,7 +7,7 @@ first (and the second where the window is below one packet: one packet each roun
 (rate = window / base round trip).
 
 DCQCN's timers are not events: what they would have done until now is done when a flow sends or hears of a
-mark, which is when it matters; a flow that waits for its rate waits as its rate was when it last sent.
+mark, which is when it matters. A flow that waits for its rate is looked at whenever that would rise.
 """
 
 from typing import Any
@@ -25,7 +25,19 @@ from myriad.network.packets_state import (
     written_at,
 )
 
-__all__ = ["DCQCN", "HPCC", "HYBRID", "LINE_RATE", "SWIFT", "begin", "heard", "lost", "sending", "told"]
+__all__ = [
+    "DCQCN",
+    "HPCC",
+    "HYBRID",
+    "LINE_RATE",
+    "SWIFT",
+    "begin",
+    "heard",
+    "lost",
+    "sending",
+    "told",
+    "waiting",
+]
 
 LINE_RATE, DCQCN, SWIFT, HPCC, HYBRID = range(5)
 
@@ -107,6 +119,19 @@ def sending(flow: Any, knobs: Any, num_bytes: Any, now: Any) -> None:
         flow.counted_bytes = 0
         flow.byte_steps += 1
         _increase(flow, knobs)
+
+
+@compiled
+def waiting(flow: Any, knobs: Any, now: Any) -> Any:
+    """When to look again at a flow that waits for its rate. Where that has risen meanwhile, the rest of the
+    wait is shorter in proportion."""
+    if knobs.kind != DCQCN or not flow.is_cut:
+        return flow.next_send_ps
+    pace = flow.pace_ps_per_byte
+    _catch_up(flow, knobs, now)
+    if flow.pace_ps_per_byte < pace:
+        flow.next_send_ps = now + int((flow.next_send_ps - now) * (flow.pace_ps_per_byte / pace))
+    return max(now, min(flow.next_send_ps, flow.timer_from_ps + knobs.increase_timer_ps))
 
 
 @compiled

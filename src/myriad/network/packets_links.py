@@ -6,9 +6,10 @@ link's sender is told to stop, below `xon_bytes` to go on (PFC, IEEE 802.1Qbb). 
 packet it is sending; what waits for it waits, whoever sent it and wherever it goes: head-of-line blocking
 is not modelled, it happens.
 
-A packet that finds more than Kmin in its queue is marked with the probability of the settings (DCQCN,
-SIGCOMM 2015, section 3.1: on arrival, by the queue of that moment). One that the buffer has no room for is
-dropped. One that is being sent while the link is down, or that chance picks, is lost on the wire.
+A packet that leaves more than Kmin in its queue is marked with the probability of the settings, by the queue
+of that moment (as in HPCC's simulator, switch-node.cc: a mark does not wait in the queue that it tells of,
+which is what ECN has over delay: Zhu et al., CoNEXT 2016). One that the buffer has no room for is dropped. One
+that is being sent while the link is down, or that chance picks, is lost on the wire.
 """
 
 from typing import Any
@@ -64,9 +65,6 @@ def enqueue(s: Any, came_by: Any, p: Any, now: Any) -> Any:
         link.num_drops += 1
         discard(s, p)
         return NONE
-    if link.queue_bytes > knobs.ecn_min_bytes and _is_marked(clock_of(s), knobs, link.queue_bytes):
-        packet.is_marked = 1
-        link.num_marks += 1
     switch.used_bytes += packet.num_bytes
     came.held_bytes += packet.num_bytes
     packet.came_by = came_by
@@ -98,6 +96,11 @@ def take_queued(s: Any, out: Any, now: Any) -> Any:
     _count(s, out, now)
     link.queue_bytes -= packet.num_bytes
     came.held_bytes -= packet.num_bytes
+    if link.queue_bytes > knobs_of(s).ecn_min_bytes and _is_marked(
+        clock_of(s), knobs_of(s), link.queue_bytes
+    ):
+        packet.is_marked = 1
+        link.num_marks += 1
     switch_at(s, link.from_switch).used_bytes -= packet.num_bytes
     if came.is_pausing and came.held_bytes <= knobs_of(s).xon_bytes:
         came.is_pausing = 0

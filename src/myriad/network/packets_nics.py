@@ -7,7 +7,7 @@ full, or that has nothing to send, is blocked until an answer or its timer.
 
 from typing import Any
 
-from myriad.network.packets_controls import DCQCN, sending
+from myriad.network.packets_controls import DCQCN, sending, waiting
 from myriad.network.packets_heap import push
 from myriad.network.packets_records import BLOCKED, NONE, PACED, READY
 from myriad.network.packets_state import (
@@ -60,7 +60,7 @@ def go_on(s: Any, f: Any, now: Any) -> Any:
         return NONE
     if flow.next_send_ps > now:
         flow.state = PACED
-        push(s, flow.next_send_ps, 3 * s.num_links + s.num_flows + f)
+        push(s, waiting(flow, knobs_of(s), now), 3 * s.num_links + s.num_flows + f)
         return NONE
     _line_up(s, f)
     return flow.nic

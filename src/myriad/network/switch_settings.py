@@ -1,7 +1,7 @@
 """What is set on switches: when packets are marked (ECN), when a port pauses its sender (PFC), buffers.
 
-Invariant and sources as in `myriad.network.controls`; its letters in brackets stand beside each number: [D] DCQCN, SIGCOMM 2015;
-[HS] HPCC's simulator.
+Invariant and sources as in `myriad.network.controls`; its letters in brackets stand beside each number.
+[D] is the paper on DCQCN, [HS] the simulator of HPCC.
 """
 
 from dataclasses import dataclass, replace

@@ -1,0 +1,130 @@
+"""``myriad network congestion``: what each congestion control does in the same traffic on the same fabric."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from myriad.cli.files import check_picture, write_picture
+from myriad.errors import BadInputError
+
+if TYPE_CHECKING:
+    from myriad.network.levels import Row
+
+__all__ = ["register"]
+
+_DEFAULT = "incast,all-to-all,ring,victim"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command("congestion")(congestion)
+
+
+def congestion(
+    scenario: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,NAME..", help="incast, many-to-one, all-to-all, ring, victim; or all of them."
+        ),
+    ] = _DEFAULT,
+    control: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,NAME..",
+            help="dcqcn-paper, dcqcn (a ConnectX's defaults), dcqcn-tuned, dcqcn-simulator, swift, "
+            "swift-whole-packets, hpcc, hybrid; or all of them.",
+        ),
+    ] = "all",
+    level: Annotated[
+        str, typer.Option(metavar="flow|fluid|packet", help="How much of the network is modelled.")
+    ] = "fluid",
+    hosts: Annotated[
+        int, typer.Option(help="Hosts of one port of 200 Gbit/s, eight to a switch (fewer below 32).")
+    ] = 32,
+    scale: Annotated[float, typer.Option(min=0.01, max=100, help="Times all sizes of messages.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of which packets are marked.")] = 0,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the table.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare congestion controls: throughput, queue, pauses, slowdown, fairness.
+
+    Below the table: whether it shows what papers publish of these controls, and where the hybrid (marks say
+    when to cut, delay how much) is worse than its parents. Parameters and their sources: docs/network.md.
+    """
+    if out is not None:
+        check_picture("--out", out)
+    rows = _rows(scenario, control, level, hosts, scale, seed)
+    if out is not None:
+        from myriad.cli.network_congestion_chart import draw
+
+        write_picture("--out", out, draw(rows, hosts))
+    if as_json:
+        typer.echo(json.dumps(_as_json(rows, hosts, level)))
+    else:
+        from myriad.cli.network_congestion_show import show
+
+        show(rows, hosts)
+
+
+def _rows(scenario: str, control: str, level: str, hosts: int, scale: float, seed: int) -> "list[Row]":
+    """All that was asked for, with a progress bar where somebody looks on. Raises `BadInputError`."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from myriad.network.controls import CONTROLS
+    from myriad.network.levels import LEVELS, measure
+    from myriad.network.scenarios import SCENARIOS
+    from myriad.network.scenarios import scenario as make
+
+    if level not in LEVELS:
+        raise BadInputError("--level", level, "one of " + ", ".join(LEVELS))
+    names = _chosen("--scenario", scenario, SCENARIOS)
+    controls = _chosen("--control", control, CONTROLS) if level != "flow" else [next(iter(CONTROLS))]
+    cases = [make(name, hosts, scale) for name in names]
+    screen = Console(stderr=True)
+    rows = []
+    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
+        task = progress.add_task("simulating", total=len(cases) * len(controls))
+        for case in cases:
+            for name in controls:
+                rows.append(measure(case, name, CONTROLS[name], level, seed=seed))
+                progress.advance(task)
+    return rows
+
+
+def _chosen(option: str, text: str, known: dict[str, Any]) -> list[str]:
+    """Names between commas, in their own order and each once. Raises `BadInputError`."""
+    names = list(known) if text == "all" else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise BadInputError(option, name, "all, or some of " + ", ".join(known))
+    return list(dict.fromkeys(names))
+
+
+def _as_json(rows: "Sequence[Row]", hosts: int, level: str) -> dict[str, Any]:
+    from myriad.network.comparison import published, resting_queues, worse_than_parents
+
+    verdicts = [
+        {
+            "claim": verdict.claim.words,
+            "source": verdict.claim.source,
+            "scenario": verdict.claim.scenario,
+            "measure": verdict.claim.measure,
+            verdict.claim.less: verdict.less,
+            verdict.claim.more: verdict.more,
+            "holds": verdict.holds,
+        }
+        for verdict in published(rows)
+    ]
+    return {
+        "level": level,
+        "hosts": hosts,
+        "rows": [asdict(row) for row in rows],
+        "published": verdicts,
+        "hybrid_is_worse": worse_than_parents(rows),
+        "dcqcn_resting_queue_bytes": resting_queues(rows, hosts),
+    }

@@ -1,0 +1,87 @@
+"""What ``myriad network congestion`` prints for a person."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from myriad.network.comparison import TOLERANCE, Verdict, published, resting_queues, worse_than_parents
+from myriad.network.levels import Row
+
+__all__ = ["show"]
+
+_NAMES = (
+    "done\nms",
+    "of\nfair",
+    "queue\nkB p50",
+    "\np99",
+    "pauses\nms",
+    "slow-\ndown p50",
+    "\np99",
+    "fair-\nness",
+)
+
+
+def show(rows: Sequence[Row], hosts: int) -> None:
+    """A table for each scenario, then what papers publish, then the hybrid beside its parents."""
+    console = Console()
+    for _, each in groupby(rows, key=lambda row: row.scenario):
+        _show_scenario(console, list(each))
+    verdicts = published(rows)
+    if verdicts:
+        console.print(Text("Published of these controls, and here:", style="bold"))
+    for verdict in verdicts:
+        console.print(_verdict(verdict), soft_wrap=True)
+    for control, queue in resting_queues(rows, hosts).items():
+        told = f"  {control} would rest at a queue of {queue / 1e3:.0f} kB in a long incast (CoNEXT 2016)"
+        console.print(Text(told, style="dim"), soft_wrap=True)
+    _show_hybrid(console, worse_than_parents(rows))
+
+
+def _show_scenario(console: Console, rows: Sequence[Row]) -> None:
+    table = Table(
+        title=f"{rows[0].scenario}: {rows[0].title} ({rows[0].level} level)", title_justify="left", box=None
+    )
+    table.add_column("control", no_wrap=True)
+    for name in _NAMES:
+        table.add_column(name, justify="right")
+    for row in rows:
+        done = f"{row.seconds * 1e3:.3f}" if not row.num_unfinished else f"{row.num_unfinished} never"
+        table.add_row(
+            row.control if row.level != "flow" else "max-min fair",
+            done,
+            f"{row.throughput_ratio:.1%}",
+            _kilobytes(row.queue_median_bytes),
+            _kilobytes(row.queue_p99_bytes),
+            "" if row.pause_seconds is None else f"{row.pause_seconds * 1e3:.3f}",
+            f"{row.slowdown_median:.2f}",
+            f"{row.slowdown_p99:.2f}",
+            "" if row.fairness is None else f"{row.fairness:.3f}",
+        )
+    console.print(table)
+    console.print()
+
+
+def _kilobytes(num_bytes: float | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / 1e3:.0f}"
+
+
+def _verdict(verdict: Verdict) -> Text:
+    claim = verdict.claim
+    word, style = ("yes", "green") if verdict.holds else ("NO ", "red")
+    figures = f"{claim.less} {verdict.less:.4g}, {claim.more} {verdict.more:.4g}"
+    line = Text(f"  {word} ", style=style)
+    return line.append(
+        f"{claim.words}: {claim.scenario}, {claim.measure}: {figures} [{claim.source}]", "default"
+    )
+
+
+def _show_hybrid(console: Console, worse: dict[str, list[str]]) -> None:
+    if worse:
+        told = f"The hybrid beside its parents (differences of {TOLERANCE:.0%} or less are none):"
+        console.print(Text(told, style="bold"))
+    for scenario, losses in worse.items():
+        told = "worse: " + ", ".join(losses) if losses else "at least as good in every measure"
+        console.print(Text(f"  {scenario}: {told}"), soft_wrap=True)
