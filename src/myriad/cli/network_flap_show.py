@@ -169,6 +169,7 @@ def _fate_as_json(one: "Fate") -> dict[str, Any]:
         "abort_probability": one.lost,
         "abort_probability_of_queue_pair": one.lost_alone,
         "wait_seconds": one.wait_seconds,
+        "wait_p95_seconds": one.wait_p95_seconds,
         "dead_seconds": one.dead_seconds,
         "aborts_per_month": one.aborts_per_month,
         "hours_per_month": one.hours_per_month,
