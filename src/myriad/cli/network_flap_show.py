@@ -85,9 +85,9 @@ def _notes(found: Answer, seconds: float | None) -> list[str]:
         )
     if seconds is not None:
         wait = seconds + found.best.wait_seconds
-        lines.append(
-            f"an iteration of {seconds:.3g} s takes {wait:.3g} s with such a flap, if nothing hides it"
-        )
+        longest = seconds + found.best.wait_p95_seconds
+        text = f"an iteration of {seconds:.3g} s takes {wait:.3g} s with a flap that is survived"
+        lines.append(f"{text}, at the 95th percentile {longest:.3g} s, where nothing hides it")
     return lines
 
 
@@ -169,6 +169,7 @@ def _fate_as_json(one: "Fate") -> dict[str, Any]:
         "abort_probability": one.lost,
         "abort_probability_of_queue_pair": one.lost_alone,
         "wait_seconds": one.wait_seconds,
+        "wait_p95_seconds": one.wait_p95_seconds,
         "dead_seconds": one.dead_seconds,
         "aborts_per_month": one.aborts_per_month,
         "hours_per_month": one.hours_per_month,

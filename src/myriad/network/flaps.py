@@ -15,7 +15,13 @@ import numpy as np
 
 from myriad.errors import BadInputError
 from myriad.network.fabric import Numbers
-from myriad.network.retransmission import MOST_RETRIES, Timers, lost_probability, mean_wait_seconds
+from myriad.network.retransmission import (
+    MOST_RETRIES,
+    Timers,
+    heard_probability,
+    lost_probability,
+    mean_wait_seconds,
+)
 
 __all__ = ["DownTimes", "Fate", "Habits", "advise", "fate"]
 
@@ -24,6 +30,7 @@ _SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 14, 24
 """67 ms, NCCL's first default, and 69 s. Shorter ones fire when packets are only late: pauses and queues of a
 large fabric take milliseconds."""
 _AS_GOOD = 1.01
+_HALVINGS = 30
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,8 @@ class Fate:
     """The same of one queue pair by itself, without a driver."""
     wait_seconds: float
     """For which a flap that the job survives holds everybody up, on average."""
+    wait_p95_seconds: float
+    """In one of twenty of those longer."""
     dead_seconds: float
     """For which a peer that is gone for good goes unnoticed, on average."""
     aborts_per_month: float
@@ -116,10 +125,26 @@ def fate(timers: Timers, habits: Habits) -> Fate:
         lost=gone,
         lost_alone=float(lost_probability(timers, down).mean()),
         wait_seconds=wait,
+        wait_p95_seconds=_longest_wait(timers, habits, 0.95),
         dead_seconds=error,
         aborts_per_month=flaps * gone,
         hours_per_month=(flaps * each + deaths * (error + habits.restart_seconds)) / 3600,
     )
+
+
+def _longest_wait(timers: Timers, habits: Habits, share: float) -> float:
+    """That this share of the flaps which the job survives stays below."""
+    down = habits.down.seconds[habits.down.seconds <= habits.driver_seconds]
+    survived = float((1 - lost_probability(timers, down, habits.num_queue_pairs)).sum())
+    if survived < 1e-9:
+        return 0.0
+    low, high = 0.0, timers.longer[1] * float(timers.resends[-1])
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        at = np.full((len(down), 1), middle)
+        heard = float(heard_probability(timers, down, at, habits.num_queue_pairs).sum())
+        low, high = (middle, high) if heard < share * survived else (low, middle)
+    return high
 
 
 def advise(like: Timers, habits: Habits) -> Fate:

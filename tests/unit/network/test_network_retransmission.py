@@ -106,6 +106,15 @@ def test_a_driver_that_gives_up_on_links_ends_the_job_whatever_the_timers():
     assert advise(Timers(18), habits(driver_seconds=3.0)).timers.timeout < 20
 
 
+def test_one_flap_of_twenty_holds_everybody_up_for_longer_than_the_95th_percentile():
+    found, rng = Timers(18), np.random.default_rng(5)
+    down = habits().down.seconds[rng.integers(0, 500, 20_000)]
+    times = rng.uniform(*found.longer, (20_000, 16))[:, :, None] * found.resends
+    survives = (times[:, :, -1] >= down[:, None]).all(axis=1)
+    waits = np.where(times >= down[:, None, None], times, np.inf).min(axis=2).max(axis=1)[survives]
+    assert fate(found, habits()).wait_p95_seconds == pytest.approx(float(np.quantile(waits, 0.95)), rel=0.03)
+
+
 def test_advice_follows_how_long_links_are_down():
     found = [advise(Timers(18), habits(down)).timers.timeout for down in ("0.2", "2", "20")]
     assert found == sorted(found)
