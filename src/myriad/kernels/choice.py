@@ -104,7 +104,8 @@ def check_kernels(kernels: Kernels, device: str, dtype: str, widths: Mapping[str
     for name, choice in explain(device, dtype, kernels, widths).items():
         if choice.kernel != "triton":
             reason = choice.why.partition("; ")[0]
-            raise BadInputError("train.kernels", kernels, f"auto or plain here: no kernel for {name}: {reason}")
+            allowed = f"auto or plain here: no kernel for {name}: {reason}"
+            raise BadInputError("train.kernels", kernels, allowed)
 
 
 def fallback(kernels: Kernels, device: str, dtype: str, widths: Mapping[str, int]) -> str:

@@ -11,6 +11,7 @@ A program takes a stripe of columns and every P-th row.
 Legend: F width of the MLP.
 """
 
+# mypy: disable-error-code="untyped-decorator"
 from typing import Any
 
 import torch

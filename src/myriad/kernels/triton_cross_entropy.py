@@ -10,6 +10,7 @@ nothing is written but three numbers a row.
 Legend: C tokens of a chunk, V/tp this rank's part of the vocabulary.
 """
 
+# mypy: disable-error-code="untyped-decorator"
 from typing import Any
 
 import torch

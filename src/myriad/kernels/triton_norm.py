@@ -13,6 +13,7 @@ One program holds a row. In the backward each takes every P-th row and keeps its
 gradient (Liger Kernel, arXiv 2410.10989, section 3.2, does it alike).
 """
 
+# mypy: disable-error-code="untyped-decorator"
 from typing import Any
 
 import torch

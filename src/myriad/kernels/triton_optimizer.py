@@ -14,6 +14,7 @@ A block belongs to one parameter, so that its sums do; the last block of a param
 block are float32, everything above float64 (`myriad.optim.norms` says why), in a fixed order.
 """
 
+# mypy: disable-error-code="untyped-decorator"
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

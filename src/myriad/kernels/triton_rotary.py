@@ -4,6 +4,7 @@ wherever the heads stand to memory of their own. Backward is the same with the o
 Legend: B batch, S sequence, N heads, D head size.
 """
 
+# mypy: disable-error-code="untyped-decorator"
 from typing import Any
 
 import torch

@@ -14,14 +14,14 @@ from functools import partial
 import torch
 from torch import nn
 
-from myriad.kernels.activation import ACTIVATIONS
+from myriad.kernels.activation import activate, takes_bias
 from myriad.kernels.attention import attention, split_heads
 from myriad.kernels.attention_blocks import Heads
 from myriad.kernels.cross_entropy import linear_cross_entropy_steps
 from myriad.kernels.embedding import embedding
 from myriad.kernels.gradient import DeferredProduct
 from myriad.kernels.linear import Linear, linear
-from myriad.kernels.norm import LayerNorm, RMSNorm
+from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
 from myriad.kernels.random import dropout, key_of
 from myriad.kernels.remade import Remade
 from myriad.kernels.rotary import rotary_turns
@@ -34,10 +34,10 @@ from myriad.model.interleave import SteppedLayer, Steps, Whole, finish
 __all__ = ["Block", "Embedding", "Head"]
 
 
-def _norm(config: ModelConfig) -> nn.Module:
+def _norm(config: ModelConfig, boundary: Boundary) -> Norm:
     if config.norm == "rms":
-        return RMSNorm(config.hidden, config.norm_epsilon)
-    return LayerNorm(config.hidden, config.norm_epsilon, bias=config.bias)
+        return RMSNorm(config.hidden, config.norm_epsilon, kernels=boundary.kernels)
+    return LayerNorm(config.hidden, config.norm_epsilon, bias=config.bias, kernels=boundary.kernels)
 
 
 class _Dropout:
@@ -135,13 +135,14 @@ class Attention(nn.Module):
         num_heads, num_kv_heads = config.heads // boundary.size, config.num_kv_heads // boundary.size
         self.shape = Heads(num_heads, num_kv_heads, config.head_width)
         self.window, self.later = config.layer_window(layer), boundary.later
+        self.kernels = boundary.kernels
         self.rotary_base = config.rotary_base if config.position == "rotary" else None
         self.qkv = Projection(config, num_heads, num_kv_heads, boundary.later)
         self.output = Linear(num_heads * config.head_width, config.hidden, bias=config.bias)
 
     def mix(self, fused: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values of all positions ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``."""
-        return attention(fused, self.shape, self.window, self._turns(fused, 0))
+        return attention(fused, self.shape, self.window, self._turns(fused, 0), self.kernels)
 
     def out(self, mixed: torch.Tensor) -> torch.Tensor:
         """``[B, S, N D]`` to the partial sum."""
@@ -149,7 +150,8 @@ class Attention(nn.Module):
 
     def mix_cached(self, fused: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
         """`mix` for positions after those in the cache, which is extended."""
-        q, k, v = split_heads(fused, self.shape, self._turns(fused, cache.next_position))
+        turns = self._turns(fused, cache.next_position)
+        q, k, v = split_heads(fused, self.shape, turns, self.kernels)
         return cache.attend(q, k, v).flatten(2)
 
     def _turns(self, x: torch.Tensor, first_position: int) -> torch.Tensor | None:
@@ -165,8 +167,8 @@ class MLP(nn.Module):
         super().__init__()
         width = config.ffn_width // boundary.size
         up_rows = 2 * width if config.activation == "swiglu" else width
-        self.activation, self.later = ACTIVATIONS[config.activation], boundary.later
-        self.remakes = boundary.remakes
+        self.activation, self.kernels = config.activation, boundary.kernels
+        self.later, self.remakes = boundary.later, boundary.remakes
         self.up = Linear(config.hidden, up_rows, bias=config.bias, later=boundary.later)
         self.down = Linear(width, config.hidden, bias=config.bias)
 
@@ -175,8 +177,10 @@ class MLP(nn.Module):
 
     def inner(self, x: torch.Tensor, remade: Remade | None = None) -> tuple[torch.Tensor, Remade | None]:
         """``[B, S, H]`` to this rank's part of the inner width, and where it comes from in the backward."""
-        up = self.up(x, remade)
-        return self.activation(up), Remade(self.activation, up) if self.remakes else None
+        bias = self.up.bias if takes_bias(x, self.kernels) else None
+        up = self.up(x, remade, adds_bias=bias is None)
+        inner = partial(activate, self.activation, bias=bias, kernels=self.kernels)
+        return inner(up), Remade(inner, up) if self.remakes else None
 
     def out(self, inner: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
         """That to the partial sum."""
@@ -192,9 +196,9 @@ class Block(SteppedLayer):
     def __init__(self, config: ModelConfig, layer: int, boundary: Boundary) -> None:
         super().__init__()
         self.boundary = boundary
-        self.norm1 = _norm(config)
+        self.norm1 = _norm(config, boundary)
         self.attention = Attention(config, layer, boundary)
-        self.norm2 = None if config.block == "parallel" else _norm(config)
+        self.norm2 = None if config.block == "parallel" else _norm(config, boundary)
         self.mlp = MLP(config, boundary)
         self.dropout1 = _Dropout(config, boundary, f"blocks.{layer}.attention")
         self.dropout2 = _Dropout(config, boundary, f"blocks.{layer}.mlp")
@@ -219,8 +223,8 @@ class Block(SteppedLayer):
             return x + self.dropout1(out, context, training=self.training)
         out = yield from self._attend(arriving.wait(), remade, mix)
         out = _add_biases(out, self.attention.output.bias)
-        x = x + self.dropout1(out, context, training=self.training)
-        arriving = self.boundary.start_enter(self.norm2(x))
+        x, normed = self.norm2.add(x, self.dropout1(out, context, training=self.training))
+        arriving = self.boundary.start_enter(normed)
         remade = self._remade(self.norm2, x)
         yield None
         inner = self.mlp.inner(arriving.wait(), remade)
@@ -267,7 +271,7 @@ class Head(SteppedLayer):
     def __init__(self, config: ModelConfig, boundary: Boundary) -> None:
         super().__init__()
         self.boundary, self.vocabulary = boundary, config.vocabulary
-        self.norm = _norm(config)
+        self.norm = _norm(config, boundary)
         self.output = Linear(config.hidden, config.padded_vocabulary(boundary.size) // boundary.size)
 
     def steps(self, x: torch.Tensor, context: Context) -> Steps:
@@ -275,7 +279,12 @@ class Head(SteppedLayer):
         yield None
         whole, targets = arriving.wait(), context.targets.flatten()
         steps = linear_cross_entropy_steps(
-            whole.flatten(0, 1), self.output.weight, targets, self.boundary, self.vocabulary
+            whole.flatten(0, 1),
+            self.output.weight,
+            targets,
+            self.boundary,
+            self.vocabulary,
+            kernels=self.boundary.kernels,
         )
         return (yield from steps)
 

@@ -25,9 +25,7 @@ __all__ = ["Moments"]
 class Moments:
     """State of an optimizer over flat regions."""
 
-    def __init__(
-        self, config: OptimizerConfig, regions: Sequence[Region], kernels: Kernels = "auto"
-    ) -> None:
+    def __init__(self, config: OptimizerConfig, regions: Sequence[Region], kernels: Kernels = "auto") -> None:
         self.config, self.regions = config, tuple(regions)
         operator: Operator = "lamb" if config.name == "lamb" else "adamw"
         self.in_triton = runs_triton(operator, regions[0].values, kernels)
