@@ -33,19 +33,19 @@ _CUBIC: tl.constexpr = tl.constexpr(0.044715)
 
 
 @triton.jit
-def _sigmoid(x: Any) -> Any:
+def _sigmoid(x: tl.tensor) -> tl.tensor:
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def _gelu(x: Any) -> Any:
+def _gelu(x: tl.tensor) -> tl.tensor:
     """Value and slope."""
     share = 0.5 * (1.0 + tl.erf(x * _HALF_ROOT_2))
     return x * share, share + x * _ONE_BY_ROOT_2_PI * tl.exp(-0.5 * x * x)
 
 
 @triton.jit
-def _gelu_tanh(x: Any) -> Any:
+def _gelu_tanh(x: tl.tensor) -> tl.tensor:
     """Value and slope."""
     square = x * x * _CUBIC  # tensors first: in the interpreter a constant times one is no tensor
     share = _sigmoid((x + square * x) * _ROOT_OF_8_BY_PI)  # (1 + tanh(z)) / 2
@@ -54,7 +54,7 @@ def _gelu_tanh(x: Any) -> Any:
 
 
 @triton.jit
-def _value_and_slope(x: Any, NAME: tl.constexpr) -> Any:
+def _value_and_slope(x: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
     if NAME == "gelu":
         value, slope = _gelu(x)
     elif NAME == "gelu_tanh":
@@ -67,7 +67,14 @@ def _value_and_slope(x: Any, NAME: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _with_bias(x: Any, bias: Any, at: Any, bias_at: Any, inside: Any, HAS_BIAS: tl.constexpr) -> Any:
+def _with_bias(
+    x: tl.tensor,
+    bias: tl.tensor,
+    at: tl.tensor,
+    bias_at: tl.tensor,
+    inside: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+) -> tl.tensor:
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         values += tl.load(bias + bias_at, mask=inside, other=0.0).to(tl.float32)
@@ -76,12 +83,12 @@ def _with_bias(x: Any, bias: Any, at: Any, bias_at: Any, inside: Any, HAS_BIAS: 
 
 @triton.jit
 def forward_kernel(
-    x: Any,
-    bias: Any,
-    y: Any,
-    x_stride: Any,
-    rows: Any,
-    width: Any,
+    x: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    x_stride: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
     NAME: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -102,15 +109,15 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad_y: Any,
-    x: Any,
-    bias: Any,
-    grad: Any,
-    bias_sums: Any,
-    grad_y_stride: Any,
-    x_stride: Any,
-    rows: Any,
-    width: Any,
+    grad_y: tl.tensor,
+    x: tl.tensor,
+    bias: tl.tensor,
+    grad: tl.tensor,
+    bias_sums: tl.tensor,
+    grad_y_stride: tl.tensor,
+    x_stride: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
     NAME: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -11,7 +11,6 @@ Legend: C tokens of a chunk, V/tp this rank's part of the vocabulary.
 """
 
 # mypy: disable-error-code="untyped-decorator"
-from typing import Any
 
 import torch
 import triton
@@ -29,12 +28,12 @@ _LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def facts_kernel(
-    logits: Any,
-    targets: Any,
-    facts: Any,
-    stride: Any,
-    first_row: Any,
-    num_valid: Any,
+    logits: tl.tensor,
+    targets: tl.tensor,
+    facts: tl.tensor,
+    stride: tl.tensor,
+    first_row: tl.tensor,
+    num_valid: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -57,16 +56,16 @@ def facts_kernel(
 
 @triton.jit
 def gradient_kernel(
-    logits: Any,
-    targets: Any,
-    tops: Any,
-    totals: Any,
-    out: Any,
-    stride: Any,
-    out_stride: Any,
-    first_row: Any,
-    num_valid: Any,
-    width: Any,
+    logits: tl.tensor,
+    targets: tl.tensor,
+    tops: tl.tensor,
+    totals: tl.tensor,
+    out: tl.tensor,
+    stride: tl.tensor,
+    out_stride: tl.tensor,
+    first_row: tl.tensor,
+    num_valid: tl.tensor,
+    width: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)

@@ -17,7 +17,7 @@ block are float32, everything above float64 (`myriad.optim.norms` says why), in 
 # mypy: disable-error-code="untyped-decorator"
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -78,20 +78,20 @@ def cut_blocks(pieces: Sequence[tuple[int, int, int]], device: torch.device) -> 
 
 @triton.jit
 def _direction(
-    gradients: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
-    at: Any,
-    inside: Any,
-    scale: Any,
-    beta1: Any,
-    rest1: Any,
-    beta2: Any,
-    rest2: Any,
-    correction1: Any,
-    root_correction2: Any,
-    epsilon: Any,
-) -> Any:
+    gradients: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    scale: tl.tensor,
+    beta1: tl.tensor,
+    rest1: tl.tensor,
+    beta2: tl.tensor,
+    rest2: tl.tensor,
+    correction1: tl.tensor,
+    root_correction2: tl.tensor,
+    epsilon: tl.tensor,
+) -> tl.tensor:
     g = tl.load(gradients + at, mask=inside, other=0.0) * scale
     m = tl.load(exp_avg + at, mask=inside, other=0.0) * beta1 + g * rest1
     v = tl.load(exp_avg_sq + at, mask=inside, other=0.0) * beta2 + g * g * rest2
@@ -102,21 +102,21 @@ def _direction(
 
 @triton.jit
 def adamw_kernel(
-    values: Any,
-    gradients: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
-    size: Any,
-    learning_rate: Any,
-    kept_ratio: Any,
-    scale: Any,
-    beta1: Any,
-    rest1: Any,
-    beta2: Any,
-    rest2: Any,
-    correction1: Any,
-    root_correction2: Any,
-    epsilon: Any,
+    values: tl.tensor,
+    gradients: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    size: tl.tensor,
+    learning_rate: tl.tensor,
+    kept_ratio: tl.tensor,
+    scale: tl.tensor,
+    beta1: tl.tensor,
+    rest1: tl.tensor,
+    beta2: tl.tensor,
+    rest2: tl.tensor,
+    correction1: tl.tensor,
+    root_correction2: tl.tensor,
+    epsilon: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -142,22 +142,22 @@ def adamw_kernel(
 
 @triton.jit
 def lamb_update_kernel(
-    values: Any,
-    gradients: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
-    starts: Any,
-    stops: Any,
-    squares: Any,
-    weight_decay: Any,
-    scale: Any,
-    beta1: Any,
-    rest1: Any,
-    beta2: Any,
-    rest2: Any,
-    correction1: Any,
-    root_correction2: Any,
-    epsilon: Any,
+    values: tl.tensor,
+    gradients: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    starts: tl.tensor,
+    stops: tl.tensor,
+    squares: tl.tensor,
+    weight_decay: tl.tensor,
+    scale: tl.tensor,
+    beta1: tl.tensor,
+    rest1: tl.tensor,
+    beta2: tl.tensor,
+    rest2: tl.tensor,
+    correction1: tl.tensor,
+    root_correction2: tl.tensor,
+    epsilon: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     block = tl.program_id(0)
@@ -187,7 +187,13 @@ def lamb_update_kernel(
 
 @triton.jit
 def lamb_move_kernel(
-    values: Any, updates: Any, starts: Any, stops: Any, owners: Any, rates: Any, BLOCK: tl.constexpr
+    values: tl.tensor,
+    updates: tl.tensor,
+    starts: tl.tensor,
+    stops: tl.tensor,
+    owners: tl.tensor,
+    rates: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     block = tl.program_id(0)
     at = tl.load(starts + block) + tl.arange(0, BLOCK)
