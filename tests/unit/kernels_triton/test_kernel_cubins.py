@@ -13,13 +13,12 @@ pytest.importorskip("triton")
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_every_kernel_compiles_to_a_cubin_for_sm_90(dtype: str, tmp_path: Path) -> None:
+def test_every_kernel_compiles_to_a_cubin_for_sm_90(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), dtype], env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = done.stdout.split()
-    assert len(kernels) >= 13 and all(line.endswith(".cubin") for line in kernels)
+    assert len(set(kernels)) == 10 and all(line.endswith(".cubin") for line in kernels)

@@ -1,5 +1,5 @@
 """If these break, a GPU computes something else than the formulas say. The kernels run in Triton's
-interpreter, against the same formulas in float64: odd sizes, memory that is not in order, nothing at all, NaN."""
+interpreter, against the same formulas in float64: odd sizes, memory that is not in order, no rows, NaN."""
 
 import pytest
 import torch

@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.job import load_job
+from myriad.kernels import triton_rotary
+from myriad.kernels.agreement import LIMITS, disagreements
 from myriad.kernels.choice import explain, fallback
 from myriad.kernels.config import Kernels
 from myriad.model.config import ModelConfig
@@ -98,3 +100,12 @@ def test_rows_too_wide_for_one_program_are_the_library_s() -> None:
         "without Triton's kernels for norm"
     )
     assert not fallback("auto", "cuda", "bfloat16", {})
+
+
+def test_the_doctor_s_trial_passes_and_finds_a_kernel_that_is_wrong(monkeypatch) -> None:
+    here = torch.device("cpu")
+    found = disagreements(torch.float32, here, 5, 20)
+    assert set(found) == {"norm", "activation", "rotary", "cross_entropy", "adamw", "lamb"}
+    assert all(share <= LIMITS[torch.float32] for share in found.values()), found
+    monkeypatch.setattr(triton_rotary, "turned", lambda x, turns: x * 1.01)
+    assert disagreements(torch.float32, here, 5, 20)["rotary"] > LIMITS[torch.float32]
