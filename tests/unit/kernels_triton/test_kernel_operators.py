@@ -65,7 +65,7 @@ NORMS = st.sampled_from(["rms", "layer", "layer with bias"])
 
 
 @settings(max_examples=12, deadline=None)
-@given(NORMS, st.integers(0, 9), st.sampled_from([1, 7, 31, 64, 130]), TYPES)
+@given(NORMS, st.integers(0, 9), st.sampled_from([5, 31, 64, 130]), TYPES)
 def test_norm(name: str, rows: int, width: int, dtype: torch.dtype) -> None:
     x = normal(rows, width, dtype=dtype, seed=3)
     ours, formula = (
