@@ -52,6 +52,19 @@ def _linear(
     return F.linear(x, weight, bias)
 
 
+def _linear_pair(
+    x: torch.Tensor, weights: Any, biases: Any, later: Any = None, remade: Any = None, **_: Any
+) -> Any:
+    pairs = zip(weights, biases, strict=True)
+    return tuple(_linear(x, weight, bias, later, remade) for weight, bias in pairs)
+
+
+def _linear_sum(
+    mixed: torch.Tensor, inner: torch.Tensor, weights: Any, later: Any = None, remade: Any = None
+) -> Any:
+    return _linear(mixed, weights[0], None, later) + _linear(inner, weights[1], None, later, remade)
+
+
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     return F.rms_norm(x, weight.shape, weight, epsilon)
 
@@ -110,6 +123,8 @@ OPERATORS: dict[str, dict[str, Any]] = {
     "gradients added in place": {
         "myriad.model.layers.linear": _linear,
         "myriad.kernels.linear.linear": _linear,
+        "myriad.model.layers.linear_pair": _linear_pair,
+        "myriad.model.layers.linear_sum": _linear_sum,
         "myriad.model.layers.embedding": _embedding,
     },
     "cross-entropy in chunks": {"myriad.model.layers.linear_cross_entropy_steps": _cross_entropy_steps},

@@ -85,7 +85,5 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
-    def forward(
-        self, x: torch.Tensor, remade: Remade | None = None, *, adds_bias: bool = True
-    ) -> torch.Tensor:
-        return linear(x, self.weight, self.bias if adds_bias else None, self.later, remade)
+    def forward(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
+        return linear(x, self.weight, self.bias, self.later, remade)

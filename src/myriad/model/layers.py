@@ -16,11 +16,12 @@ from torch import nn
 
 from myriad.kernels.activation import activate, takes_bias
 from myriad.kernels.attention import attention, split_heads
-from myriad.kernels.attention_blocks import Heads
+from myriad.kernels.attention_blocks import Heads, runs_in_blocks
 from myriad.kernels.cross_entropy import linear_cross_entropy_steps
 from myriad.kernels.embedding import embedding
 from myriad.kernels.gradient import DeferredProduct
 from myriad.kernels.linear import Linear, linear
+from myriad.kernels.linear_pair import linear_pair, linear_sum
 from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
 from myriad.kernels.random import dropout, key_of
 from myriad.kernels.remade import Remade
@@ -118,9 +119,10 @@ class Projection(nn.Module):
         self.bias = nn.Parameter(torch.empty(self.query_rows + self.key_rows)) if config.bias else None
 
     def forward(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
-        return linear(x, self.weight, self._bias_of_all_rows(), self.later, remade)
+        return linear(x, self.weight, self.bias_of_all_rows(), self.later, remade)
 
-    def _bias_of_all_rows(self) -> torch.Tensor | None:
+    def bias_of_all_rows(self) -> torch.Tensor | None:
+        """Zero for the keys."""
         if self.bias is None:
             return None
         queries, values = self.bias.split([self.query_rows, self.key_rows])
@@ -137,8 +139,8 @@ class Attention(nn.Module):
         self.window, self.later = config.layer_window(layer), boundary.later
         self.kernels = boundary.kernels
         self.rotary_base = config.rotary_base if config.position == "rotary" else None
-        self.qkv = Projection(config, num_heads, num_kv_heads, boundary.later)
         self.output = Linear(num_heads * config.head_width, config.hidden, bias=config.bias)
+        self.qkv = Projection(config, num_heads, num_kv_heads, boundary.later)  # last: beside the MLP's first
 
     def mix(self, fused: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values of all positions ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``."""
@@ -177,10 +179,17 @@ class MLP(nn.Module):
 
     def inner(self, x: torch.Tensor, remade: Remade | None = None) -> tuple[torch.Tensor, Remade | None]:
         """``[B, S, H]`` to this rank's part of the inner width, and where it comes from in the backward."""
-        bias = self.up.bias if takes_bias(x, self.kernels) else None
-        up = self.up(x, remade, adds_bias=bias is None)
-        inner = partial(activate, self.activation, bias=bias, kernels=self.kernels)
-        return inner(up), Remade(inner, up) if self.remakes else None
+        return self.activate(linear(x, self.up.weight, self.bias_of_product(x), self.later, remade))
+
+    def bias_of_product(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What the first product adds: nothing where the activation does."""
+        return None if takes_bias(x, self.kernels) else self.up.bias
+
+    def activate(self, up: torch.Tensor) -> tuple[torch.Tensor, Remade | None]:
+        """What the first product gives, to `inner`."""
+        bias = self.up.bias if takes_bias(up, self.kernels) else None
+        function = partial(activate, self.activation, bias=bias, kernels=self.kernels)
+        return function(up), Remade(function, up) if self.remakes else None
 
     def out(self, inner: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
         """That to the partial sum."""
@@ -249,13 +258,29 @@ class Block(SteppedLayer):
         return arriving.wait()
 
     def _side_by_side(self, x: torch.Tensor, remade: Remade | None, mix: _Mix) -> Steps:
-        whole = Whole(mix, self.attention.qkv(x, remade))
+        fused, up = self._both(x, remade)
+        whole = Whole(mix, fused)
         yield whole
-        out = self.attention.out(whole.result)
+        inner, inner_remade = self.mlp.activate(up)
         yield None
-        arriving = self.boundary.start_leave(out + self.mlp(x, remade))
+        weights = self.attention.output.weight, self.mlp.down.weight
+        out = linear_sum(whole.result, inner, weights, self.boundary.later, inner_remade)
+        arriving = self.boundary.start_leave(out)
         yield None
         return arriving.wait()
+
+    def _both(self, x: torch.Tensor, remade: Remade | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, and what enters the activation. One piece of memory where attention keeps
+        all of its part as well: not of values that are turned, or put in order for blocks."""
+        attention, mlp = self.attention, self.mlp
+        return linear_pair(
+            x,
+            (attention.qkv.weight, mlp.up.weight),
+            (attention.qkv.bias_of_all_rows(), mlp.bias_of_product(x)),
+            self.boundary.later,
+            remade,
+            as_one=attention.rotary_base is None and not runs_in_blocks(x, attention.window),
+        )
 
 
 def _add_biases(x: torch.Tensor, *biases: torch.Tensor | None) -> torch.Tensor:
