@@ -2,10 +2,14 @@
 
     python benchmarks/single_process.py                       12M parameters, a vocabulary of 4,096
     python benchmarks/single_process.py --vocabulary 50304    30M, nanoGPT's own vocabulary
+    python benchmarks/single_process.py --gains               Myriad alone: with all it does, and without each
 
 Contenders take turns, so that whatever else the machine does hits all of them. A contender's figure is its
 median step (the fastest is printed too); the ratio is to the best setting of the peers. The peak of MFU
 is a matrix product of 1024 x 1024 in the same precision and threads, also measured in every round.
+
+With `--gains` the model has rotary positions and RMSNorm, and each contender has one of Myriad's CPU paths
+replaced by what PyTorch does (`plain_operators.py`); its ratio is how much longer its median step takes.
 """
 
 import argparse
@@ -27,6 +31,7 @@ from myriad.parallel.runtime import Batch
 from myriad.train.fit import fit
 from myriad.train.peak import find_peak
 from peers import nanogpt_loop
+from plain_operators import OPERATORS, OPTIMIZER, plain_operators
 
 SIZES = {"layers": 6, "hidden": 384, "heads": 6, "vocabulary": 4096, "sequence": 256}
 """Of the model, by default."""
@@ -68,6 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2, help="steps of each contender in a round")
     parser.add_argument("--no-compile", action="store_true", help="leave out the compiled peer")
+    parser.add_argument("--gains", action="store_true", help="what each CPU path brings; no peers")
     return parser.parse_args()
 
 
@@ -103,6 +109,45 @@ def build_contenders(settings: argparse.Namespace, config: ModelConfig, precisio
     return contenders
 
 
+def build_gains(settings: argparse.Namespace, config: ModelConfig, precision: str) -> list[Contender]:
+    """Everything; each path replaced; all of them at once; the other precision, where this one is not it."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocabulary, (settings.batch, config.sequence + 1), generator=generator)
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(settings.batch))
+    num_steps = settings.steps * (settings.rounds + 1)
+
+    def contender(name: str, without: tuple[str, ...], kind: str) -> Contender:
+        steps = myriad_steps(config, batch, kind, num_steps)
+
+        def step() -> float:
+            if not without:
+                return next(steps)
+            with plain_operators(*without):
+                return next(steps)
+
+        return Contender(name, step)
+
+    paths = [*OPERATORS, *OPTIMIZER]
+    if precision != "float32":  # those two are for float32 alone
+        paths = [path for path in paths if path != "attention in blocks"]
+    contenders = [contender("all", (), precision)]
+    contenders += [contender(f"without {path}", (path,), precision) for path in paths]
+    contenders.append(contender("without any", tuple(paths), precision))
+    if precision != "float32":
+        contenders.append(contender("without bfloat16", (), "float32"))
+    return contenders
+
+
+def report_gains(contenders: list[Contender], tokens: int) -> None:
+    """The table."""
+    whole = statistics.median(contenders[0].seconds)
+    print(f"{'':42}{'median':>12}{'fastest':>12}{'ratio':>8}   loss")
+    for contender in contenders:
+        median, fastest = statistics.median(contender.seconds), min(contender.seconds)
+        rates = f"{tokens / median:>8.0f} t/s{tokens / fastest:>8.0f} t/s"
+        print(f"{contender.name:42}{rates}{median / whole:>8.2f}   {contender.loss:.3f}")
+
+
 def peer_models(config: ModelConfig) -> Iterator[tuple[str, Callable[[], torch.nn.Module]]]:
     """The plain loop's own model, and litgpt's where that is installed."""
     dimensions = config.sequence, config.padded_vocabulary(), config.layers, config.heads, config.hidden
@@ -135,21 +180,25 @@ def main() -> None:
     settings = parse()
     torch.set_num_threads(settings.threads)
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)  # what a rank of Myriad goes by
-    config = ModelConfig(
-        **{name: getattr(settings, name) for name in SIZES}, position="learned", norm="layer"
-    )
+    kinds = {} if settings.gains else {"position": "learned", "norm": "layer"}
+    config = ModelConfig(**{name: getattr(settings, name) for name in SIZES}, **kinds)
     dtype = resolve_precision(settings.precision, torch.device("cpu"))
     precision = str(dtype).removeprefix("torch.")
     print(f"{config.num_parameters() / 1e6:.1f}M parameters, {precision}, {settings.threads} threads")
-    contenders = build_contenders(settings, config, precision)
+    build = build_gains if settings.gains else build_contenders
+    contenders = build(settings, config, precision)
     peak = 0.0
     for contender in contenders:
         contender.run(settings.steps)  # compiles, warms up
         contender.seconds.clear()
     for _ in range(settings.rounds):
-        peak = max(peak, find_peak(torch.device("cpu"), dtype).flops_per_second)
+        if not settings.gains:
+            peak = max(peak, find_peak(torch.device("cpu"), dtype).flops_per_second)
         for contender in contenders:
             contender.run(settings.steps)
+    if settings.gains:
+        report_gains(contenders, settings.batch * config.sequence)
+        return
     print(f"peak: {peak / 1e9:.0f} GFLOP/s, {precision} matrix product")
     report(contenders, config, settings.batch * config.sequence, peak)
 

@@ -24,6 +24,8 @@ from myriad.comm.store_address import check_package, check_store
 from myriad.config import Config
 from myriad.data.config import DataConfig
 from myriad.errors import BadInputError
+from myriad.kernels.choice import check_kernels
+from myriad.kernels.config import Kernels
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerConfig, Precision
 from myriad.program.config import OverlapConfig
@@ -58,6 +60,9 @@ class TrainConfig(Config):
     """float32, bfloat16, or auto: bfloat16 where the device multiplies it natively."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
+    kernels: Kernels = "auto"
+    """auto: Myriad's Triton kernels on a GPU, where triton is installed and the shape fits (`myriad doctor`
+    says which); plain: the library's operators; triton: refuse where one of Triton's cannot run."""
     threads: int = Field(0, ge=0)
     """Threads of each rank on CPU; 0: the cores divided among the node's ranks."""
     validate_every: int = Field(0, ge=0)
@@ -334,6 +339,11 @@ def _check_collector(job: Job) -> None:
     _need(address is None or is_address(address), "telemetry.collector", address, allowed)
 
 
+def _check_kernels(job: Job) -> None:
+    if job.train.device == "cpu":  # of another device the ranks know more
+        check_kernels(job.train.kernels, "cpu", "float32", job.model.kernel_widths)
+
+
 def _check_warmup(job: Job) -> None:
     warmup, steps = job.optimizer.warmup_steps, job.train.steps
     _need(warmup <= steps, "optimizer.warmup_steps", warmup, f"at most train.steps = {steps}")
@@ -355,6 +365,7 @@ _RULES: tuple[Callable[[Job], None], ...] = (
     _check_window,
     _check_vocabulary,
     _check_warmup,
+    _check_kernels,
     _check_credit,
     _check_lossy,
     _check_agreement,

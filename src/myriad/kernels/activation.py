@@ -1,5 +1,9 @@
 """Non-linearities of the MLP. Each keeps only its input for the backward, and writes its gradient once.
 
+`activate` is what the model calls: with Triton's kernels (`myriad.kernels.triton_activation`) the bias of the
+product before it is added there, and its gradient summed in the same pass. Elsewhere that product adds it
+(`takes_bias` tells), because it does so for nothing.
+
 Legend: F width of the MLP.
 """
 
@@ -9,7 +13,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-__all__ = ["ACTIVATIONS", "gelu", "gelu_tanh", "relu2", "swiglu"]
+from myriad.kernels.choice import runs_triton
+from myriad.kernels.config import Kernels
+
+__all__ = ["ACTIVATIONS", "activate", "gelu", "gelu_tanh", "relu2", "swiglu", "takes_bias"]
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -71,3 +78,19 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu2": relu2,
 }
 """By the name a model config gives."""
+
+
+def takes_bias(x: torch.Tensor, kernels: Kernels) -> bool:
+    """Whether `activate` of values like ``x`` should be given the bias of the product before it."""
+    return runs_triton("activation", x, kernels)
+
+
+def activate(
+    name: str, x: torch.Tensor, bias: torch.Tensor | None = None, kernels: Kernels = "auto"
+) -> torch.Tensor:
+    """The activation of that name, of ``x + bias``."""
+    if not runs_triton("activation", x, kernels):
+        return ACTIVATIONS[name](x if bias is None else x + bias)
+    from myriad.kernels import triton_activation
+
+    return triton_activation.activate(name, x, bias)

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from myriad.kernels.attention_blocks import Heads, attention_in_blocks, runs_in_blocks
+from myriad.kernels.config import Kernels
 from myriad.kernels.rotary import turned
 
 __all__ = ["attention", "attention_reference", "split_heads"]
@@ -60,27 +61,31 @@ def _in_windows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) 
 
 
 def attention(
-    fused: torch.Tensor, heads: Heads, window: int | None = None, turns: torch.Tensor | None = None
+    fused: torch.Tensor,
+    heads: Heads,
+    window: int | None = None,
+    turns: torch.Tensor | None = None,
+    kernels: Kernels = "auto",
 ) -> torch.Tensor:
     """Queries, keys and values ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``: each position attends to itself
     and those before it, at most the last ``window``. ``turns`` (`rotary_turns`) are applied to queries and
     keys."""
     if runs_in_blocks(fused, window):
         return attention_in_blocks(fused, heads, window, turns)
-    q, k, v = split_heads(fused, heads, turns)
+    q, k, v = split_heads(fused, heads, turns, kernels)
     if turns is not None and heads.num_heads == heads.num_kv_heads:
         v = v.contiguous()  # kept for the backward: a view would keep queries and keys as they were as well
     return _library_attention(q, k, v, window).flatten(2)
 
 
 def split_heads(
-    fused: torch.Tensor, heads: Heads, turns: torch.Tensor | None
+    fused: torch.Tensor, heads: Heads, turns: torch.Tensor | None, kernels: Kernels = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries ``[B, S, N, D]``, keys and values ``[B, S, K, D]``, turned."""
     num_turning = heads.num_heads + heads.num_kv_heads
     turning, v = fused.unflatten(-1, (-1, heads.width)).split_with_sizes([num_turning, heads.num_kv_heads], 2)
     if turns is not None:
-        turning = turned(turning, turns)
+        turning = turned(turning, turns, kernels)
     q, k = turning.split_with_sizes([heads.num_heads, heads.num_kv_heads], 2)
     return q, k, v
 

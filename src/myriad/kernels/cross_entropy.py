@@ -13,7 +13,9 @@ probability.
 
 Ranks that share the vocabulary tell each other, for each token, the maximum of their logits, the sum of the
 exponentials above it and the target's logit. While that travels, the next chunk's logits are computed, and
-whoever drives the steps may do something else.
+whoever drives the steps may do something else. With Triton's kernels (`myriad.kernels.triton_cross_entropy`)
+one rank alone goes the same way, with nothing to wait for: the logits are read twice and nothing is written
+between.
 
 Legend: T tokens, C tokens of a chunk, H hidden, V vocabulary.
 """
@@ -25,6 +27,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn import functional as F
 
+from myriad.kernels.choice import runs_triton
+from myriad.kernels.config import Kernels
 from myriad.kernels.gradient import accumulate_product, sink_of
 
 __all__ = [
@@ -71,15 +75,15 @@ class _Part(NamedTuple):
     num_valid: int
     """Rows that are not padding."""
 
-    def logits(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Float32 ``[C, V/tp]``, -inf at padded rows; in ``out`` where possible."""
+    def logits(self, x: torch.Tensor, out: torch.Tensor, *, masks: bool) -> torch.Tensor:
+        """Float32 ``[C, V/tp]``, -inf at padded rows if it ``masks``; in ``out`` where possible."""
         if x.dtype == torch.float32:
             logits = torch.mm(x, self.weight.t(), out=out)
         elif x.is_cuda:
             logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
         else:
             logits = out.copy_(x @ self.weight.t())
-        if self.num_valid < len(self.weight):
+        if masks and self.num_valid < len(self.weight):
             logits[:, self.num_valid :] = -torch.inf
         return logits
 
@@ -119,7 +123,7 @@ class _Chunk:
     start: int
     stop: int
     values: torch.Tensor
-    """Exponentials of the logits, then their gradient: ``[C, V/tp]``."""
+    """``[C, V/tp]``: exponentials of the logits (with Triton the logits), then their gradient."""
     shared: Shared | None = None
     """``[tp, C, 3]``: maximum, sum, logit of the target."""
 
@@ -127,8 +131,16 @@ class _Chunk:
 class _Job:
     """One call: its inputs, and its results so far."""
 
-    def __init__(self, x: torch.Tensor, targets: torch.Tensor, part: _Part, peers: VocabularyPeers) -> None:
+    def __init__(
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        part: _Part,
+        peers: VocabularyPeers,
+        kernels: Kernels,
+    ) -> None:
         self.x, self.targets, self.part, self.peers = x, targets, part, peers
+        self._in_triton = runs_triton("cross_entropy", x, kernels)
         differentiable = torch.is_grad_enabled()
         needs_x, needs_weight = (differentiable and t.requires_grad for t in (x, part.weight))
         self.grad_x = torch.empty_like(x.detach()) if needs_x else None
@@ -139,7 +151,13 @@ class _Job:
     @torch.no_grad()
     def begin(self, start: int, stop: int, buffer: torch.Tensor) -> _Chunk:
         targets = self.targets[start:stop]
-        logits = self.part.logits(self.x[start:stop], buffer[: stop - start])
+        masks = not self._in_triton
+        logits = self.part.logits(self.x[start:stop], buffer[: stop - start], masks=masks)
+        if self._in_triton:
+            from myriad.kernels.triton_cross_entropy import row_facts
+
+            facts = row_facts(logits, targets, self.part.first_row, self.part.num_valid)
+            return _Chunk(start, stop, logits, self.peers.start_stack(facts))
         if self.peers.size == 1:
             self.loss += _losses_alone(logits, targets, gradient=self._gradient)
             return _Chunk(start, stop, logits)
@@ -168,8 +186,15 @@ class _Job:
         scales = (tops - top).exp_()
         total = (sums * scales).sum(0)
         self.loss += (total.log() + top - at_target.sum(0)).sum()
-        if self._gradient:
-            rows, mine = self.part.rows(self.targets[chunk.start : chunk.stop])
+        targets = self.targets[chunk.start : chunk.stop]
+        if self._gradient and self._in_triton:
+            from myriad.kernels.triton_cross_entropy import write_gradient
+
+            part, values = self.part, chunk.values
+            out = values if self.x.dtype == values.dtype else torch.empty_like(values, dtype=self.x.dtype)
+            chunk.values = write_gradient(values, targets, top, total, part.first_row, part.num_valid, out)
+        elif self._gradient:
+            rows, mine = self.part.rows(targets)
             chunk.values.mul_((scales[self.peers.rank] / total)[:, None])
             chunk.values.scatter_add_(1, rows, -mine.to(chunk.values.dtype))
 
@@ -212,11 +237,12 @@ def linear_cross_entropy_steps(
     peers: VocabularyPeers,
     vocabulary: int,
     chunk: int | None = None,
+    kernels: Kernels = "auto",
 ) -> Generator[None, None, torch.Tensor]:
     """`linear_cross_entropy`; yields while something travels between the ranks."""
     first_row = peers.rank * len(weight)
     part = _Part(weight, first_row, min(max(vocabulary - first_row, 0), len(weight)))
-    job = _Job(x, targets, part, peers)
+    job = _Job(x, targets, part, peers, kernels)
     chunk = min(chunk or _chunk_tokens(weight, len(x), peers.size), len(x))
     shape = (1 if peers.size == 1 else 2, chunk, len(weight))
     buffers = x.new_empty(shape, dtype=torch.float32).unbind()
@@ -243,6 +269,7 @@ def linear_cross_entropy(
     peers: VocabularyPeers,
     vocabulary: int,
     chunk: int | None = None,
+    kernels: Kernels = "auto",
 ) -> torch.Tensor:
     """Sum over tokens of ``-log softmax(x weight^T)[target]``, a float32 scalar.
 
@@ -250,7 +277,7 @@ def linear_cross_entropy(
     below ``vocabulary``. The gradient of ``x`` is this rank's part of the sum: who gathered ``x`` adds them
     up.
     """
-    steps = linear_cross_entropy_steps(x, weight, targets, peers, vocabulary, chunk)
+    steps = linear_cross_entropy_steps(x, weight, targets, peers, vocabulary, chunk, kernels)
     while True:
         try:
             next(steps)

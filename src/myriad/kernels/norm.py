@@ -1,8 +1,11 @@
 """Normalisation over the hidden dimension, in float32 inside whatever goes in.
 
-The library has a fused RMSNorm forward everywhere, but a fused backward on CUDA alone; on a CPU it takes four
-times as long as LayerNorm's. The two gradients differ by one term, so RMSNorm borrows LayerNorm's with the
-mean set to 0:
+`Norm.add` gives a residual stream with a branch added, and the norm of that: what a block does between
+attention and MLP. Triton's kernels (`myriad.kernels.triton_norm`) read and write memory once for both.
+
+Without them the library has a fused RMSNorm forward everywhere, but a fused backward on CUDA alone; on a CPU
+it takes four times as long as LayerNorm's. The two gradients differ by one term, so RMSNorm borrows
+LayerNorm's with the mean set to 0:
 
     LayerNorm's, mean 0:   r (gw - mean(gw) - n mean(gw n))          n = x r, g the gradient, w the weight
     RMSNorm's:             r (gw            - n mean(gw n))
@@ -14,7 +17,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["LayerNorm", "RMSNorm", "rms_norm", "rms_norm_reference"]
+from myriad.kernels.choice import runs_triton
+from myriad.kernels.config import Kernels
+
+__all__ = ["LayerNorm", "Norm", "RMSNorm", "rms_norm", "rms_norm_reference"]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -48,28 +54,61 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     return y
 
 
-class RMSNorm(nn.Module):
-    """`rms_norm` with its weight."""
+class Norm(nn.Module):
+    """Of the last dimension, which has ``hidden`` values."""
 
-    def __init__(self, hidden: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden))
-        self.epsilon = epsilon
+    is_layer: bool
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.epsilon)
-
-
-class LayerNorm(nn.Module):
-    """``(x - mean) / deviation * weight + bias``, the bias on request."""
-
-    def __init__(self, hidden: int, epsilon: float, *, bias: bool) -> None:
+    def __init__(self, hidden: int, epsilon: float, *, bias: bool, kernels: Kernels) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden))
         self.bias = nn.Parameter(torch.empty(hidden)) if bias else None
-        self.epsilon = epsilon
+        self.epsilon, self.kernels = epsilon, kernels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._in_triton(x):
+            return self._by_library(x)
+        from myriad.kernels.triton_norm import norm
+
+        return norm(x, self.weight, self.bias, self.epsilon, is_layer=self.is_layer)
+
+    def add(self, x: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x + branch``, and the norm of it: the same bits as one after the other."""
+        if not self._in_triton(x):
+            stream = x + branch
+            return stream, self._by_library(stream)
+        from myriad.kernels.triton_norm import add_norm
+
+        return add_norm(x, branch, self.weight, self.bias, self.epsilon, is_layer=self.is_layer)
+
+    def _in_triton(self, x: torch.Tensor) -> bool:
+        return runs_triton("norm", x, self.kernels, x.shape[-1])
+
+    def _by_library(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class RMSNorm(Norm):
+    """`rms_norm` with its weight."""
+
+    is_layer = False
+
+    def __init__(self, hidden: int, epsilon: float, *, kernels: Kernels = "auto") -> None:
+        super().__init__(hidden, epsilon, bias=False, kernels=kernels)
+
+    def _by_library(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.epsilon)
+
+
+class LayerNorm(Norm):
+    """``(x - mean) / deviation * weight + bias``, the bias on request."""
+
+    is_layer = True
+
+    def __init__(self, hidden: int, epsilon: float, *, bias: bool, kernels: Kernels = "auto") -> None:
+        super().__init__(hidden, epsilon, bias=bias, kernels=kernels)
+
+    def _by_library(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
 
 

@@ -1,5 +1,6 @@
 """Rotary positions (Su et al. 2021): neighbouring pairs of a head's values are complex numbers, turned by an
-angle that grows with the position. One complex multiplication forward, one with the conjugate backward.
+angle that grows with the position. One complex multiplication forward, one with the conjugate backward; on a
+GPU `myriad.kernels.triton_rotary` does the same in one pass, in any type.
 
 Legend: B batch, S sequence, N heads, D head size.
 """
@@ -8,6 +9,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+
+from myriad.kernels.choice import runs_triton
+from myriad.kernels.config import Kernels
 
 __all__ = ["rotary_reference", "rotary_turns", "turned"]
 
@@ -49,8 +53,12 @@ class _Turned(torch.autograd.Function):
         return _turn(grads[0], ctx.turns.conj()), None
 
 
-def turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+def turned(x: torch.Tensor, turns: torch.Tensor, kernels: Kernels = "auto") -> torch.Tensor:
     """``x`` ``[B, S, N, D]``, each pair turned."""
+    if runs_triton("rotary", x, kernels, x.shape[-1]):
+        from myriad.kernels import triton_rotary
+
+        return triton_rotary.turned(x, turns)
     y: torch.Tensor = _Turned.apply(x, turns)
     return y
 

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from myriad.kernels.config import Kernels
 from myriad.kernels.gradient import DeferredProduct
 
 __all__ = ["Arrived", "Arriving", "Boundary"]
@@ -62,6 +63,8 @@ class Boundary:
     remakes: bool = False
     """Outputs of norms and activation functions are made again in the backward instead of being kept
     (``layout.recompute = "selective"``)."""
+    kernels: Kernels = "auto"
+    """Whose kernels compute the operators (``train.kernels``)."""
 
     def start_enter(self, x: torch.Tensor) -> Arriving:
         """``[B, S/size, H]`` to ``[B, S, H]``; differentiable."""

@@ -75,6 +75,11 @@ class ModelConfig(Config):
         return self.head_dim or self.hidden // self.heads
 
     @property
+    def kernel_widths(self) -> dict[str, int]:
+        """What decides whether a kernel of that name can run: `myriad.kernels.choice`."""
+        return {"norm": self.hidden, "rotary": self.head_width}
+
+    @property
     def ffn_width(self) -> int:
         """Inner width of the MLP."""
         return self.ffn_hidden or 4 * self.hidden

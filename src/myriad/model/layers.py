@@ -14,14 +14,15 @@ from functools import partial
 import torch
 from torch import nn
 
-from myriad.kernels.activation import ACTIVATIONS
+from myriad.kernels.activation import activate, takes_bias
 from myriad.kernels.attention import attention, split_heads
-from myriad.kernels.attention_blocks import Heads
+from myriad.kernels.attention_blocks import Heads, runs_in_blocks
 from myriad.kernels.cross_entropy import linear_cross_entropy_steps
 from myriad.kernels.embedding import embedding
 from myriad.kernels.gradient import DeferredProduct
 from myriad.kernels.linear import Linear, linear
-from myriad.kernels.norm import LayerNorm, RMSNorm
+from myriad.kernels.linear_pair import linear_pair, linear_sum
+from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
 from myriad.kernels.random import dropout, key_of
 from myriad.kernels.remade import Remade
 from myriad.kernels.rotary import rotary_turns
@@ -34,10 +35,10 @@ from myriad.model.interleave import SteppedLayer, Steps, Whole, finish
 __all__ = ["Block", "Embedding", "Head"]
 
 
-def _norm(config: ModelConfig) -> nn.Module:
+def _norm(config: ModelConfig, boundary: Boundary) -> Norm:
     if config.norm == "rms":
-        return RMSNorm(config.hidden, config.norm_epsilon)
-    return LayerNorm(config.hidden, config.norm_epsilon, bias=config.bias)
+        return RMSNorm(config.hidden, config.norm_epsilon, kernels=boundary.kernels)
+    return LayerNorm(config.hidden, config.norm_epsilon, bias=config.bias, kernels=boundary.kernels)
 
 
 class _Dropout:
@@ -118,9 +119,10 @@ class Projection(nn.Module):
         self.bias = nn.Parameter(torch.empty(self.query_rows + self.key_rows)) if config.bias else None
 
     def forward(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
-        return linear(x, self.weight, self._bias_of_all_rows(), self.later, remade)
+        return linear(x, self.weight, self.bias_of_all_rows(), self.later, remade)
 
-    def _bias_of_all_rows(self) -> torch.Tensor | None:
+    def bias_of_all_rows(self) -> torch.Tensor | None:
+        """Zero for the keys."""
         if self.bias is None:
             return None
         queries, values = self.bias.split([self.query_rows, self.key_rows])
@@ -135,13 +137,14 @@ class Attention(nn.Module):
         num_heads, num_kv_heads = config.heads // boundary.size, config.num_kv_heads // boundary.size
         self.shape = Heads(num_heads, num_kv_heads, config.head_width)
         self.window, self.later = config.layer_window(layer), boundary.later
+        self.kernels = boundary.kernels
         self.rotary_base = config.rotary_base if config.position == "rotary" else None
-        self.qkv = Projection(config, num_heads, num_kv_heads, boundary.later)
         self.output = Linear(num_heads * config.head_width, config.hidden, bias=config.bias)
+        self.qkv = Projection(config, num_heads, num_kv_heads, boundary.later)  # last: beside the MLP's first
 
     def mix(self, fused: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values of all positions ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``."""
-        return attention(fused, self.shape, self.window, self._turns(fused, 0))
+        return attention(fused, self.shape, self.window, self._turns(fused, 0), self.kernels)
 
     def out(self, mixed: torch.Tensor) -> torch.Tensor:
         """``[B, S, N D]`` to the partial sum."""
@@ -149,7 +152,8 @@ class Attention(nn.Module):
 
     def mix_cached(self, fused: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
         """`mix` for positions after those in the cache, which is extended."""
-        q, k, v = split_heads(fused, self.shape, self._turns(fused, cache.next_position))
+        turns = self._turns(fused, cache.next_position)
+        q, k, v = split_heads(fused, self.shape, turns, self.kernels)
         return cache.attend(q, k, v).flatten(2)
 
     def _turns(self, x: torch.Tensor, first_position: int) -> torch.Tensor | None:
@@ -165,8 +169,8 @@ class MLP(nn.Module):
         super().__init__()
         width = config.ffn_width // boundary.size
         up_rows = 2 * width if config.activation == "swiglu" else width
-        self.activation, self.later = ACTIVATIONS[config.activation], boundary.later
-        self.remakes = boundary.remakes
+        self.activation, self.kernels = config.activation, boundary.kernels
+        self.later, self.remakes = boundary.later, boundary.remakes
         self.up = Linear(config.hidden, up_rows, bias=config.bias, later=boundary.later)
         self.down = Linear(width, config.hidden, bias=config.bias)
 
@@ -175,8 +179,17 @@ class MLP(nn.Module):
 
     def inner(self, x: torch.Tensor, remade: Remade | None = None) -> tuple[torch.Tensor, Remade | None]:
         """``[B, S, H]`` to this rank's part of the inner width, and where it comes from in the backward."""
-        up = self.up(x, remade)
-        return self.activation(up), Remade(self.activation, up) if self.remakes else None
+        return self.activate(linear(x, self.up.weight, self.bias_of_product(x), self.later, remade))
+
+    def bias_of_product(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What the first product adds: nothing where the activation does."""
+        return None if takes_bias(x, self.kernels) else self.up.bias
+
+    def activate(self, up: torch.Tensor) -> tuple[torch.Tensor, Remade | None]:
+        """What the first product gives, to `inner`."""
+        bias = self.up.bias if takes_bias(up, self.kernels) else None
+        function = partial(activate, self.activation, bias=bias, kernels=self.kernels)
+        return function(up), Remade(function, up) if self.remakes else None
 
     def out(self, inner: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
         """That to the partial sum."""
@@ -192,9 +205,9 @@ class Block(SteppedLayer):
     def __init__(self, config: ModelConfig, layer: int, boundary: Boundary) -> None:
         super().__init__()
         self.boundary = boundary
-        self.norm1 = _norm(config)
+        self.norm1 = _norm(config, boundary)
         self.attention = Attention(config, layer, boundary)
-        self.norm2 = None if config.block == "parallel" else _norm(config)
+        self.norm2 = None if config.block == "parallel" else _norm(config, boundary)
         self.mlp = MLP(config, boundary)
         self.dropout1 = _Dropout(config, boundary, f"blocks.{layer}.attention")
         self.dropout2 = _Dropout(config, boundary, f"blocks.{layer}.mlp")
@@ -219,8 +232,8 @@ class Block(SteppedLayer):
             return x + self.dropout1(out, context, training=self.training)
         out = yield from self._attend(arriving.wait(), remade, mix)
         out = _add_biases(out, self.attention.output.bias)
-        x = x + self.dropout1(out, context, training=self.training)
-        arriving = self.boundary.start_enter(self.norm2(x))
+        x, normed = self.norm2.add(x, self.dropout1(out, context, training=self.training))
+        arriving = self.boundary.start_enter(normed)
         remade = self._remade(self.norm2, x)
         yield None
         inner = self.mlp.inner(arriving.wait(), remade)
@@ -245,13 +258,29 @@ class Block(SteppedLayer):
         return arriving.wait()
 
     def _side_by_side(self, x: torch.Tensor, remade: Remade | None, mix: _Mix) -> Steps:
-        whole = Whole(mix, self.attention.qkv(x, remade))
+        fused, up = self._both(x, remade)
+        whole = Whole(mix, fused)
         yield whole
-        out = self.attention.out(whole.result)
+        inner, inner_remade = self.mlp.activate(up)
         yield None
-        arriving = self.boundary.start_leave(out + self.mlp(x, remade))
+        weights = self.attention.output.weight, self.mlp.down.weight
+        out = linear_sum(whole.result, inner, weights, self.boundary.later, inner_remade)
+        arriving = self.boundary.start_leave(out)
         yield None
         return arriving.wait()
+
+    def _both(self, x: torch.Tensor, remade: Remade | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, and what enters the activation. One piece of memory where attention keeps
+        all of its part as well: not of values that are turned, or put in order for blocks."""
+        attention, mlp = self.attention, self.mlp
+        return linear_pair(
+            x,
+            (attention.qkv.weight, mlp.up.weight),
+            (attention.qkv.bias_of_all_rows(), mlp.bias_of_product(x)),
+            self.boundary.later,
+            remade,
+            as_one=attention.rotary_base is None and not runs_in_blocks(x, attention.window),
+        )
 
 
 def _add_biases(x: torch.Tensor, *biases: torch.Tensor | None) -> torch.Tensor:
@@ -267,7 +296,7 @@ class Head(SteppedLayer):
     def __init__(self, config: ModelConfig, boundary: Boundary) -> None:
         super().__init__()
         self.boundary, self.vocabulary = boundary, config.vocabulary
-        self.norm = _norm(config)
+        self.norm = _norm(config, boundary)
         self.output = Linear(config.hidden, config.padded_vocabulary(boundary.size) // boundary.size)
 
     def steps(self, x: torch.Tensor, context: Context) -> Steps:
@@ -275,7 +304,12 @@ class Head(SteppedLayer):
         yield None
         whole, targets = arriving.wait(), context.targets.flatten()
         steps = linear_cross_entropy_steps(
-            whole.flatten(0, 1), self.output.weight, targets, self.boundary, self.vocabulary
+            whole.flatten(0, 1),
+            self.output.weight,
+            targets,
+            self.boundary,
+            self.vocabulary,
+            kernels=self.boundary.kernels,
         )
         return (yield from steps)
 

@@ -6,17 +6,24 @@
 
 Norms and biases (regions that do not decay) move by plain Adam, as in the reference implementations. The
 norms need every rank that holds a part: one call of ``reduce_table`` for all parameters, between two passes
-over the memory. ``u`` waits in the gradients' memory, so nothing of the parameters' size is allocated.
+over the memory. ``u`` waits in the gradients' memory, so nothing of the parameters' size is allocated. On a
+GPU the first pass is one kernel that gives the norms as well, and the second takes its rates from the device:
+the host waits for neither.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+from myriad.kernels.config import Kernels
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.moments import Moments
-from myriad.optim.norms import sums_of_squares
+from myriad.optim.norms import add_squares, sums_of_squares
 from myriad.optim.region import Region
+
+if TYPE_CHECKING:
+    from myriad.kernels.triton_optimizer import Blocks
 
 __all__ = ["Lamb"]
 
@@ -33,24 +40,32 @@ class Lamb(Moments):
         regions: Sequence[Region],
         num_parameters: int,
         reduce_table: Callable[[torch.Tensor], torch.Tensor],
+        kernels: Kernels = "auto",
     ) -> None:
-        super().__init__(config, regions)
+        super().__init__(config, regions, kernels)
         self._num_parameters, self._reduce_table = num_parameters, reduce_table
-
-        self._ratios: list[float] = []
+        self._ratios: torch.Tensor | list[float] = []
         """Of each parameter, in the step that has begun."""
+        self._blocks: dict[int, Blocks] = {}
+        """Of each region that decays, for Triton's kernels."""
 
     def begin(self, learning_rate: float, gradient_scale: float) -> None:
         """Writes ``u`` of every region that decays over its gradients, and reduces the norms."""
         super().begin(learning_rate, gradient_scale)
         decayed = [i for i, region in enumerate(self.regions) if region.decays and region.values.numel()]
+        if self.in_triton:
+            self._ratios = self._ratios_of(self._update_in_triton(decayed))
+            return
         for index in decayed:
             self._write_update(index)
-        self._ratios = self._trust_ratios(decayed)
+        self._ratios = self._ratios_of(self._squares(decayed)).tolist()
 
     def update(self, indices: Sequence[int]) -> None:
         """Moves these regions."""
         self.move_in_place(indices, decays=False)
+        if isinstance(self._ratios, torch.Tensor):
+            self._apply_in_triton(indices, self._ratios)
+            return
         for region in (self.regions[index] for index in indices if self.regions[index].decays):
             for piece in region.pieces:
                 part = slice(piece.start, piece.stop)
@@ -67,14 +82,43 @@ class Lamb(Moments):
             decay = self.config.weight_decay
             torch.add(direction, region.values[part], alpha=decay, out=region.gradients[part])
 
-    def _trust_ratios(self, indices: Sequence[int]) -> list[float]:
+    def _squares(self, indices: Sequence[int]) -> torch.Tensor:
+        """``[num_parameters, 2]`` float64: of the values and of ``u``, what this rank holds."""
         regions = [self.regions[index] for index in indices] or [_empty_like(self.regions[0])]
         pieces = [region.pieces for region in regions]
         values = sums_of_squares([region.values for region in regions], pieces, self._num_parameters)
         updates = sums_of_squares([region.gradients for region in regions], pieces, self._num_parameters)
-        table = self._reduce_table(torch.stack((values, updates), 1)).sqrt()
-        ratios = torch.where((table > 0).all(1), table[:, 0] / table[:, 1], 1.0)
-        return ratios.tolist()
+        return torch.stack((values, updates), 1)
+
+    def _ratios_of(self, squares: torch.Tensor) -> torch.Tensor:
+        """``|w| / |u|`` of every parameter; 1 where either is zero."""
+        table = self._reduce_table(squares).sqrt()
+        return torch.where((table > 0).all(1), table[:, 0] / table[:, 1], 1.0)
+
+    def _update_in_triton(self, indices: Sequence[int]) -> torch.Tensor:
+        """``u`` over the gradients of these regions, and the squares."""
+        from myriad.kernels.triton_optimizer import cut_blocks, lamb_update
+
+        device = self.regions[0].values.device
+        table = torch.zeros(self._num_parameters, 2, dtype=torch.float64, device=device)
+        for index in indices:
+            region = self.regions[index]
+            if index not in self._blocks:
+                pieces = [(piece.parameter, piece.start, piece.stop) for piece in region.pieces]
+                self._blocks[index] = cut_blocks(pieces, device)
+            blocks, moments = self._blocks[index], (self.exp_avg[index], self.exp_avg_sq[index])
+            coefficients = self.coefficients(decays=True)
+            squares = lamb_update(region.values, region.gradients, *moments, blocks, coefficients)
+            add_squares(table, blocks.owners, squares.double())
+        return table
+
+    def _apply_in_triton(self, indices: Sequence[int], ratios: torch.Tensor) -> None:
+        from myriad.kernels.triton_optimizer import lamb_move
+
+        rates = (ratios * self.learning_rate).float()
+        for index in indices:
+            if blocks := self._blocks.get(index):
+                lamb_move(self.regions[index].values, self.regions[index].gradients, blocks, rates)
 
 
 def _blocks(flat: torch.Tensor) -> Iterator[slice]:

@@ -15,7 +15,7 @@ import torch
 
 from myriad.optim.region import Piece
 
-__all__ = ["sums_of_squares"]
+__all__ = ["add_squares", "sums_of_squares"]
 
 _ROW = 1024
 
@@ -55,5 +55,10 @@ def sums_of_squares(
 
 
 def _accumulate(table: torch.Tensor, owners: torch.Tensor, norms: torch.Tensor) -> None:
+    add_squares(table, owners, norms.double().square())
+
+
+def add_squares(table: torch.Tensor, owners: torch.Tensor, squares: torch.Tensor) -> None:
+    """Adds row ``i`` of float64 ``squares`` to row ``owners[i]`` of ``table``, always in the same order."""
     # not index_add_: its order of additions varies on a GPU, and equal runs must give equal bits
-    table.index_put_((owners,), norms.double().square(), accumulate=True)
+    table.index_put_((owners,), squares, accumulate=True)

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from myriad.kernels.config import Kernels
 from myriad.optim.adamw import AdamW
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.lamb import Lamb
@@ -47,6 +48,7 @@ def build_optimizer(
     regions: Sequence[Region],
     num_parameters: int,
     reduce_table: Callable[[torch.Tensor], torch.Tensor],
+    kernels: Kernels = "auto",
 ) -> Optimizer:
     """The configured optimizer over this rank's regions (at least one, which may be empty: it names the
     device).
@@ -56,5 +58,5 @@ def build_optimizer(
     """
     assert regions, "a rank that holds nothing passes one empty region, which says on which device"
     if config.name == "lamb":
-        return Lamb(config, regions, num_parameters, reduce_table)
-    return AdamW(config, regions)
+        return Lamb(config, regions, num_parameters, reduce_table, kernels)
+    return AdamW(config, regions, kernels)

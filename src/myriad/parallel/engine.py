@@ -20,6 +20,7 @@ from myriad.comm.config import CommConfig
 from myriad.comm.courier import Courier
 from myriad.comm.groups import Groups
 from myriad.errors import RunFailedError
+from myriad.kernels.config import Kernels
 from myriad.kernels.host_memory import keep_freed_memory
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
@@ -76,6 +77,7 @@ class Engine:
         recorder: Recorder,
         overlap: OverlapConfig = _OVERLAP,
         comm: CommConfig = _COMM,
+        kernels: Kernels = "auto",
     ) -> None:
         """``sample``: one micro-batch, or tensors of its shapes and types; ``num_micro_batches``: of this
         rank's replica."""
@@ -99,7 +101,7 @@ class Engine:
             for training in (True, False)
         }
         stage_rank = self.programs[True].stage_rank
-        self.boundary: Boundary = _make_boundary(groups, overlap, recorder)
+        self.boundary: Boundary = _make_boundary(groups, overlap, recorder, kernels)
         self._trains_alone = comm.sync_every > 1 and layout.dp > 1
         self._courier = Courier(groups, None if self._trains_alone else "dp", overlap, comm, device)
         exact = comm.compress_parameters is None
@@ -134,7 +136,9 @@ class Engine:
             self._regions_of[chunk] = range(len(self._regions) - len(chunk.regions()), len(self._regions))
         self._regions = self._regions or [_nothing(device)]
         self._agreement = Agreement(groups, comm, self._regions) if self._trains_alone else None
-        self.optimizer = build_optimizer(optimizer, self._regions, len(self._entries), self._reduce_table)
+        self.optimizer = build_optimizer(
+            optimizer, self._regions, len(self._entries), self._reduce_table, kernels
+        )
         self._counts = torch.tensor([self._counts_row(*row) for row in self._entries], dtype=torch.float64)
         self._counts = self._counts.to(device)
         self._step, self._skips = 0, False
@@ -373,7 +377,9 @@ class _Finisher:
         self.engine.update(stage)
 
 
-def _make_boundary(groups: Groups, overlap: OverlapConfig, recorder: Recorder) -> GroupBoundary:
+def _make_boundary(
+    groups: Groups, overlap: OverlapConfig, recorder: Recorder, kernels: Kernels
+) -> GroupBoundary:
     return GroupBoundary(
         groups.along("tp"),
         groups.grid.index("tp"),
@@ -382,6 +388,7 @@ def _make_boundary(groups: Groups, overlap: OverlapConfig, recorder: Recorder) -
         chunks=overlap.tensor_chunks if overlap.tensor else 1,
         message_bytes=overlap.tensor_message,
         remakes=groups.grid.layout.recompute == "selective",
+        kernels=kernels,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from myriad.comm.collectives import all_reduce, start_all_reduce
 from myriad.comm.groups import Group
+from myriad.kernels.config import Kernels
 from myriad.kernels.gradient import DeferredProduct, apply_deferred
 from myriad.model.boundary import Arrived, Arriving, Boundary
 from myriad.parallel.crossing import Direction, cross
@@ -40,9 +41,11 @@ class GroupBoundary(Boundary):
         chunks: int = 1,
         message_bytes: int = 1,
         remakes: bool = False,
+        kernels: Kernels = "auto",
     ) -> None:
         self.group, self.rank, self.size, self.recorder = group, rank, size, recorder
         self.chunks, self.message_bytes, self.remakes = chunks, message_bytes, remakes
+        self.kernels = kernels
         self.later: list[DeferredProduct] | None = [] if chunks > 1 and size > 1 else None
 
     def start_enter(self, x: torch.Tensor) -> Arriving:

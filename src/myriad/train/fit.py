@@ -14,6 +14,8 @@ from myriad.comm.config import CommConfig
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout, check_layout
 from myriad.errors import BadInputError
+from myriad.kernels.choice import check_kernels
+from myriad.kernels.config import Kernels
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
 from myriad.model.layers import Block
@@ -44,6 +46,7 @@ def fit(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     overlap: OverlapConfig = _OVERLAP,
     comm: CommConfig = _COMM,
+    kernels: Kernels = "auto",
 ) -> Iterator[tuple[int, StepResult]]:
     """Trains and gives (steps done, result) after each step; rank 0 alone gives anything.
 
@@ -57,6 +60,7 @@ def fit(
     place = find_place(layout.world, comm)
     on = pick_device(device, 0, place)
     dtype = resolve_precision(precision, on)
+    check_kernels(kernels, on.type, str(dtype).removeprefix("torch."), {})
     groups = open_world(layout, on, comm=comm)
     try:
         load = partial(_load, batch, dtype, on)
@@ -77,6 +81,7 @@ def fit(
             recorder=Recorder(),
             overlap=overlap,
             comm=comm,
+            kernels=kernels,
         )
         num_targets = sample.targets[0].numel() * global_batch
         for step in range(steps):

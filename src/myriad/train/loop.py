@@ -24,6 +24,7 @@ from myriad.comm.lost_peers import LostPeerError, lost_peers_told
 from myriad.data.loader import LoaderClient
 from myriad.errors import MyriadError, RunFailedError
 from myriad.job import dump_toml
+from myriad.kernels.choice import check_kernels, fallback
 from myriad.model.gpt import GPT
 from myriad.optim.precision import resolve_precision
 from myriad.optim.schedule import learning_rate
@@ -80,6 +81,7 @@ class Trainer:
         open_inputs(job, _LOG.info)
         self.device = pick_device(job.train.device, job.train.threads, self.place)
         self.dtype = resolve_precision(job.train.precision, self.device)
+        self._settle_kernels()
         self.groups = open_world(job.layout, self.device, comm=job.comm)
         self.recorder = self._open_recorder()
         self.garbage = GarbageSchedule(job.train.collect_garbage_every, self.recorder)
@@ -103,6 +105,14 @@ class Trainer:
         """Whose batches the driver has found to give no finite numbers, wherever they are computed, or which
         led to a spike."""
         self.spikes = SpikeWatch(job, self._event)
+
+    def _settle_kernels(self) -> None:
+        """Refuses what was insisted on and cannot be, and says what is done without."""
+        asked, kind = self.job.train.kernels, self.device.type
+        dtype, widths = str(self.dtype).removeprefix("torch."), self.job.model.kernel_widths
+        check_kernels(asked, kind, dtype, widths)
+        if line := fallback(asked, kind, dtype, widths):
+            _LOG.warning(line)
 
     def _open_recorder(self) -> Recorder:
         device = cuda_clock() if self.device.type == "cuda" else None
@@ -147,6 +157,7 @@ class Trainer:
             recorder=self.recorder,
             overlap=job.overlap,
             comm=links,
+            kernels=job.train.kernels,
         )
 
     def _build_meter(self) -> StepMeter:

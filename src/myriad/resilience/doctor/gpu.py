@@ -1,4 +1,5 @@
-"""Each GPU: matrix product, memory patterns, copies from each memory node, and the mini-model bit for bit.
+"""Each GPU: matrix product, memory patterns, copies from each memory node, Triton's kernels against the
+formulas, and the mini-model bit for bit.
 
 Run in a process of its own: a sick device can hang whoever asks it. Written for CUDA and of the same shape
 as the checks of the processor; it has been run where there is no GPU only.
@@ -14,6 +15,7 @@ from myriad.resilience.doctor.hardware import find_memory_nodes
 from myriad.resilience.doctor.item import Reading
 from myriad.resilience.doctor.memory import PATTERNS
 from myriad.resilience.doctor.mini_model import odd_ones_out, train_bits
+from myriad.resilience.doctor.operators import check_operators, try_operators
 
 __all__ = ["check_gpus"]
 
@@ -26,12 +28,15 @@ def check_gpus() -> Iterator[Reading]:
     """Nothing but a skipped item where there is none."""
     if not torch.cuda.is_available():
         yield Reading(name="GPU", skipped="no GPU that torch can use")
+        yield from check_operators("cpu")
         return
+    yield from check_operators("cuda")
     bits = {}
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         yield from _rates(device)
         yield _patterns(device)
+        yield from try_operators(device)
         bits[f"GPU {index}"] = found = train_bits(device)
         yield Reading(
             name=f"GPU {index} mini-model, bit for bit",

@@ -12,6 +12,7 @@ from pathlib import Path
 from myriad.resilience.doctor.clock import check_clock, read_clocks
 from myriad.resilience.doctor.devices import DeviceProvider, check_devices, has_driver
 from myriad.resilience.doctor.item import Diagnosis, Expected, Reading, judge
+from myriad.resilience.doctor.operators import check_operators
 from myriad.resilience.doctor.probe import PROBES, run_probe
 from myriad.resilience.doctor.settings import check_limits, check_versions
 
@@ -41,7 +42,7 @@ def diagnose(
         if name == "devices" and provider is not None:
             readings += check_devices(provider)
         elif name == "gpu" and not has_driver():
-            readings.append(Reading(name="GPU", skipped="no accelerator's driver here"))
+            readings += [Reading(name="GPU", skipped="no accelerator's driver here"), *check_operators("cpu")]
         else:
             readings += _probe(name, folder, expected)
     readings += check_clock(clocks, read_clocks())

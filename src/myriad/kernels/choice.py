@@ -1,0 +1,120 @@
+"""Which kernel computes an operator: by device, type and shape, decided here and nowhere else.
+
+    triton     written here, one pass over memory forward and one backward; on CUDA, where triton is installed
+    library    one call of PyTorch's own fused operator
+    plain      PyTorch's simple operators one after another; on a CPU in pieces that stay in a core's cache
+
+Operators ask `runs_triton` with the tensor at hand; `myriad doctor` prints `explain`. A job may ask for
+"plain", or insist on "triton": then `check_kernels` refuses before anything starts what could not run. With
+TRITON_INTERPRET=1 in the environment Triton's kernels also run on a CPU, element by element and thousands of
+times slower, when asked for by name: that is how they are tested where there is no GPU.
+
+No torch here, so that the choice can be told without it.
+"""
+
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+from myriad.errors import BadInputError
+from myriad.kernels.config import Kernels
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Choice", "Operator", "check_kernels", "choose", "explain", "fallback", "runs_triton"]
+
+Operator = Literal["norm", "activation", "rotary", "cross_entropy", "adamw", "lamb"]
+
+_TYPES = ("float32", "bfloat16")
+_MOST_WIDTH: dict[Operator, int] = {"norm": 32768, "rotary": 512}
+"""A row of a norm, or the pairs of one head, are held in registers by one program."""
+_WITHOUT: dict[Operator, tuple[Literal["library", "plain"], str]] = {
+    "norm": ("library", "its fused kernel; on a CPU RMSNorm goes back through LayerNorm's"),
+    "activation": ("library", "one call each way; swiglu and relu2 keep only their input"),
+    "rotary": ("plain", "one complex product each way"),
+    "cross_entropy": ("plain", "in chunks of tokens, whose tiles stay in cache on a CPU"),
+    "adamw": ("library", "its fused step over flat memory"),
+    "lamb": ("plain", "in blocks over flat memory, which stay in cache on a CPU"),
+}
+
+
+class Choice(NamedTuple):
+    """A kernel and the reason for it."""
+
+    kernel: Literal["triton", "library", "plain"]
+    why: str
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "") in ("1", "true", "on", "yes")
+
+
+def _hindrance(device: str, kernels: Kernels) -> str:
+    """Why no Triton kernel runs there; empty: they do."""
+    if kernels == "plain":
+        return "plain kernels were asked for"
+    if device != "cuda" and not (device == "cpu" and kernels == "triton" and _interprets()):
+        return "no CUDA device"
+    return "" if _has_triton() else "triton is not installed: pip install 'myriad[gpu]'"
+
+
+def choose(operator: Operator, device: str, dtype: str, width: int, kernels: Kernels) -> Choice:
+    """For rows of ``width`` values of ``dtype`` ("float32") on a ``device`` of that kind ("cuda")."""
+    hindrance = _hindrance(device, kernels)
+    most = _MOST_WIDTH.get(operator, width)
+    if not hindrance and dtype not in _TYPES:
+        hindrance = f"{dtype} has none, only {' and '.join(_TYPES)}"
+    if not hindrance and width > most:
+        hindrance = f"a width of {width} is more than {most}"
+    if not hindrance:
+        return Choice("triton", "in Triton's interpreter" if device == "cpu" else "one pass each way")
+    kernel, what = _WITHOUT[operator]
+    return Choice(kernel, f"{hindrance}; {what}")
+
+
+_choose = lru_cache(maxsize=256)(choose)
+
+
+def runs_triton(operator: Operator, x: "torch.Tensor", kernels: Kernels, width: int = 0) -> bool:
+    """Whether ``operator`` computes ``x`` with a Triton kernel."""
+    device = x.device.type
+    if device == "cpu" and kernels != "triton":  # the common case here, told quickly
+        return False
+    return _choose(operator, device, str(x.dtype)[6:], width, kernels).kernel == "triton"
+
+
+def explain(device: str, dtype: str, kernels: Kernels, widths: Mapping[str, int]) -> dict[Operator, Choice]:
+    """Every operator's choice; ``widths`` of those that have one that matters."""
+    operators: tuple[Operator, ...] = get_args(Operator)
+    return {name: choose(name, device, dtype, widths.get(name, 0), kernels) for name in operators}
+
+
+def check_kernels(kernels: Kernels, device: str, dtype: str, widths: Mapping[str, int]) -> None:
+    """Raises `BadInputError` when Triton's are insisted on and one of them cannot run."""
+    if kernels != "triton":
+        return
+    for name, choice in explain(device, dtype, kernels, widths).items():
+        if choice.kernel != "triton":
+            reason = choice.why.partition("; ")[0]
+            allowed = f"auto or plain here: no kernel for {name}: {reason}"
+            raise BadInputError("train.kernels", kernels, allowed)
+
+
+def fallback(kernels: Kernels, device: str, dtype: str, widths: Mapping[str, int]) -> str:
+    """One line for a GPU that does without some of Triton's kernels though nobody asked for that; else
+    empty."""
+    if kernels != "auto" or device != "cuda":
+        return ""
+    without = {n: c for n, c in explain(device, dtype, kernels, widths).items() if c.kernel != "triton"}
+    if not without:
+        return ""
+    reason = next(iter(without.values())).why.partition("; ")[0]
+    return f"without Triton's kernels for {', '.join(without)}: {reason}"

@@ -1,0 +1,219 @@
+"""Non-linearities of the MLP as Triton kernels, with the bias of the product before them.
+
+    forward    y = f(x + bias)                        x read once, y written once; x is kept, without its bias
+    backward   grad = f'(x + bias) grad_y,  grad_bias = sum of grad over rows, in the same pass
+
+GELU by the error function or by tanh (Hendrycks & Gimpel, arXiv 1606.08415, section 2), SwiGLU (Shazeer,
+arXiv 2002.05202) of ``[..., 2 F]`` with the gate in the first half, ReLU^2 (So et al., arXiv 2109.08668).
+
+A program takes a stripe of columns and every P-th row.
+
+Legend: F width of the MLP.
+"""
+
+# mypy: disable-error-code="untyped-decorator"
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from myriad.kernels.triton_launch import block_of, launch, num_programs, rows_of
+
+__all__ = ["activate"]
+
+_MOST_COLUMNS = 1024
+"""Of a stripe."""
+
+_HALF_ROOT_2: tl.constexpr = tl.constexpr(0.7071067811865476)
+_ROOT_OF_8_BY_PI: tl.constexpr = tl.constexpr(1.5957691216057308)
+_ONE_BY_ROOT_2_PI: tl.constexpr = tl.constexpr(0.3989422804014327)
+_CUBIC: tl.constexpr = tl.constexpr(0.044715)
+"""Of GELU's tanh form (arXiv 1606.08415, section 2)."""
+
+
+@triton.jit
+def _sigmoid(x: tl.tensor) -> tl.tensor:
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _gelu(x: tl.tensor) -> tl.tensor:
+    """Value and slope."""
+    share = 0.5 * (1.0 + tl.erf(x * _HALF_ROOT_2))
+    return x * share, share + x * _ONE_BY_ROOT_2_PI * tl.exp(-0.5 * x * x)
+
+
+@triton.jit
+def _gelu_tanh(x: tl.tensor) -> tl.tensor:
+    """Value and slope."""
+    square = x * x * _CUBIC  # tensors first: in the interpreter a constant times one is no tensor
+    share = _sigmoid((x + square * x) * _ROOT_OF_8_BY_PI)  # (1 + tanh(z)) / 2
+    inner = (square * 3.0 + 1.0) * _ROOT_OF_8_BY_PI
+    return x * share, share + x * share * (1.0 - share) * inner
+
+
+@triton.jit
+def _value_and_slope(x: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
+    if NAME == "gelu":
+        value, slope = _gelu(x)
+    elif NAME == "gelu_tanh":
+        value, slope = _gelu_tanh(x)
+    else:
+        value = tl.where(x <= 0.0, 0.0, x)  # not maximum: a NaN stays one
+        slope = 2.0 * value
+        value *= value
+    return value, slope
+
+
+@triton.jit
+def _with_bias(
+    x: tl.tensor,
+    bias: tl.tensor,
+    at: tl.tensor,
+    bias_at: tl.tensor,
+    inside: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+) -> tl.tensor:
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        values += tl.load(bias + bias_at, mask=inside, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def forward_kernel(
+    x: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    x_stride: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    NAME: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    for index in range(tl.program_id(0), rows, tl.num_programs(0)):
+        start = tl.cast(index, tl.int64) * x_stride
+        first = _with_bias(x, bias, start + column, column, inside, HAS_BIAS)
+        if NAME == "swiglu":
+            up = _with_bias(x, bias, start + width + column, width + column, inside, HAS_BIAS)
+            value = first * _sigmoid(first) * up
+        else:
+            value, _ = _value_and_slope(first, NAME)
+        at = tl.cast(index, tl.int64) * width + column
+        tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(
+    grad_y: tl.tensor,
+    x: tl.tensor,
+    bias: tl.tensor,
+    grad: tl.tensor,
+    bias_sums: tl.tensor,
+    grad_y_stride: tl.tensor,
+    x_stride: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    NAME: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    is_pair: tl.constexpr = NAME == "swiglu"
+    full = width * (2 if is_pair else 1)
+    first_sum = tl.zeros([BLOCK], tl.float32)
+    second_sum = tl.zeros([BLOCK], tl.float32)
+    for index in range(program, rows, tl.num_programs(0)):
+        row = tl.cast(index, tl.int64)
+        start = row * x_stride
+        g = tl.load(grad_y + row * grad_y_stride + column, mask=inside, other=0.0).to(tl.float32)
+        first = _with_bias(x, bias, start + column, column, inside, HAS_BIAS)
+        out = grad + row * full + column
+        if is_pair:
+            up = _with_bias(x, bias, start + width + column, width + column, inside, HAS_BIAS)
+            share = _sigmoid(first)
+            second_grad = g * first * share
+            first_grad = g * up * share * (1.0 + first * (1.0 - share))
+            tl.store(out + width, second_grad.to(grad.dtype.element_ty), mask=inside)
+            second_sum += second_grad
+        else:
+            _, slope = _value_and_slope(first, NAME)
+            first_grad = g * slope
+        tl.store(out, first_grad.to(grad.dtype.element_ty), mask=inside)
+        first_sum += first_grad
+    if HAS_BIAS:
+        tl.store(bias_sums + program * full + column, first_sum, mask=inside)
+        if is_pair:
+            tl.store(bias_sums + program * full + width + column, second_sum, mask=inside)
+
+
+def _grid(rows: torch.Tensor, width: int) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Programs, and how wide each stripe is."""
+    block = min(block_of(width), _MOST_COLUMNS)
+    stripes = triton.cdiv(width, block)
+    programs = -(-num_programs(len(rows) * stripes, rows.device) // stripes) if len(rows) else 0
+    return (programs, stripes), {"BLOCK": block, "num_warps": max(1, block // 256)}
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, name: str) -> torch.Tensor:
+        rows = rows_of(x)
+        width = rows.shape[1] // 2 if name == "swiglu" else rows.shape[1]
+        y = rows.new_empty(len(rows), width)
+        grid, blocks = _grid(rows, width)
+        launch(
+            forward_kernel,
+            grid,
+            rows,
+            rows if bias is None else bias,
+            y,
+            rows.stride(0),
+            len(rows),
+            width,
+            NAME=name,
+            HAS_BIAS=bias is not None,
+            **blocks,
+        )
+        ctx.save_for_backward(rows)
+        ctx.bias, ctx.name, ctx.shape = bias, name, x.shape
+        return y.view(*x.shape[:-1], width)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        bias: torch.Tensor | None = ctx.bias
+        grad_y, full = rows_of(grads[0]), rows.shape[1]
+        grad = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        grid, blocks = _grid(rows, grad_y.shape[1])
+        make = torch.empty if len(rows) else torch.zeros
+        sums = make(0 if bias is None else max(grid[0], 1), full, device=rows.device)
+        launch(
+            backward_kernel,
+            grid,
+            grad_y,
+            rows,
+            rows if bias is None else bias,
+            grad,
+            sums,
+            grad_y.stride(0),
+            rows.stride(0),
+            len(rows),
+            grad_y.shape[1],
+            NAME=ctx.name,
+            HAS_BIAS=bias is not None,
+            **blocks,
+        )
+        return grad.view(ctx.shape), None if bias is None else sums.sum(0).to(bias.dtype), None
+
+
+def activate(name: str, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``f(x + bias)`` of ``[..., F]``, of ``[..., 2 F]`` for swiglu; ``name`` as in a model config."""
+    y: torch.Tensor = _Activation.apply(x, bias, name)
+    return y

@@ -1,0 +1,40 @@
+"""Which kernel computes each operator on this node, and why; on a GPU also whether it does so rightly."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from myriad.kernels.choice import explain
+from myriad.resilience.doctor.item import Reading
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["check_operators", "try_operators"]
+
+
+def check_operators(device: str) -> Iterator[Reading]:
+    """``device``: "cpu", or "cuda" where there is a GPU that torch can use."""
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    for operator, choice in explain(device, dtype, "auto", {}).items():
+        name = f"kernel of {operator.replace('_', ' ')}"
+        yield Reading(name=name, value=choice.kernel, note=choice.why, advisory=True)
+
+
+def try_operators(device: "torch.device") -> Iterator[Reading]:
+    """Triton's kernels of a GPU against the formulas; nothing where they do not run."""
+    if not any(choice.kernel == "triton" for choice in explain("cuda", "float32", "auto", {}).values()):
+        return
+    import torch
+
+    from myriad.kernels.agreement import LIMITS, disagreements
+
+    for dtype in (torch.float32, torch.bfloat16):
+        found = disagreements(dtype, device)
+        wrong = [f"{name} by {share:.1g}" for name, share in found.items() if not share <= LIMITS[dtype]]
+        yield Reading(
+            name=f"GPU {device.index} Triton kernels, {str(dtype).removeprefix('torch.')}",
+            value=max(found.values()),
+            unit="of the largest value",
+            problem=f"not what the formulas say: {', '.join(wrong)}" if wrong else "",
+            remedy='until it is found out why: train.kernels = "plain"',
+        )

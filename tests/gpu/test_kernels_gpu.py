@@ -1,0 +1,23 @@
+"""If these break, Triton's kernels compute on a real GPU something else than in the interpreter. Skipped
+where there is no CUDA device."""
+
+import pytest
+import torch
+
+from myriad.kernels.agreement import LIMITS, disagreements
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), [(300, 1000), (1, 8192), (4097, 64)])
+def test_kernels_give_what_the_formulas_say(dtype: torch.dtype, rows: int, width: int) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found = disagreements(dtype, torch.device("cuda", 0), rows, width)
+    assert all(share <= LIMITS[dtype] for share in found.values()), found
+
+
+def test_the_same_values_twice_give_the_same_bits() -> None:
+    device = torch.device("cuda", 0)
+    assert disagreements(torch.float32, device) == disagreements(torch.float32, device)

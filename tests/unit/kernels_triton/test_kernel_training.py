@@ -1,0 +1,111 @@
+"""If these break, a model trained with Triton's kernels is not the one that the library's operators train, or
+insisting on them where they cannot run is found out late. Whole steps in Triton's interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from myriad.comm.layout import Layout
+from myriad.errors import BadInputError
+from myriad.job import load_job
+from myriad.kernels import triton_rotary
+from myriad.kernels.agreement import LIMITS, disagreements
+from myriad.kernels.choice import explain, fallback
+from myriad.kernels.config import Kernels
+from myriad.model.config import ModelConfig
+from myriad.model.gpt import GPT
+from myriad.optim.config import OptimizerConfig
+from myriad.parallel.runtime import Batch
+from myriad.train.fit import fit
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"norm": "rms", "activation": "swiglu", "kv_heads": 1},
+    "gpt2": {"norm": "layer", "bias": True, "position": "learned", "dropout": 0.1},
+    "parallel": {"block": "parallel", "activation": "relu2", "tied": False},
+}
+
+
+def train(
+    model: str, optimizer: str, kernels: Kernels, precision: Any, **layout: Any
+) -> list[tuple[float, float]]:
+    config = ModelConfig(layers=1, hidden=16, heads=2, sequence=4, vocabulary=50, **MODELS[model])
+    tokens = torch.randint(0, 50, (4, 5), generator=torch.Generator().manual_seed(0))
+
+    def batch(step: int, rows: range) -> Batch:
+        own = tokens[rows.start : rows.stop]
+        return Batch(own[:, :-1].contiguous(), own[:, 1:].contiguous(), torch.arange(rows.start, rows.stop))
+
+    steps = fit(
+        GPT(config, seed=1),
+        batch,
+        Layout(micro_batch=2, **layout),
+        OptimizerConfig(name=optimizer, learning_rate=1e-2),
+        steps=2,
+        global_batch=4,
+        precision=precision,
+        device="cpu",
+        kernels=kernels,
+    )
+    return [(result.loss, result.grad_norm) for _, result in steps]
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "layout"),
+    [
+        ("llama", "adamw", {}),
+        ("gpt2", "lamb", {"recompute": "selective"}),
+        ("parallel", "adamw", {"zero": 3, "virtual_stages": 2}),
+    ],
+)
+def test_training_in_triton_is_training(model: str, optimizer: str, layout: dict[str, Any]) -> None:
+    expected = train(model, optimizer, "plain", "float32", **layout)
+    found = train(model, optimizer, "triton", "float32", **layout)
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=2e-5)
+    if model == "gpt2":
+        assert train(model, optimizer, "triton", "float32", **layout) == found, "the same run twice"
+
+
+def test_bfloat16_stays_near_float32() -> None:
+    found = [loss for loss, _ in train("llama", "adamw", "triton", "bfloat16")]
+    assert found == pytest.approx([loss for loss, _ in train("llama", "adamw", "plain", "float32")], rel=2e-2)
+
+
+def test_insisting_where_it_cannot_be_is_refused_before_anything_starts(monkeypatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(BadInputError, match=r"train\.kernels.*no CUDA device"):
+        load_job("tiny", ["train.kernels=triton", "train.device=cpu"])
+    with pytest.raises(BadInputError, match=r"train\.kernels.*no CUDA device"):
+        train("llama", "adamw", "triton", "float32")
+
+
+def test_a_gpu_without_triton_goes_on_and_says_so(monkeypatch) -> None:
+    monkeypatch.setattr("myriad.kernels.choice._has_triton", lambda: False)
+    line = fallback("auto", "cuda", "bfloat16", {})
+    assert "norm" in line and "triton is not installed" in line and "\n" not in line
+    assert {choice.kernel for choice in explain("cuda", "bfloat16", "auto", {}).values()} == {
+        "library",
+        "plain",
+    }
+
+
+def test_rows_too_wide_for_one_program_are_the_library_s() -> None:
+    found = explain("cuda", "bfloat16", "auto", {"norm": 65536})
+    assert found["norm"].kernel == "library" and "65536" in found["norm"].why
+    assert found["rotary"].kernel == "triton"
+    assert fallback("auto", "cuda", "bfloat16", {"norm": 65536}).startswith(
+        "without Triton's kernels for norm"
+    )
+    assert not fallback("auto", "cuda", "bfloat16", {})
+
+
+def test_the_doctor_s_trial_passes_and_finds_a_kernel_that_is_wrong(monkeypatch) -> None:
+    here = torch.device("cpu")
+    found = disagreements(torch.float32, here, 5, 20)
+    assert set(found) == {"norm", "activation", "rotary", "cross_entropy", "adamw", "lamb"}
+    assert all(share <= LIMITS[torch.float32] for share in found.values()), found
+    monkeypatch.setattr(triton_rotary, "turned", lambda x, turns: x * 1.01)
+    assert disagreements(torch.float32, here, 5, 20)["rotary"] > LIMITS[torch.float32]
