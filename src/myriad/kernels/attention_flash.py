@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["HEAD_SIZES", "Launch", "flash_attention", "has_triton", "in_interpreter", "launch_of"]
+__all__ = ["HEAD_SIZES", "Launch", "Sizes", "flash_attention", "has_triton", "in_interpreter", "launch_of"]
 
 HEAD_SIZES = (64, 80, 96, 128)
 """Head sizes that the kernels take; those of 80 and 96 compute with 128 columns."""
@@ -31,13 +31,15 @@ class Launch(NamedTuple):
 
 
 _LAUNCHES = {
-    ("forward", 64): Launch(128, 64, 4, 3),
+    ("forward", 64): Launch(128, 64, 8, 3),
     ("forward", 128): Launch(128, 64, 8, 3),
-    ("backward_keys", 64): Launch(64, 64, 4, 2),
+    ("backward_keys", 64): Launch(64, 128, 8, 2),
     ("backward_keys", 128): Launch(64, 64, 8, 2),
-    ("backward_queries", 64): Launch(64, 64, 4, 2),
-    ("backward_queries", 128): Launch(64, 64, 8, 2),
+    ("backward_queries", 64): Launch(128, 64, 8, 2),
+    ("backward_queries", 128): Launch(128, 64, 8, 2),
 }
+"""The largest blocks whose sm_90 code keeps all but a few bytes in registers, by what `cuobjdump
+--dump-resource-usage` says of it; no GPU has timed them."""
 _WIDE = Launch(32, 32, 4, 1)
 """In float32 each value takes twice the memory and no tensor core multiplies it as it is."""
 
@@ -63,7 +65,7 @@ def launch_of(kernel: str, width: int, dtype: torch.dtype) -> Launch:
     return _WIDE if dtype == torch.float32 else _LAUNCHES[kernel, padded_width(width)]
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """What every kernel is told of one call."""
 
     batch: int
@@ -106,14 +108,12 @@ def _rows_together(x: torch.Tensor) -> torch.Tensor:
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
         from myriad.kernels import attention_triton
 
         q, k, v = (_rows_together(x) for x in (q, k, v))
         batch, num_rows, num_heads, width = q.shape
-        sizes = _Sizes(batch, num_rows, num_heads, num_heads // k.shape[2], width, window, q.dtype)
+        sizes = Sizes(batch, num_rows, num_heads, num_heads // k.shape[2], width, window, q.dtype)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         logs = torch.empty(batch, num_heads, num_rows, dtype=torch.float32, device=q.device)
         constants = sizes.constants("forward")
@@ -138,7 +138,7 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def _differentiate(
-    sizes: _Sizes,
+    sizes: Sizes,
     inputs: tuple[torch.Tensor, ...],
     out: torch.Tensor,
     logs: torch.Tensor,

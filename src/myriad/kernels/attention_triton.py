@@ -14,6 +14,7 @@ block of queries and of keys.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc"
+# ruff: noqa: ANN001, ANN201, ANN202
 import triton
 import triton.language as tl
 
@@ -25,10 +26,27 @@ gives no NaN; the first key it does see wipes out what was summed."""
 
 
 @triton.jit
-def _load(base, rows, row_stride, columns, num_rows, width: tl.constexpr, upcast: tl.constexpr):
-    """``[rows, columns]``, zeros beyond the sequence and the head size."""
-    inside = (rows[:, None] < num_rows) & (columns[None, :] < width)
-    values = tl.load(base + rows[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
+def _load(
+    base,
+    rows,
+    row_stride,
+    columns,
+    num_rows,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    checked: tl.constexpr,
+    upcast: tl.constexpr,
+):
+    """``[rows, columns]``, zeros beyond the head size and, where ``checked``, beyond the sequence."""
+    address = base + rows[:, None] * row_stride + columns[None, :]
+    if checked and width < padded:
+        values = tl.load(address, mask=(rows[:, None] < num_rows) & (columns[None, :] < width), other=0.0)
+    elif checked:
+        values = tl.load(address, mask=rows[:, None] < num_rows, other=0.0)
+    elif width < padded:
+        values = tl.load(address, mask=columns[None, :] < width, other=0.0)
+    else:
+        values = tl.load(address)
     return values.to(tl.float32) if upcast else values
 
 
@@ -72,7 +90,7 @@ def _meet(
     columns = tl.arange(0, padded)
     for start in range(begin, end, size):
         keys = start + tl.arange(0, size)
-        k = _load(k_base, keys, k_stride, columns, num_rows, width, upcast)
+        k = _load(k_base, keys, k_stride, columns, num_rows, width, padded, masked, upcast)
         scores = tl.dot(q, tl.trans(k), input_precision=precision)
         if masked:
             scores = tl.where(_sees(queries[:, None], keys[None, :], window, num_rows), scores, _HIDDEN)
@@ -80,7 +98,7 @@ def _meet(
         shares = tl.exp2(scores * scale - higher[:, None])
         fading = tl.exp2(top - higher)
         total = total * fading + tl.sum(shares, 1)
-        v = _load(v_base, keys, v_stride, columns, num_rows, width, upcast)
+        v = _load(v_base, keys, v_stride, columns, num_rows, width, padded, masked, upcast)
         mixed = tl.dot(shares.to(v.dtype), v, mixed * fading[:, None], input_precision=precision)
         top = higher
     return total, top, mixed
@@ -124,7 +142,7 @@ def forward(
     q_base = q_pointer + batch * q_batch + head * q_head
     k_base = k_pointer + batch * k_batch + (head // repeats) * k_head
     v_base = v_pointer + batch * v_batch + (head // repeats) * v_head
-    q = _load(q_base, queries, q_row, columns, num_rows, width, upcast)
+    q = _load(q_base, queries, q_row, columns, num_rows, width, padded, True, upcast)
     top = tl.full([query_size], _HIDDEN, tl.float32)
     total = tl.zeros([query_size], tl.float32)
     mixed = tl.zeros([query_size, padded], tl.float32)
@@ -172,8 +190,8 @@ def row_products(
     batch, head = (tl.program_id(1) // num_heads).to(tl.int64), (tl.program_id(1) % num_heads).to(tl.int64)
     out_base = out_pointer + (batch * num_rows * num_heads + head) * width
     grad_base = grad_pointer + batch * grad_batch + head * grad_head
-    out = _load(out_base, rows, num_heads * width, columns, num_rows, width, True)
-    grad = _load(grad_base, rows, grad_row, columns, num_rows, width, True)
+    out = _load(out_base, rows, num_heads * width, columns, num_rows, width, padded, True, True)
+    grad = _load(grad_base, rows, grad_row, columns, num_rows, width, padded, True, True)
     flat = tl.program_id(1).to(tl.int64)
     tl.store(products_pointer + flat * num_rows + rows, tl.sum(out * grad, 1), mask=rows < num_rows)
 
@@ -207,17 +225,21 @@ def _meet_queries(
     columns = tl.arange(0, padded)
     for start in range(begin, end, size):
         queries = start + tl.arange(0, size)
-        inside = queries < num_rows
-        q = _load(q_base, queries, q_row, columns, num_rows, width, upcast)
-        logs = tl.load(logs_base + queries, mask=inside, other=0.0)
+        q = _load(q_base, queries, q_row, columns, num_rows, width, padded, masked, upcast)
+        if masked:
+            inside = queries < num_rows
+            logs = tl.load(logs_base + queries, mask=inside, other=0.0)
+            products = tl.load(products_base + queries, mask=inside, other=0.0)
+        else:
+            logs = tl.load(logs_base + queries)
+            products = tl.load(products_base + queries)
         scores = tl.dot(k, tl.trans(q), input_precision=precision) * scale
         shares = tl.exp2(scores - logs[None, :])
         if masked:
-            seen = _sees(queries[None, :], keys[:, None], window, num_rows) & inside[None, :]
+            seen = _sees(queries[None, :], keys[:, None], window, num_rows) & (queries < num_rows)[None, :]
             shares = tl.where(seen, shares, 0.0)
-        grad = _load(grad_base, queries, grad_row, columns, num_rows, width, upcast)
+        grad = _load(grad_base, queries, grad_row, columns, num_rows, width, padded, masked, upcast)
         grad_v = tl.dot(shares.to(grad.dtype), grad, grad_v, input_precision=precision)
-        products = tl.load(products_base + queries, mask=inside, other=0.0)
         grad_shares = tl.dot(v, tl.trans(grad), input_precision=precision)
         grad_scores = shares * (grad_shares - products[None, :])
         grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision=precision)
@@ -266,8 +288,8 @@ def backward_keys(
     keys, columns = first + tl.arange(0, key_size), tl.arange(0, padded)
     k_base = k_pointer + batch * k_batch + kv_head * k_head
     v_base = v_pointer + batch * v_batch + kv_head * v_head
-    k = _load(k_base, keys, k_row, columns, num_rows, width, upcast)
-    v = _load(v_base, keys, v_row, columns, num_rows, width, upcast)
+    k = _load(k_base, keys, k_row, columns, num_rows, width, padded, True, upcast)
+    v = _load(v_base, keys, v_row, columns, num_rows, width, padded, True, upcast)
     grad_k = tl.zeros([key_size, padded], tl.float32)
     grad_v = tl.zeros([key_size, padded], tl.float32)
     # queries that see some of the keys; those that see all of them
@@ -326,8 +348,8 @@ def _meet_keys(
     columns = tl.arange(0, padded)
     for start in range(begin, end, size):
         keys = start + tl.arange(0, size)
-        k = _load(k_base, keys, k_row, columns, num_rows, width, upcast)
-        v = _load(v_base, keys, v_row, columns, num_rows, width, upcast)
+        k = _load(k_base, keys, k_row, columns, num_rows, width, padded, masked, upcast)
+        v = _load(v_base, keys, v_row, columns, num_rows, width, padded, masked, upcast)
         shares = tl.exp2(tl.dot(q, tl.trans(k), input_precision=precision) * scale - logs[:, None])
         if masked:
             shares = tl.where(_sees(queries[:, None], keys[None, :], window, num_rows), shares, 0.0)
@@ -380,8 +402,8 @@ def backward_queries(
     v_base = v_pointer + batch * v_batch + (head // repeats) * v_head
     q_base = q_pointer + batch * q_batch + head * q_head
     grad_base = grad_pointer + batch * grad_batch + head * grad_head
-    q = _load(q_base, queries, q_row, columns, num_rows, width, upcast)
-    grad = _load(grad_base, queries, grad_row, columns, num_rows, width, upcast)
+    q = _load(q_base, queries, q_row, columns, num_rows, width, padded, True, upcast)
+    grad = _load(grad_base, queries, grad_row, columns, num_rows, width, padded, True, upcast)
     flat = tl.program_id(1).to(tl.int64) * num_rows
     inside = queries < num_rows
     logs = tl.load(logs_pointer + flat + queries, mask=inside, other=0.0)

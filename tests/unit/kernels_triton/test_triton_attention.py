@@ -42,7 +42,9 @@ def test_any_length_window_and_sharing_of_keys(sequence, window, heads, batch) -
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-4)
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(64, "bfloat16"), (80, "float16"), (96, "bfloat16"), (128, "bfloat16")])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(64, "bfloat16"), (80, "float16"), (96, "bfloat16"), (128, "bfloat16")]
+)
 def test_half_precision_at_every_head_size(width: int, dtype: str) -> None:
     q, k, v, grad = values(1, 150, 2, 1, width, getattr(torch, dtype))
     for found, expected in both(q, k, v, grad, 70):
