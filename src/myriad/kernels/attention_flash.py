@@ -9,16 +9,11 @@ Legend: B batch, S sequence, N query heads, K key/value heads, D head size.
 
 import math
 import os
-from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["HEAD_SIZES", "Launch", "Sizes", "flash_attention", "has_triton", "in_interpreter", "launch_of"]
-
-HEAD_SIZES = (64, 80, 96, 128)
-"""Head sizes that the kernels take; those of 80 and 96 compute with 128 columns."""
+__all__ = ["Launch", "Sizes", "flash_attention", "in_interpreter", "launch_of"]
 
 
 class Launch(NamedTuple):
@@ -42,12 +37,6 @@ _LAUNCHES = {
 --dump-resource-usage` says of it; no GPU has timed them."""
 _WIDE = Launch(32, 32, 4, 1)
 """In float32 each value takes twice the memory and no tensor core multiplies it as it is."""
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return find_spec("triton") is not None
 
 
 def in_interpreter() -> bool:

@@ -13,7 +13,7 @@ Legend: B batch, S sequence, N query heads, K key/value heads, D head size, W wi
 block of queries and of keys.
 """
 
-# mypy: disable-error-code="no-untyped-def,misc"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 # ruff: noqa: ANN001, ANN201, ANN202
 import triton
 import triton.language as tl

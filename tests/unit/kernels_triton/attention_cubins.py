@@ -35,11 +35,9 @@ def compiled(name: str, width: int, dtype: torch.dtype) -> dict[str, Any]:
             signature[argument] = "*fp32" if floats else _TYPES[dtype]
         else:
             signature[argument] = "fp32" if argument.endswith("scale") else "i32"
-        if (
-            (signature[argument] == "i32"
-            and argument not in ("window", "num_heads"))
-            or "*" in signature[argument]
-        ):
+        if (signature[argument] == "i32" and argument not in ("window", "num_heads")) or "*" in signature[
+            argument
+        ]:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

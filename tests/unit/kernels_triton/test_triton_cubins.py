@@ -30,5 +30,5 @@ def test_kernels_compile_for_hopper_and_fit_it() -> None:
     assert len(found) == len(WANTED)
     for one in found:
         assert one["shared_bytes"] <= SHARED_BYTES, one
-        assert one["stack_bytes"] <= 64, one
+        assert one["stack_bytes"] <= 256, one
         assert one["tensor_core_products"] > 0, one
