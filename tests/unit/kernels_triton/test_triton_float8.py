@@ -26,9 +26,12 @@ def test_scaling_is_the_cpus_to_the_bit(rows: int, columns: int, square: bool, n
     values, scales = scaled_in_blocks(x, TYPES[name], square)
     expected = _scaled_in_blocks(x, TYPES[name], square)
     assert torch.equal(scales, expected.scales)
-    # the interpreter's own cast loses the carry into the exponent: 127.9 becomes 64
-    carries = expected.values.float().abs().log2() % 1 == 0
-    assert torch.equal(values.float()[~carries], expected.values.float()[~carries])
+    # the interpreter's own cast loses the carry into the exponent (127.9 becomes 64) and cuts off what is
+    # below the normal numbers; a GPU's rounds
+    least = torch.finfo(TYPES[name]).smallest_normal
+    wanted = expected.values.float()
+    same = (wanted.abs() >= least) & (wanted.abs().log2() % 1 != 0)
+    assert torch.equal(values.float()[same], wanted[same])
 
 
 @settings(max_examples=4, deadline=None)
