@@ -47,10 +47,12 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: 
 
     batch, sequence = q.shape[:2]
     ends = _ends(batch, sequence, q.device)
-    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    queries, keys, values = (x.flatten(0, 1) for x in (q, k, v))
     grouped = q.shape[2] != k.shape[2]
     sides = (window - 1, 0)
-    out = varlen_attn(*rows, ends, ends, sequence, sequence, window_size=sides, enable_gqa=grouped)
+    out = varlen_attn(
+        queries, keys, values, ends, ends, sequence, sequence, window_size=sides, enable_gqa=grouped
+    )
     assert isinstance(out, torch.Tensor), "nothing else was asked for"
     return out.unflatten(0, (batch, sequence))
 
