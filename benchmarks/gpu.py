@@ -7,8 +7,8 @@
                                                         quickest where Myriad looks for it
 
 Kernels: forward and backward, the median of as many rounds as fit in a fifth of a second, as a share of what
-a copy (of memory) or a large matrix product reaches in the same minute. Training: steps of Myriad's engine (forward,
-backward, clipping, AdamW) after two that are not counted. MFU is told twice: counting all pairs
+a copy (of memory) or a large matrix product reaches in the same minute. Training: steps of Myriad's engine
+(forward, backward, clipping, AdamW) after two that are not counted. MFU is told twice: counting all pairs
 of a sequence, as most do, and the attended ones alone. What does not finish before `--seconds` is left out,
 and said so.
 """
