@@ -57,7 +57,9 @@ class TrainConfig(Config):
     seed: int = Field(1, ge=0)
     """Of initial weights, sample order and dropout."""
     precision: Precision = "auto"
-    """float32, bfloat16, or auto: bfloat16 where the device multiplies it natively."""
+    """float32, bfloat16, or auto: bfloat16 where the device multiplies it natively. float8: the blocks'
+    products in 8 bits with a scale for each tensor, float8-blocks with one for each 128 neighbours; emulated
+    on a CPU, refused on a GPU that cannot."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
     kernels: Kernels = "auto"
@@ -339,6 +341,25 @@ def _check_collector(job: Job) -> None:
     _need(address is None or is_address(address), "telemetry.collector", address, allowed)
 
 
+def _check_precision(job: Job) -> None:
+    """Float8's instructions take lengths that are multiples of 16; what is not would silently stay as it
+    is."""
+    if job.train.precision not in ("float8", "float8-blocks"):
+        return
+    model, tp = job.model, job.layout.tp
+    up = model.ffn_width * (2 if model.activation == "swiglu" else 1)
+    lengths = {
+        "model.hidden": model.hidden,
+        "model.ffn_hidden / layout.tp": up // tp,
+        "model.heads x model.head_dim / layout.tp": model.heads * model.head_width // tp,
+        "model.kv_heads x model.head_dim / layout.tp": model.num_kv_heads * model.head_width // tp,
+        "layout.micro_batch x model.sequence": job.layout.micro_batch * model.sequence,
+    }
+    for key, length in lengths.items():
+        allowed = f"a multiple of 16, for train.precision = {job.train.precision}"
+        _need(length % 16 == 0, key, length, allowed)
+
+
 def _check_kernels(job: Job) -> None:
     if job.train.device == "cpu":  # of another device the ranks know more
         check_kernels(job.train.kernels, "cpu", "float32", job.model.kernel_widths)
@@ -366,6 +387,7 @@ _RULES: tuple[Callable[[Job], None], ...] = (
     _check_vocabulary,
     _check_warmup,
     _check_kernels,
+    _check_precision,
     _check_credit,
     _check_lossy,
     _check_agreement,

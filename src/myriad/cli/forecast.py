@@ -120,7 +120,7 @@ def _predict(
 
 
 def _work_of(job: "Job", cluster: "Cluster") -> "Work":
-    from myriad.cli.plan_job import saves_of
+    from myriad.cli.plan_job import practice_of, saves_of
     from myriad.planner.work import Work
 
     precision = job.train.precision
@@ -134,6 +134,7 @@ def _work_of(job: "Job", cluster: "Cluster") -> "Work":
         saves=saves_of(job),
         optimizer=job.optimizer.name,
         value_bytes=4 if single else 2,
+        practice=practice_of(job),
     )
 
 

@@ -12,10 +12,11 @@ from myriad.planner.questions import describe
 from myriad.planner.rescore import Plan
 from myriad.planner.saving import Saves
 from myriad.planner.space import Candidate, Problem, Shards
+from myriad.planner.work import Practice
 from myriad.units import format_bytes
 from myriad.whole_file import write_whole
 
-__all__ = ["as_written", "check_plan_file", "job_of", "problem_of", "saves_of", "write_plan"]
+__all__ = ["as_written", "check_plan_file", "job_of", "practice_of", "problem_of", "saves_of", "write_plan"]
 
 _HEAD = "# A plan by `myriad plan`"
 
@@ -34,10 +35,16 @@ def problem_of(job: Job, cluster: Cluster) -> Problem:
         saves=saves_of(job),
         optimizer=job.optimizer.name,
         value_bytes=4 if single else 2,
+        practice=practice_of(job),
         partition=job.layout.partition,
     )
     shards = tuple(shard for shard in given.shards if _allows(job, shard))
     return replace(given, shards=shards)
+
+
+def practice_of(job: Job) -> Practice:
+    """How it computes."""
+    return Practice(float8=job.train.precision.startswith("float8"))
 
 
 def saves_of(job: Job) -> Saves:

@@ -1,8 +1,8 @@
-"""Causal attention, with or without a sliding window, through the library's fastest path on each device.
+"""Causal attention, with or without a sliding window, by the path that `myriad.kernels.attention_choice`
+names for the device and the shape.
 
-On a CPU in float32 and short spans that is `myriad.kernels.attention_blocks`; elsewhere full attention is one
-call of scaled_dot_product_attention. With a window of W the sequence is cut in blocks
-of W queries: each sees only its own and the previous block, so that the work grows with S * 2W, not with S^2:
+Where no kernel has a window of W, the sequence is cut in blocks of W queries for the library: each sees only
+its own and the previous block, so that the work grows with S * 2W, not with S^2:
 
     keys      | block 0 | block 1 | block 2 | ...
     queries 2            [ .  x x | x x .  ]           W + W keys for W queries, masked to the band
@@ -10,16 +10,33 @@ of W queries: each sees only its own and the previous block, so that the work gr
 Legend: B batch, S sequence, N query heads, K key/value heads, D head size, W window.
 """
 
+import os
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 from myriad.kernels.attention_blocks import Heads, attention_in_blocks, runs_in_blocks
+from myriad.kernels.attention_choice import (
+    AttentionPath,
+    AttentionShape,
+    Timed,
+    choose_attention,
+    read_times,
+)
 from myriad.kernels.config import Kernels
 from myriad.kernels.rotary import turned
 
-__all__ = ["attention", "attention_reference", "split_heads"]
+__all__ = [
+    "attention",
+    "attention_by",
+    "attention_reference",
+    "path_of",
+    "split_heads",
+    "times",
+    "times_path",
+]
 
 
 def _expand(x: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -70,12 +87,13 @@ def attention(
     """Queries, keys and values ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``: each position attends to itself
     and those before it, at most the last ``window``. ``turns`` (`rotary_turns`) are applied to queries and
     keys."""
-    if runs_in_blocks(fused, window):
+    path = path_of(fused, heads, window, kernels)
+    if path == "blocks":
         return attention_in_blocks(fused, heads, window, turns)
     q, k, v = split_heads(fused, heads, turns, kernels)
     if turns is not None and heads.num_heads == heads.num_kv_heads:
         v = v.contiguous()  # kept for the backward: a view would keep queries and keys as they were as well
-    return _library_attention(q, k, v, window).flatten(2)
+    return attention_by(path, q, k, v, window).flatten(2)
 
 
 def split_heads(
@@ -90,18 +108,70 @@ def split_heads(
     return q, k, v
 
 
-def _library_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
-    """``[B, S, N, D]``, ``[B, S, K, D]`` to ``[B, S, N, D]``."""
+def path_of(fused: torch.Tensor, heads: Heads, window: int | None, kernels: Kernels) -> AttentionPath:
+    """The path that these values go by."""
+    on = fused.device
+    shape = AttentionShape(
+        on.type,
+        str(fused.dtype).removeprefix("torch."),
+        fused.shape[1],
+        heads.width,
+        window,
+        blocks=runs_in_blocks(fused, window),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        interpreted=os.environ.get("TRITON_INTERPRET", "") == "1",
+    )
+    return _chosen(shape, kernels, on)
+
+
+@lru_cache(maxsize=64)
+def _chosen(shape: AttentionShape, kernels: Kernels, device: torch.device) -> AttentionPath:
+    if device.type != "cuda":
+        return choose_attention(shape, kernels).path
+    return choose_attention(shape, kernels, times(), torch.cuda.get_device_name(device)).path
+
+
+def times_path() -> Path:
+    """Where ``benchmarks/gpu.py --choose`` writes what it measured, unless MYRIAD_KERNEL_TIMES says
+    otherwise."""
+    asked = os.environ.get("MYRIAD_KERNEL_TIMES")
+    home = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return Path(asked) if asked else Path(home) / "myriad" / "kernel_times.json"
+
+
+def times() -> tuple[Timed, ...]:
+    """What was measured on this machine, or on others that share its files."""
+    return read_times(times_path())
+
+
+def attention_by(
+    path: AttentionPath, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """``[B, S, N, D]``, ``[B, S, K, D]`` to ``[B, S, N, D]``, by any path but `blocks`."""
+    from myriad.kernels import attention_library
+
     sequence = q.shape[1]
+    span = min(window or sequence, sequence)
+    if path == "triton":
+        from myriad.kernels.attention_flash import flash_attention
+
+        return flash_attention(q, k, v, span)
+    if path == "varlen":
+        return attention_library.varlen_attention(q, k, v, span)
+    if path == "flex":
+        return attention_library.flex_attention_in(q, k, v, span)
+    if path == "cudnn":
+        return attention_library.cudnn_attention(q, k, v)
+    if path == "sdpa" and q.is_cuda:
+        return attention_library.sdpa_attention(q, k, v)
     q = q.transpose(1, 2)
     k, v = (_expand(x.transpose(1, 2), q.shape[1]) for x in (k, v))
-    if window is None or window >= sequence:
+    if path == "sdpa":
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    elif sequence % window == 0 and 2 * window < sequence:
-        out = _in_windows(q, k, v, window)
+    elif path == "windows":
+        out = _in_windows(q, k, v, span)
     else:
-        band = _band(sequence, sequence, window, 1, q.device)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=band)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=_band(sequence, sequence, span, 1, q.device))
     return out.transpose(1, 2)
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from myriad.kernels.float8 import Float8
+
 __all__ = ["DeferredProduct", "GradientSink", "apply_deferred", "set_sink", "sink_of"]
 
 
@@ -35,13 +37,22 @@ class GradientSink:
     """Same shape as the weight, float32; usually a view of a flat buffer."""
     deferred: list[DeferredProduct] | None = None
     """While a list, `add_product` appends to it instead of computing."""
+    float8: Float8 | None = None
+    """In which the weight is multiplied, in all three products; ``None``: as the operands are."""
 
     def add_product(self, grad_output: torch.Tensor, x: torch.Tensor) -> None:
         """``total += grad_output^T x``: ``[T, O]`` and ``[T, I]`` to ``[O, I]``."""
         if self.deferred is None:
-            accumulate_product(self.total, grad_output, x)
+            self.multiply(grad_output, x)
         else:
             self.deferred.append(DeferredProduct(self, grad_output, x))
+
+    def multiply(self, grad_output: torch.Tensor, x: torch.Tensor) -> None:
+        """`add_product`, now."""
+        if self.float8 is None:
+            accumulate_product(self.total, grad_output, x)
+        else:
+            self.total.add_(self.float8.weight_gradient(grad_output, x))
 
     def add(self, gradient: torch.Tensor, scale: float = 1.0) -> None:
         """``total += scale * gradient``, now."""
@@ -61,7 +72,7 @@ def accumulate_product(total: torch.Tensor, grad_output: torch.Tensor, x: torch.
 def apply_deferred(products: list[DeferredProduct]) -> None:
     """The weight part of a backward: every product on the list, oldest first; leaves it empty."""
     for product in products:
-        accumulate_product(product.sink.total, product.grad_output, product.x)
+        product.sink.multiply(product.grad_output, product.x)
     products.clear()
 
 

@@ -1,4 +1,5 @@
-"""Matrix product whose weight gradient goes to the weight's `GradientSink` when it has one.
+"""Matrix product whose weight gradient goes to the weight's `GradientSink` when it has one, and which is
+computed in float8 when that says so.
 
 The weight is kept as an object, not saved: a runtime that frees parameters between forward and backward (ZeRO
 stage 3) may point ``weight.data`` at new memory in between.
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from myriad.kernels.float8 import Float8
 from myriad.kernels.gradient import DeferredProduct, sink_of
 from myriad.kernels.remade import Remade
 
@@ -31,20 +33,31 @@ class _Linear(torch.autograd.Function):
         if remade is None:
             ctx.save_for_backward(x)
         ctx.weight, ctx.later, ctx.remade, ctx.shape = weight, later, remade, x.shape
-        ctx.has_bias = bias is not None
-        return F.linear(x, weight, bias)
+        ctx.has_bias, ctx.float8 = bias is not None, _float8_of(weight)
+        if ctx.float8 is None:
+            return F.linear(x, weight, bias)
+        y = ctx.float8.output(x.flatten(0, -2), weight).view(*x.shape[:-1], len(weight))
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_output,) = grads
         weight: torch.Tensor = ctx.weight
         grad_rows = grad_output.flatten(0, -2)
-        grad_x = (grad_rows @ weight).view(ctx.shape) if ctx.needs_input_grad[0] else None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            own = ctx.float8.input_gradient(grad_rows, weight) if ctx.float8 else grad_rows @ weight
+            grad_x = own.view(ctx.shape)
         grad_weight = None
         if ctx.needs_input_grad[1]:
             x = ctx.saved_tensors[0] if ctx.remade is None else ctx.remade.take()
             grad_weight = weight_gradient(weight, grad_rows, x.flatten(0, -2), ctx.later)
         return grad_x, grad_weight, grad_rows.sum(0) if ctx.has_bias else None, None, None
+
+
+def _float8_of(weight: torch.Tensor) -> Float8 | None:
+    sink = sink_of(weight)
+    return None if sink is None else sink.float8
 
 
 def weight_gradient(

@@ -8,9 +8,10 @@ from myriad.config import Config
 
 __all__ = ["OptimizerConfig", "Precision"]
 
-Precision = Literal["auto", "float32", "bfloat16"]
+Precision = Literal["auto", "float32", "bfloat16", "float8", "float8-blocks"]
 """bfloat16: compute in it, master weights and gradient sums in float32. auto: bfloat16 where the device
-multiplies it natively, else float32."""
+multiplies it natively, else float32. float8: as auto, but the blocks' matrix products in 8 bits with a scale
+for each tensor; float8-blocks: with one for each 128 neighbours, and of weights for each 128 x 128."""
 
 
 class OptimizerConfig(Config):

@@ -1,20 +1,38 @@
 """What the device multiplies natively, so that ``precision = "auto"`` is never the slow choice.
 
-A CPU without bfloat16 instructions emulates them at about a hundredth of the float32 rate.
+A CPU without bfloat16 instructions emulates them at about a hundredth of the float32 rate. Float8, which is
+never chosen by itself, is emulated on a CPU (the same numbers, slower than without), and refused on a GPU
+that has no such instructions: there it could only be a mistake.
 """
 
 import torch
 
+from myriad.errors import BadInputError
+from myriad.kernels.float8 import Float8, multiplies_float8
 from myriad.optim.config import Precision
 
-__all__ = ["multiplies_bfloat16", "resolve_precision"]
+__all__ = ["multiplies_bfloat16", "resolve_float8", "resolve_precision"]
 
 
 def resolve_precision(config: Precision, device: torch.device | str) -> torch.dtype:
-    """The type to compute in. Master weights and gradient sums are float32 either way."""
+    """The type to compute in. Master weights and gradient sums are float32 either way. Raises
+    `BadInputError` for a GPU without what was asked for."""
+    on = torch.device(device)
+    if config in ("float8", "float8-blocks"):
+        allowed = (
+            "auto, bfloat16 or float32 here: float8 needs a GPU from Ada or Hopper on (or a CPU, emulated)"
+        )
+        if on.type == "cuda" and not multiplies_float8(on):
+            raise BadInputError("train.precision", config, allowed)
+        return resolve_precision("auto", on)
     if config == "auto":
         return torch.bfloat16 if multiplies_bfloat16(torch.device(device)) else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config]
+
+
+def resolve_float8(config: Precision) -> Float8 | None:
+    """How the blocks' products are computed, if not in the type of training."""
+    return {"float8": Float8("tensor"), "float8-blocks": Float8("blocks")}.get(config)
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

@@ -21,6 +21,7 @@ from myriad.comm.courier import Courier
 from myriad.comm.groups import Groups
 from myriad.errors import RunFailedError
 from myriad.kernels.config import Kernels
+from myriad.kernels.float8 import Float8
 from myriad.kernels.host_memory import keep_freed_memory
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
@@ -31,6 +32,7 @@ from myriad.optim.optimizer import build_optimizer
 from myriad.optim.region import Region
 from myriad.parallel.agreement import Agreement
 from myriad.parallel.chunk import Chunk, Entry, Sharing
+from myriad.parallel.float8_weights import multiply_in_float8
 from myriad.parallel.non_finite import Finding, first_finding
 from myriad.parallel.pieces import build_pieces, shapes_between_stages
 from myriad.parallel.runtime import Batch, Plan, Runtime
@@ -78,6 +80,7 @@ class Engine:
         overlap: OverlapConfig = _OVERLAP,
         comm: CommConfig = _COMM,
         kernels: Kernels = "auto",
+        float8: Float8 | None = None,
     ) -> None:
         """``sample``: one micro-batch, or tensors of its shapes and types; ``num_micro_batches``: of this
         rank's replica."""
@@ -110,6 +113,8 @@ class Engine:
         self.pieces = build_pieces(
             definition, layers, stage_rank, groups, self.boundary, sharing, dtype, device
         )
+        if float8 is not None:
+            multiply_in_float8(self.pieces, len(definition.names), float8)
         travels = layers if layout.pp > 1 else []
         shapes = shapes_between_stages(definition, travels, self.boundary, sample.inputs, dtype)
         self._runtime = Runtime(

@@ -50,6 +50,8 @@ class Accelerator(Config):
     """Of dense matrix products in bfloat16 (of a CPU core: in the type it trains in)."""
     float32_flops_per_second: float | None = Field(None, gt=0)
     """The same in float32; off: half of the other."""
+    float8_flops_per_second: float | None = Field(None, gt=0)
+    """The same in float8; off: it has no such instructions, and computes as in bfloat16."""
     achievable_ratio: float = Field(0.85, gt=0, le=1)
     """Share of the peak that large matrix products reach: 0.86 on A100, 0.80 on H100 and H200 (measured by
     others, 268 of 312 and 792 of 989 TFLOP/s)."""

@@ -14,7 +14,7 @@ Legend: t tokens of a micro-batch, s sequence, h hidden, f inner width of the ML
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,6 +44,9 @@ multiprocessor, reaches half of its speed (arXiv 2307.08691, section 3.2)."""
 _LOSS_FORWARD, _LOSS_BACKWARD = {True: 8.0, False: 30.0}, {True: 6.0, False: 14.0}
 """Bytes moved for each logit, by whether the loss is one operator: else they are made float32, and maximum,
 difference, exponential, sum and quotient each go over them (Megatron-LM's vocab_parallel_cross_entropy)."""
+_TO_FLOAT8 = 9.0
+"""Bytes moved for each value that becomes a float8 in eager operators: read for the largest one (2), read and
+written by the scaling (4), read and written by the cast (3)."""
 _UNFUSED = 2.2
 """Passes over memory of the plain norm, activation and dropout for each of the fused ones."""
 
@@ -145,7 +148,25 @@ def _products(model: ModelConfig, where: Slice, tokens: Number) -> tuple[Number,
         (ups * model.ffn_width / tp, hidden),
         (hidden, model.ffn_width / tp),
     )
+    if where.practice.float8 and where.accelerator.float8_flops_per_second:
+        return _in_float8(where, tokens, shapes)
     return _three_turns(where, tokens, shapes)
+
+
+def _in_float8(
+    where: Slice, tokens: Number, shapes: Sequence[tuple[Number, Number]]
+) -> tuple[Number, Number, Number]:
+    """Products at float8's rate, and what makes their operands so."""
+    quick = {"peak_flops_per_second": where.accelerator.float8_flops_per_second}
+    changed = where.cluster.model_copy(update={"accelerator": where.accelerator.model_copy(update=quick)})
+    forward, inputs, weights = _three_turns(replace(where, cluster=changed), tokens, shapes)
+    before, after = (sum(tokens * side for side in sides) for sides in zip(*shapes, strict=True))
+    matrices = sum(n * k for n, k in shapes)
+
+    def cast(values: Number) -> Number:
+        return stream_seconds(where.accelerator, _TO_FLOAT8 * values, 6.0 * len(shapes))
+
+    return forward + cast(after + matrices), inputs + cast(before + matrices), weights + cast(before + after)
 
 
 def _three_turns(

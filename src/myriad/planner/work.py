@@ -33,6 +33,8 @@ class Practice:
     sums_hide: bool = False
     """Where tensor-parallel communication is not cut in parts, one sum or scatter of each backward, that of
     an input's gradient, travels behind the weight's."""
+    float8: bool = False
+    """The blocks' products are in 8 bits, with operands that are scaled and rounded before each."""
     gradient_bytes: int = 4
     """Of one element of a gradient that travels."""
     host_seconds: float = 0.0

@@ -20,7 +20,7 @@ from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
 from myriad.model.layers import Block
 from myriad.optim.config import OptimizerConfig, Precision
-from myriad.optim.precision import resolve_precision
+from myriad.optim.precision import resolve_float8, resolve_precision
 from myriad.optim.schedule import learning_rate
 from myriad.parallel.engine import Engine, StepResult
 from myriad.parallel.runtime import Batch
@@ -82,6 +82,7 @@ def fit(
             overlap=overlap,
             comm=comm,
             kernels=kernels,
+            float8=resolve_float8(precision),
         )
         num_targets = sample.targets[0].numel() * global_batch
         for step in range(steps):

@@ -26,7 +26,7 @@ from myriad.errors import MyriadError, RunFailedError
 from myriad.job import dump_toml
 from myriad.kernels.choice import check_kernels, fallback
 from myriad.model.gpt import GPT
-from myriad.optim.precision import resolve_precision
+from myriad.optim.precision import resolve_float8, resolve_precision
 from myriad.optim.schedule import learning_rate
 from myriad.parallel.engine import Engine, StepResult
 from myriad.parallel.runtime import Batch
@@ -113,6 +113,10 @@ class Trainer:
         check_kernels(asked, kind, dtype, widths)
         if line := fallback(asked, kind, dtype, widths):
             _LOG.warning(line)
+        if kind == "cpu" and resolve_float8(self.job.train.precision) is not None:
+            _LOG.warning(
+                f"{self.job.train.precision} is emulated here: the same numbers, slower than {dtype}"
+            )
 
     def _open_recorder(self) -> Recorder:
         device = cuda_clock() if self.device.type == "cuda" else None
@@ -158,6 +162,7 @@ class Trainer:
             overlap=job.overlap,
             comm=links,
             kernels=job.train.kernels,
+            float8=resolve_float8(job.train.precision),
         )
 
     def _build_meter(self) -> StepMeter:
@@ -241,7 +246,7 @@ class Trainer:
             "start",
             world=self.place.world,
             device=str(self.device.type),
-            precision=str(self.dtype).removeprefix("torch."),
+            precision=self._precision_told(),
             threads=torch.get_num_threads(),
             parameters=job.model.num_parameters(),
             flops_per_token=job.model.flops_per_token(),
@@ -251,6 +256,10 @@ class Trainer:
         )
         if self.resumed is not None:
             self._tell_resumed(self.resumed)
+
+    def _precision_told(self) -> str:
+        dtype, asked = str(self.dtype).removeprefix("torch."), self.job.train.precision
+        return f"{asked} in {dtype}" if resolve_float8(asked) is not None else dtype
 
     def _tell_resumed(self, found: Loaded) -> None:
         for problem in found.problems:

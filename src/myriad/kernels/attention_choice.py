@@ -1,0 +1,222 @@
+"""Which way attention is computed: by device, type and shape, decided here and nowhere else.
+
+    blocks      batched products in blocks of queries: a CPU in float32, few keys        (`attention_blocks`)
+    sdpa        one call of the library; FlashAttention-2 on a GPU, its flash kernel on a CPU
+    cudnn       the same call, computed by cuDNN
+    varlen      the library's FlashAttention-2 with a window of its own
+    flex        the library's FlexAttention, compiled for the window
+    triton      Myriad's kernels, whose loops end at the window                          (`attention_flash`)
+    windows     the library, block of queries by block of queries, where the window divides the sequence
+    masked      the library with a mask: all pairs are computed, whatever the window
+
+Nobody has timed these on a GPU yet, so the rule below goes by what is published and by what each computes:
+cuDNN's is the quickest of the library's kernels on Hopper (PyTorch 2.5's release notes: up to 1.75 times
+FlashAttention-2), and has no window here; of those that skip what a window leaves out, Myriad's own adds up
+in a fixed order, so that equal runs give equal bits. Where ``benchmarks/gpu.py --choose`` has timed a shape
+on a device of that name, the quickest found there is taken instead.
+
+No torch here, so that the choice can be told without it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+from myriad.errors import BadInputError
+from myriad.kernels.config import Kernels
+
+__all__ = [
+    "HEAD_SIZES",
+    "AttentionChoice",
+    "AttentionPath",
+    "AttentionShape",
+    "Timed",
+    "check_attention",
+    "choose_attention",
+    "fallback_attention",
+    "hindrance",
+    "read_times",
+]
+
+AttentionPath = Literal["blocks", "sdpa", "cudnn", "varlen", "flex", "triton", "windows", "masked"]
+
+HEAD_SIZES = (64, 80, 96, 128)
+"""That Myriad's kernels take; those of 80 and 96 compute with 128 columns."""
+_HALVES = ("bfloat16", "float16")
+_MOST_WIDTH = 256
+"""Of a head, in FlashAttention-2 and cuDNN; a multiple of 8."""
+
+
+class AttentionShape(NamedTuple):
+    """What the choice depends on."""
+
+    device: str
+    """"cpu" or "cuda"."""
+    dtype: str
+    """"float32", "bfloat16", "float16"."""
+    sequence: int
+    width: int
+    """Values of a head."""
+    window: int | None = None
+    """None, or not below the sequence: all keys before a query are seen."""
+    blocks: bool = False
+    """`attention_blocks` takes it."""
+    deterministic: bool = False
+    """torch.use_deterministic_algorithms is on: sums in no fixed order are refused."""
+    interpreted: bool = False
+    """Triton's kernels run in its interpreter, where there is no GPU."""
+
+    @property
+    def seen(self) -> int | None:
+        """The window, if it leaves anything out."""
+        return self.window if self.window is not None and self.window < self.sequence else None
+
+
+class AttentionChoice(NamedTuple):
+    """A path and the reason for it."""
+
+    path: AttentionPath
+    why: str
+
+
+class Timed(NamedTuple):
+    """The quickest path for a shape, forward and backward, as measured on a device."""
+
+    device: str
+    """Its name, as torch.cuda.get_device_name says it."""
+    dtype: str
+    sequence: int
+    width: int
+    window: int | None
+    path: AttentionPath
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def hindrance(path: AttentionPath, shape: AttentionShape) -> str:
+    """Why a path cannot compute a shape; empty: it can."""
+    if path == "blocks":
+        return "" if shape.blocks else "is for a CPU in float32, and for few keys"
+    if path == "windows":
+        window = shape.seen
+        fits = window is not None and shape.sequence % window == 0 and 2 * window < shape.sequence
+        return "" if fits else "needs a window that divides the sequence into three parts or more"
+    if path in ("sdpa", "cudnn") and shape.seen is not None:
+        return "has no window"
+    return _device_hindrance(path, shape)
+
+
+def _device_hindrance(path: AttentionPath, shape: AttentionShape) -> str:
+    if path in ("sdpa", "masked"):
+        return ""
+    if path == "triton":
+        return _triton_hindrance(shape)
+    if shape.device != "cuda":
+        return "needs a CUDA device"
+    if path == "flex":
+        return "" if _has_triton() else "triton is not installed: pip install 'myriad[gpu]'"
+    if shape.dtype not in _HALVES:
+        return f"has no {shape.dtype}, only {' and '.join(_HALVES)}"
+    if shape.width % 8 or shape.width > _MOST_WIDTH:
+        return f"has no head size {shape.width}, only multiples of 8 up to {_MOST_WIDTH}"
+    return "adds up in no fixed order" if shape.deterministic else ""
+
+
+def _triton_hindrance(shape: AttentionShape) -> str:
+    if not _has_triton():
+        return "triton is not installed: pip install 'myriad[gpu]'"
+    if shape.device != "cuda" and not shape.interpreted:
+        return "needs a CUDA device"
+    if shape.width not in HEAD_SIZES:
+        return f"has no head size {shape.width}, only {', '.join(map(str, HEAD_SIZES))}"
+    return ""
+
+
+_ORDER: dict[tuple[bool, bool], tuple[tuple[AttentionPath, str], ...]] = {
+    (False, False): (
+        ("blocks", "two thirds of the time of the library's backward"),
+        ("sdpa", "one call of the library"),
+    ),
+    (False, True): (
+        ("blocks", "computes what the window leaves, in two thirds of the library's time"),
+        ("windows", "computes twice the window"),
+        ("masked", "nothing else takes this window here"),
+    ),
+    (True, False): (
+        ("cudnn", "the quickest published for full attention on Hopper"),
+        ("sdpa", "one call of the library"),
+    ),
+    (True, True): (
+        ("triton", "computes what the window leaves, in a fixed order"),
+        ("varlen", "the library's own window"),
+        ("flex", "compiled for the window"),
+        ("windows", "computes twice the window"),
+        ("masked", "nothing else takes this window here"),
+    ),
+}
+"""By (on a GPU, with a window): the first that can."""
+
+
+def choose_attention(
+    shape: AttentionShape, kernels: Kernels = "auto", timed: Sequence[Timed] = (), name: str = ""
+) -> AttentionChoice:
+    """``timed``: what was measured, on devices of which this one's ``name`` may be one."""
+    if kernels == "triton" and not hindrance("triton", shape):
+        return AttentionChoice("triton", "asked for")
+    if kernels != "plain" and (known := _measured(shape, timed, name)) is not None:
+        return AttentionChoice(known, f"the quickest measured on {name}")
+    return _default(shape, kernels)
+
+
+def _measured(shape: AttentionShape, timed: Sequence[Timed], name: str) -> AttentionPath | None:
+    own = (name, shape.dtype, shape.sequence, shape.width, shape.seen)
+    found = next((one.path for one in timed if one[:5] == own), None)
+    return found if found is not None and not hindrance(found, shape) else None
+
+
+def _default(shape: AttentionShape, kernels: Kernels) -> AttentionChoice:
+    order = _ORDER[shape.device == "cuda", shape.seen is not None]
+    able = ((path, why) for path, why in order if not hindrance(path, shape))
+    path, why = next((path, why) for path, why in able if kernels != "plain" or path != "triton")
+    return AttentionChoice(path, why)
+
+
+def check_attention(kernels: Kernels, shape: AttentionShape) -> None:
+    """Raises `BadInputError` when Triton's is insisted on and cannot run."""
+    if kernels == "triton" and (found := hindrance("triton", shape)):
+        raise BadInputError("train.kernels", kernels, f"auto or plain here: attention by Triton {found}")
+
+
+def fallback_attention(kernels: Kernels, shape: AttentionShape) -> str:
+    """One line for a GPU whose window is not computed by Myriad's kernels though nobody asked for that; else
+    empty."""
+    found = hindrance("triton", shape)
+    if kernels != "auto" or shape.device != "cuda" or shape.seen is None or not found:
+        return ""
+    return f"attention with a window goes by {_default(shape, kernels).path}: Triton's {found}"
+
+
+@lru_cache(maxsize=4)
+def read_times(path: Path) -> tuple[Timed, ...]:
+    """What ``benchmarks/gpu.py --choose`` wrote; nothing where there is no file. Raises `BadInputError` for
+    what it cannot have written."""
+    if not path.is_file():
+        return ()
+    try:
+        rows = json.loads(path.read_text())["attention"]
+        return tuple(_timed(row) for row in rows)
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInputError("kernel times", str(path), f"not as --choose writes them: {error}") from None
+
+
+def _timed(row: Mapping[str, object]) -> Timed:
+    one = Timed(**row)  # type: ignore[arg-type]
+    if one.path not in get_args(AttentionPath):
+        raise ValueError(f"no path {one.path!r}")
+    return one

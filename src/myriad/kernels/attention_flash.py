@@ -1,0 +1,161 @@
+"""Attention with a window by the Triton kernels of `attention_triton`, as one differentiable operator.
+
+Heads of 64, 80, 96 and 128 values, in bfloat16, float16 or float32, on a CUDA device (or in Triton's
+interpreter, where ``TRITON_INTERPRET=1`` was set before Triton was imported). Whatever the inputs' type,
+scores, softmax and sums are float32.
+
+Legend: B batch, S sequence, N query heads, K key/value heads, D head size.
+"""
+
+import math
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Launch", "Sizes", "flash_attention", "in_interpreter", "launch_of"]
+
+
+class Launch(NamedTuple):
+    """How one kernel is cut up: block of queries, block of keys, warps, stages of its pipeline."""
+
+    query_size: int
+    key_size: int
+    num_warps: int
+    num_stages: int
+
+
+_LAUNCHES = {
+    ("forward", 64): Launch(128, 64, 8, 3),
+    ("forward", 128): Launch(128, 64, 8, 3),
+    ("backward_keys", 64): Launch(64, 128, 8, 2),
+    ("backward_keys", 128): Launch(64, 64, 8, 2),
+    ("backward_queries", 64): Launch(128, 64, 8, 2),
+    ("backward_queries", 128): Launch(128, 64, 8, 2),
+}
+"""The largest blocks whose sm_90 code keeps all but a few bytes in registers, by what `cuobjdump
+--dump-resource-usage` says of it; no GPU has timed them."""
+_WIDE = Launch(32, 32, 4, 1)
+"""In float32 each value takes twice the memory and no tensor core multiplies it as it is."""
+
+
+def in_interpreter() -> bool:
+    """Whether kernels run in Triton's interpreter, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def padded_width(width: int) -> int:
+    """Columns of a block: Triton's are powers of two."""
+    return 1 << (width - 1).bit_length()
+
+
+def launch_of(kernel: str, width: int, dtype: torch.dtype) -> Launch:
+    """Block sizes of a kernel for a head size and a type."""
+    return _WIDE if dtype == torch.float32 else _LAUNCHES[kernel, padded_width(width)]
+
+
+class Sizes(NamedTuple):
+    """What every kernel is told of one call."""
+
+    batch: int
+    num_rows: int
+    num_heads: int
+    repeats: int
+    width: int
+    window: int
+    dtype: torch.dtype
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return self.width**-0.5
+
+    def constants(self, kernel: str) -> dict[str, Any]:
+        """Compile-time arguments, and how it is launched."""
+        launch = launch_of(kernel, self.width, self.dtype)
+        return {
+            "repeats": self.repeats,
+            "width": self.width,
+            "padded": padded_width(self.width),
+            "query_size": launch.query_size,
+            "key_size": launch.key_size,
+            "upcast": in_interpreter(),  # it multiplies bfloat16 wrongly
+            "precision": "ieee" if self.dtype == torch.float32 else "tf32",
+            "num_warps": launch.num_warps,
+            "num_stages": launch.num_stages,
+        }
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """Of batch, position and head; a head's values stand together."""
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def _rows_together(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+        from myriad.kernels import attention_triton
+
+        q, k, v = (_rows_together(x) for x in (q, k, v))
+        batch, num_rows, num_heads, width = q.shape
+        sizes = Sizes(batch, num_rows, num_heads, num_heads // k.shape[2], width, window, q.dtype)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        logs = torch.empty(batch, num_heads, num_rows, dtype=torch.float32, device=q.device)
+        constants = sizes.constants("forward")
+        grid = (-(-num_rows // constants["query_size"]), batch * num_heads)
+        if out.numel():
+            attention_triton.forward[grid](
+                q, k, v, out, logs, *_strides(q), *_strides(k), *_strides(v),
+                num_rows, num_heads, window, sizes.scale / math.log(2), **constants,
+            )  # fmt: skip
+        ctx.save_for_backward(q, k, v, out, logs)
+        ctx.sizes = sizes
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, logs = ctx.saved_tensors
+        grad = _rows_together(grads[0])
+        grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        if out.numel():
+            _differentiate(ctx.sizes, (q, k, v, grad), out, logs, (grad_q, grad_k, grad_v))
+        return grad_q, grad_k, grad_v, None
+
+
+def _differentiate(
+    sizes: Sizes,
+    inputs: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    logs: torch.Tensor,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """Fills ``grads`` of queries, keys and values."""
+    from myriad.kernels import attention_triton
+
+    grad, rows, heads = inputs[3], sizes.num_rows, sizes.num_heads
+    products, size = torch.empty_like(logs), 64
+    attention_triton.row_products[(-(-rows // size), sizes.batch * heads)](
+        out, grad, products, *_strides(grad), rows, heads,
+        width=sizes.width, padded=padded_width(sizes.width), size=size,
+    )  # fmt: skip
+    strides = [stride for x in inputs for stride in _strides(x)]
+    told = (*strides, rows, heads, sizes.window, sizes.scale / math.log(2), sizes.scale)
+    constants = sizes.constants("backward_keys")
+    grid = (-(-rows // constants["key_size"]), sizes.batch * heads // sizes.repeats)
+    attention_triton.backward_keys[grid](*inputs, logs, products, *grads[1:], *told, **constants)
+    constants = sizes.constants("backward_queries")
+    grid = (-(-rows // constants["query_size"]), sizes.batch * heads)
+    attention_triton.backward_queries[grid](*inputs, logs, products, grads[0], *told, **constants)
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+) -> torch.Tensor:
+    """``[B, S, N, D]`` and twice ``[B, S, K, D]`` to ``[B, S, N, D]``: causal, at most the last ``window``
+    positions. The strides are free."""
+    out: torch.Tensor = _FlashAttention.apply(q, k, v, min(window or q.shape[1], max(1, q.shape[1])))
+    return out

@@ -1,0 +1,430 @@
+"""Causal attention with a sliding window as Triton kernels: FlashAttention-2 (arXiv 2307.08691, algorithms 1
+and 2) whose loops begin and end at the window, so that time grows with S * W, not with S^2.
+
+    keys       0 . . . . . . . S          a block of queries meets blocks of keys from its window's start to
+    queries    . L m m m D . . .          the diagonal: those at either edge (L, D) with a mask, those between
+                                          (m) without one
+
+The scores never exist in memory; the backward makes them again from the kept logarithms of the softmax's
+sums. It goes over the blocks twice: once for each block of keys (all query heads that share it, hence no
+atomic additions and the same bits every time), once for each block of queries.
+
+Legend: B batch, S sequence, N query heads, K key/value heads, D head size, W window; M and C positions of a
+block of queries and of keys.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# ruff: noqa: ANN001, ANN201, ANN202
+import triton
+import triton.language as tl
+
+__all__ = ["backward_keys", "backward_queries", "forward", "row_products"]
+
+_HIDDEN = tl.constexpr(-1.0e30)
+"""The score of a pair that does not see each other: finite, so that a block in which a row sees nothing yet
+gives no NaN; the first key it does see wipes out what was summed."""
+
+
+@triton.jit
+def _load(
+    base,
+    rows,
+    row_stride,
+    columns,
+    num_rows,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    checked: tl.constexpr,
+    upcast: tl.constexpr,
+):
+    """``[rows, columns]``, zeros beyond the head size and, where ``checked``, beyond the sequence."""
+    address = base + rows[:, None] * row_stride + columns[None, :]
+    if checked and width < padded:
+        values = tl.load(address, mask=(rows[:, None] < num_rows) & (columns[None, :] < width), other=0.0)
+    elif checked:
+        values = tl.load(address, mask=rows[:, None] < num_rows, other=0.0)
+    elif width < padded:
+        values = tl.load(address, mask=columns[None, :] < width, other=0.0)
+    else:
+        values = tl.load(address)
+    return values.to(tl.float32) if upcast else values
+
+
+@triton.jit
+def _store(base, values, rows, row_stride, columns, num_rows, width: tl.constexpr):
+    inside = (rows[:, None] < num_rows) & (columns[None, :] < width)
+    address = base + rows[:, None] * row_stride + columns[None, :]
+    tl.store(address, values.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sees(queries, keys, window, num_rows):
+    """Whether each query sees each key: a matrix, in the order given."""
+    return (keys <= queries) & (keys > queries - window) & (keys < num_rows)
+
+
+@triton.jit
+def _meet(
+    total,
+    top,
+    mixed,
+    q,
+    k_base,
+    v_base,
+    k_stride,
+    v_stride,
+    queries,
+    begin,
+    end,
+    window,
+    num_rows,
+    scale,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    size: tl.constexpr,
+    masked: tl.constexpr,
+    upcast: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """The blocks of keys from ``begin`` to ``end``, one after the other."""
+    columns = tl.arange(0, padded)
+    for start in range(begin, end, size):
+        keys = start + tl.arange(0, size)
+        k = _load(k_base, keys, k_stride, columns, num_rows, width, padded, masked, upcast)
+        scores = tl.dot(q, tl.trans(k), input_precision=precision)
+        if masked:
+            scores = tl.where(_sees(queries[:, None], keys[None, :], window, num_rows), scores, _HIDDEN)
+        higher = tl.maximum(top, tl.max(scores, 1) * scale)
+        shares = tl.exp2(scores * scale - higher[:, None])
+        fading = tl.exp2(top - higher)
+        total = total * fading + tl.sum(shares, 1)
+        v = _load(v_base, keys, v_stride, columns, num_rows, width, padded, masked, upcast)
+        mixed = tl.dot(shares.to(v.dtype), v, mixed * fading[:, None], input_precision=precision)
+        top = higher
+    return total, top, mixed
+
+
+@triton.jit
+def forward(
+    q_pointer,
+    k_pointer,
+    v_pointer,
+    out_pointer,
+    logs_pointer,
+    q_batch,
+    q_row,
+    q_head,
+    k_batch,
+    k_row,
+    k_head,
+    v_batch,
+    v_row,
+    v_head,
+    num_rows,
+    num_heads,
+    window,
+    scale,
+    repeats: tl.constexpr,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    query_size: tl.constexpr,
+    key_size: tl.constexpr,
+    upcast: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """``[B, S, N, D]`` and the logarithms ``[B, N, S]`` (to base 2); a program for each block of queries and
+    each head. ``scale`` has the factor that turns e into 2."""
+    # late blocks meet most keys without a window: begun first, none is left over at the end
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch, head = (tl.program_id(1) // num_heads).to(tl.int64), (tl.program_id(1) % num_heads).to(tl.int64)
+    first = block * query_size
+    queries, columns = first + tl.arange(0, query_size), tl.arange(0, padded)
+    q_base = q_pointer + batch * q_batch + head * q_head
+    k_base = k_pointer + batch * k_batch + (head // repeats) * k_head
+    v_base = v_pointer + batch * v_batch + (head // repeats) * v_head
+    q = _load(q_base, queries, q_row, columns, num_rows, width, padded, True, upcast)
+    top = tl.full([query_size], _HIDDEN, tl.float32)
+    total = tl.zeros([query_size], tl.float32)
+    mixed = tl.zeros([query_size, padded], tl.float32)
+    # keys that some query sees; those that all of them see
+    begin = tl.maximum(0, first - window + 1) // key_size * key_size
+    end = tl.minimum(first + query_size, num_rows)
+    all_begin = tl.cdiv(tl.maximum(0, first + query_size - window), key_size) * key_size
+    all_begin = tl.minimum(tl.maximum(begin, all_begin), end)
+    all_end = tl.maximum(all_begin, first // key_size * key_size)
+    total, top, mixed = _meet(
+        total, top, mixed, q, k_base, v_base, k_row, v_row, queries, begin, all_begin, window, num_rows,
+        scale, width, padded, key_size, True, upcast, precision,
+    )  # fmt: skip
+    total, top, mixed = _meet(
+        total, top, mixed, q, k_base, v_base, k_row, v_row, queries, all_begin, all_end, window, num_rows,
+        scale, width, padded, key_size, False, upcast, precision,
+    )  # fmt: skip
+    total, top, mixed = _meet(
+        total, top, mixed, q, k_base, v_base, k_row, v_row, queries, all_end, end, window, num_rows,
+        scale, width, padded, key_size, True, upcast, precision,
+    )  # fmt: skip
+    flat = tl.program_id(1).to(tl.int64)
+    out_row = num_heads * width
+    out_base = out_pointer + (batch * num_rows * num_heads + head) * width
+    _store(out_base, mixed / total[:, None], queries, out_row, columns, num_rows, width)
+    tl.store(logs_pointer + flat * num_rows + queries, top + tl.log2(total), mask=queries < num_rows)
+
+
+@triton.jit
+def row_products(
+    out_pointer,
+    grad_pointer,
+    products_pointer,
+    grad_batch,
+    grad_row,
+    grad_head,
+    num_rows,
+    num_heads,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    size: tl.constexpr,
+):
+    """``sum(out * grad)`` of each row: what the softmax's backward takes off."""
+    rows, columns = tl.program_id(0) * size + tl.arange(0, size), tl.arange(0, padded)
+    batch, head = (tl.program_id(1) // num_heads).to(tl.int64), (tl.program_id(1) % num_heads).to(tl.int64)
+    out_base = out_pointer + (batch * num_rows * num_heads + head) * width
+    grad_base = grad_pointer + batch * grad_batch + head * grad_head
+    out = _load(out_base, rows, num_heads * width, columns, num_rows, width, padded, True, True)
+    grad = _load(grad_base, rows, grad_row, columns, num_rows, width, padded, True, True)
+    flat = tl.program_id(1).to(tl.int64)
+    tl.store(products_pointer + flat * num_rows + rows, tl.sum(out * grad, 1), mask=rows < num_rows)
+
+
+@triton.jit
+def _meet_queries(
+    grad_k,
+    grad_v,
+    k,
+    v,
+    q_base,
+    grad_base,
+    logs_base,
+    products_base,
+    q_row,
+    grad_row,
+    keys,
+    begin,
+    end,
+    window,
+    num_rows,
+    scale,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    size: tl.constexpr,
+    masked: tl.constexpr,
+    upcast: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """The blocks of queries of one head from ``begin`` to ``end``; scores stand keys by queries."""
+    columns = tl.arange(0, padded)
+    for start in range(begin, end, size):
+        queries = start + tl.arange(0, size)
+        q = _load(q_base, queries, q_row, columns, num_rows, width, padded, masked, upcast)
+        if masked:
+            inside = queries < num_rows
+            logs = tl.load(logs_base + queries, mask=inside, other=0.0)
+            products = tl.load(products_base + queries, mask=inside, other=0.0)
+        else:
+            logs = tl.load(logs_base + queries)
+            products = tl.load(products_base + queries)
+        scores = tl.dot(k, tl.trans(q), input_precision=precision) * scale
+        shares = tl.exp2(scores - logs[None, :])
+        if masked:
+            seen = _sees(queries[None, :], keys[:, None], window, num_rows) & (queries < num_rows)[None, :]
+            shares = tl.where(seen, shares, 0.0)
+        grad = _load(grad_base, queries, grad_row, columns, num_rows, width, padded, masked, upcast)
+        grad_v = tl.dot(shares.to(grad.dtype), grad, grad_v, input_precision=precision)
+        grad_shares = tl.dot(v, tl.trans(grad), input_precision=precision)
+        grad_scores = shares * (grad_shares - products[None, :])
+        grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision=precision)
+    return grad_k, grad_v
+
+
+@triton.jit
+def backward_keys(
+    q_pointer,
+    k_pointer,
+    v_pointer,
+    grad_pointer,
+    logs_pointer,
+    products_pointer,
+    grad_k_pointer,
+    grad_v_pointer,
+    q_batch,
+    q_row,
+    q_head,
+    k_batch,
+    k_row,
+    k_head,
+    v_batch,
+    v_row,
+    v_head,
+    grad_batch,
+    grad_row,
+    grad_head,
+    num_rows,
+    num_heads,
+    window,
+    scale,
+    natural_scale,
+    repeats: tl.constexpr,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    query_size: tl.constexpr,
+    key_size: tl.constexpr,
+    upcast: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Gradients of keys and values ``[B, S, K, D]``; a program for each block of keys and key/value head."""
+    first, num_kv_heads = tl.program_id(0) * key_size, num_heads // repeats
+    batch = (tl.program_id(1) // num_kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(1) % num_kv_heads).to(tl.int64)
+    keys, columns = first + tl.arange(0, key_size), tl.arange(0, padded)
+    k_base = k_pointer + batch * k_batch + kv_head * k_head
+    v_base = v_pointer + batch * v_batch + kv_head * v_head
+    k = _load(k_base, keys, k_row, columns, num_rows, width, padded, True, upcast)
+    v = _load(v_base, keys, v_row, columns, num_rows, width, padded, True, upcast)
+    grad_k = tl.zeros([key_size, padded], tl.float32)
+    grad_v = tl.zeros([key_size, padded], tl.float32)
+    # queries that see some of the keys; those that see all of them
+    begin = first // query_size * query_size
+    end = tl.minimum(num_rows, first + key_size - 1 + window)
+    all_begin = tl.minimum(tl.cdiv(first + key_size - 1, query_size) * query_size, end)
+    all_end = tl.maximum(all_begin, tl.minimum(first + window, num_rows) // query_size * query_size)
+    for repeat in range(repeats):
+        head = kv_head * repeats + repeat
+        q_base = q_pointer + batch * q_batch + head * q_head
+        grad_base = grad_pointer + batch * grad_batch + head * grad_head
+        flat = (batch * num_heads + head) * num_rows
+        logs_base, products_base = logs_pointer + flat, products_pointer + flat
+        grad_k, grad_v = _meet_queries(
+            grad_k, grad_v, k, v, q_base, grad_base, logs_base, products_base, q_row, grad_row, keys, begin,
+            all_begin, window, num_rows, scale, width, padded, query_size, True, upcast, precision,
+        )  # fmt: skip
+        grad_k, grad_v = _meet_queries(
+            grad_k, grad_v, k, v, q_base, grad_base, logs_base, products_base, q_row, grad_row, keys,
+            all_begin, all_end, window, num_rows, scale, width, padded, query_size, False, upcast, precision,
+        )  # fmt: skip
+        grad_k, grad_v = _meet_queries(
+            grad_k, grad_v, k, v, q_base, grad_base, logs_base, products_base, q_row, grad_row, keys, all_end,
+            end, window, num_rows, scale, width, padded, query_size, True, upcast, precision,
+        )  # fmt: skip
+    target = (batch * num_rows * num_kv_heads + kv_head) * width
+    row = num_kv_heads * width
+    _store(grad_k_pointer + target, grad_k * natural_scale, keys, row, columns, num_rows, width)
+    _store(grad_v_pointer + target, grad_v, keys, row, columns, num_rows, width)
+
+
+@triton.jit
+def _meet_keys(
+    grad_q,
+    q,
+    grad,
+    logs,
+    products,
+    k_base,
+    v_base,
+    k_row,
+    v_row,
+    queries,
+    begin,
+    end,
+    window,
+    num_rows,
+    scale,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    size: tl.constexpr,
+    masked: tl.constexpr,
+    upcast: tl.constexpr,
+    precision: tl.constexpr,
+):
+    columns = tl.arange(0, padded)
+    for start in range(begin, end, size):
+        keys = start + tl.arange(0, size)
+        k = _load(k_base, keys, k_row, columns, num_rows, width, padded, masked, upcast)
+        v = _load(v_base, keys, v_row, columns, num_rows, width, padded, masked, upcast)
+        shares = tl.exp2(tl.dot(q, tl.trans(k), input_precision=precision) * scale - logs[:, None])
+        if masked:
+            shares = tl.where(_sees(queries[:, None], keys[None, :], window, num_rows), shares, 0.0)
+        grad_shares = tl.dot(grad, tl.trans(v), input_precision=precision)
+        grad_scores = shares * (grad_shares - products[:, None])
+        grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision=precision)
+    return grad_q
+
+
+@triton.jit
+def backward_queries(
+    q_pointer,
+    k_pointer,
+    v_pointer,
+    grad_pointer,
+    logs_pointer,
+    products_pointer,
+    grad_q_pointer,
+    q_batch,
+    q_row,
+    q_head,
+    k_batch,
+    k_row,
+    k_head,
+    v_batch,
+    v_row,
+    v_head,
+    grad_batch,
+    grad_row,
+    grad_head,
+    num_rows,
+    num_heads,
+    window,
+    scale,
+    natural_scale,
+    repeats: tl.constexpr,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    query_size: tl.constexpr,
+    key_size: tl.constexpr,
+    upcast: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Gradient of the queries ``[B, S, N, D]``; programs as in `forward`."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch, head = (tl.program_id(1) // num_heads).to(tl.int64), (tl.program_id(1) % num_heads).to(tl.int64)
+    first = block * query_size
+    queries, columns = first + tl.arange(0, query_size), tl.arange(0, padded)
+    k_base = k_pointer + batch * k_batch + (head // repeats) * k_head
+    v_base = v_pointer + batch * v_batch + (head // repeats) * v_head
+    q_base = q_pointer + batch * q_batch + head * q_head
+    grad_base = grad_pointer + batch * grad_batch + head * grad_head
+    q = _load(q_base, queries, q_row, columns, num_rows, width, padded, True, upcast)
+    grad = _load(grad_base, queries, grad_row, columns, num_rows, width, padded, True, upcast)
+    flat = tl.program_id(1).to(tl.int64) * num_rows
+    inside = queries < num_rows
+    logs = tl.load(logs_pointer + flat + queries, mask=inside, other=0.0)
+    products = tl.load(products_pointer + flat + queries, mask=inside, other=0.0)
+    grad_q = tl.zeros([query_size, padded], tl.float32)
+    begin = tl.maximum(0, first - window + 1) // key_size * key_size
+    end = tl.minimum(first + query_size, num_rows)
+    all_begin = tl.cdiv(tl.maximum(0, first + query_size - window), key_size) * key_size
+    all_begin = tl.minimum(tl.maximum(begin, all_begin), end)
+    all_end = tl.maximum(all_begin, first // key_size * key_size)
+    grad_q = _meet_keys(
+        grad_q, q, grad, logs, products, k_base, v_base, k_row, v_row, queries, begin, all_begin, window,
+        num_rows, scale, width, padded, key_size, True, upcast, precision,
+    )  # fmt: skip
+    grad_q = _meet_keys(
+        grad_q, q, grad, logs, products, k_base, v_base, k_row, v_row, queries, all_begin, all_end, window,
+        num_rows, scale, width, padded, key_size, False, upcast, precision,
+    )  # fmt: skip
+    grad_q = _meet_keys(
+        grad_q, q, grad, logs, products, k_base, v_base, k_row, v_row, queries, all_end, end, window,
+        num_rows, scale, width, padded, key_size, True, upcast, precision,
+    )  # fmt: skip
+    target = grad_q_pointer + (batch * num_rows * num_heads + head) * width
+    _store(target, grad_q * natural_scale, queries, num_heads * width, columns, num_rows, width)

@@ -1,0 +1,99 @@
+"""Attention goes by a path that can compute the shape, whatever is asked for; what was measured on a device
+counts there alone; and what cannot be is refused, or done otherwise with a line saying so."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from myriad.errors import BadInputError
+from myriad.kernels import attention_choice
+from myriad.kernels.attention import attention_by, attention_reference
+from myriad.kernels.attention_choice import (
+    AttentionShape,
+    Timed,
+    check_attention,
+    choose_attention,
+    fallback_attention,
+    hindrance,
+    read_times,
+)
+from myriad.kernels.attention_library import flex_attention_in
+
+HOPPER = AttentionShape("cuda", "bfloat16", 8192, 128)
+
+
+@pytest.fixture(params=[True, False], ids=["triton", "no triton"])
+def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(attention_choice, "_has_triton", lambda: request.param)
+    return request.param
+
+
+@given(
+    device=st.sampled_from(["cpu", "cuda"]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    sequence=st.integers(1, 300),
+    width=st.sampled_from([2, 20, 64, 80, 96, 128, 256, 512]),
+    window=st.integers(1, 400) | st.none(),
+    kernels=st.sampled_from(["auto", "plain", "triton"]),
+    deterministic=st.booleans(),
+)
+def test_every_shape_has_a_path_that_takes_it(
+    device, dtype, sequence, width, window, kernels, deterministic
+) -> None:
+    shape = AttentionShape(device, dtype, sequence, width, window, deterministic=deterministic)
+    path = choose_attention(shape, kernels).path
+    assert hindrance(path, shape) == ""
+    assert not (kernels == "plain" and path == "triton")
+
+
+def test_a_window_on_a_gpu_goes_by_a_kernel_that_skips_what_it_leaves_out(installed: bool) -> None:
+    shape = HOPPER._replace(window=512)
+    assert choose_attention(shape).path == ("triton" if installed else "varlen")
+    assert bool(fallback_attention("auto", shape)) is not installed
+    assert choose_attention(HOPPER._replace(window=8192)).path == "cudnn"
+    assert choose_attention(HOPPER._replace(deterministic=True)).path == "sdpa"
+
+
+def test_what_triton_cannot_do_is_refused_when_asked_to_insist(installed: bool) -> None:
+    odd = HOPPER._replace(width=72, window=512)
+    for shape in (odd, AttentionShape("cpu", "float32", 256, 64)):
+        with pytest.raises(BadInputError, match=r"attention by Triton"):
+            check_attention("triton", shape)
+        check_attention("auto", shape)
+    assert choose_attention(odd, "triton").path == "varlen"
+    assert "\n" not in fallback_attention("auto", odd)
+
+
+def test_what_was_measured_counts_on_that_device_and_shape_alone(tmp_path: Path) -> None:
+    row = ("NVIDIA H200", "bfloat16", 8192, 128, 512, "varlen")
+    file = tmp_path / "times.json"
+    file.write_text(json.dumps({"attention": [dict(zip(Timed._fields, row, strict=True))]}))
+    timed, shape = read_times(file), HOPPER._replace(window=512)
+    usual = choose_attention(shape).path
+    assert choose_attention(shape, timed=timed, name="NVIDIA H200").path == "varlen"
+    assert choose_attention(shape, timed=timed, name="NVIDIA H100").path == usual
+    assert choose_attention(shape._replace(sequence=4096), timed=timed, name="NVIDIA H200").path == usual
+    assert read_times(tmp_path / "none.json") == ()
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"attention": [{"path": "quick"}]}')
+    with pytest.raises(BadInputError, match="--choose"):
+        read_times(bad)
+
+
+@pytest.mark.parametrize("window", [1, 7, 40, 90])
+def test_paths_of_a_cpu_agree_with_the_formula(window: int) -> None:
+    q, k, v = torch.randn(2, 80, 4, 16), torch.randn(2, 80, 2, 16), torch.randn(2, 80, 2, 16)
+    expected = attention_reference(q, k, v, window)
+    shape = AttentionShape("cpu", "float32", 80, 16, window)
+    for path in ("sdpa", "windows", "masked"):
+        if not hindrance(path, shape):
+            torch.testing.assert_close(attention_by(path, q, k, v, window), expected)
+
+
+def test_the_mask_given_to_flex_attention_is_the_window() -> None:
+    q, k, v = torch.randn(1, 128, 2, 16), torch.randn(1, 128, 1, 16), torch.randn(1, 128, 1, 16)
+    torch.testing.assert_close(flex_attention_in(q, k, v, 9), attention_reference(q, k, v, 9))

@@ -1,0 +1,34 @@
+"""The attention kernels build for a Hopper GPU where there is none: a kernel that does not fit its shared
+memory, or whose block sizes spill registers, would be found on the first day of a cluster only."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+WANTED = [
+    "forward:128:bfloat16",
+    "backward_keys:128:bfloat16",
+    "backward_queries:128:bfloat16",
+    "forward:80:float16",
+]
+SHARED_BYTES = 227 * 1024
+"""Of a block on compute capability 9.0 (CUDA C++ Programming Guide, technical specifications)."""
+
+
+def test_kernels_compile_for_hopper_and_fit_it() -> None:
+    script = Path(__file__).with_name("attention_cubins.py")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    told = subprocess.run([sys.executable, script, *WANTED], capture_output=True, text=True, env=environment)
+    assert told.returncode == 0, told.stderr[-2000:]
+    found = [json.loads(line) for line in told.stdout.splitlines()]
+    assert len(found) == len(WANTED)
+    for one in found:
+        assert one["shared_bytes"] <= SHARED_BYTES, one
+        assert one["stack_bytes"] <= 256, one
+        assert one["tensor_core_products"] > 0, one
