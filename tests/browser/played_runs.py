@@ -116,7 +116,7 @@ def tell_repair(run: Run, began: float) -> None:
     """What a driver and the ranks write when a node breaks and is replaced."""
     blamed = {"rank": 41, "node": 5}
     beats = {"seconds_since_heartbeat": 10.4, "allowed_seconds": 10.0}
-    saved = {"seconds": 0.4, "bytes": 91 * 2**30, "verified": True}
+    saved = {"seconds": 0.4, "bytes": 91 * 2**30}
     silent = {
         **blamed,
         "cause": "node-lost",
@@ -126,7 +126,7 @@ def tell_repair(run: Run, began: float) -> None:
     }
     broken = {"node": 5, "verdict": "broken", "cause": "node-lost", "rule": "the node does not answer"}
     events: list[tuple[float, str, dict[str, Any]]] = [
-        (2.0, "checkpoint", {"step": 4, "tier": "memory", **saved}),
+        (2.0, "checkpoint", {"step": 4, **saved}),
         (4.0, "fault", silent),
         (4.1, "diagnosis", broken),
         (
@@ -135,7 +135,7 @@ def tell_repair(run: Run, began: float) -> None:
             {"node": 5, "machine": "gpu-0412", "rule": "a broken node leaves", "evidence": beats},
         ),
         (4.4, "restart", {"epoch": 2, "rule": "a spare takes its place"}),
-        (6.0, "checkpoint", {"step": 12, "tier": "disk", **saved}),
+        (6.0, "checkpoint", {"step": 12, **saved}),
     ]
     for after, event, fields in events:
         run.append_event(event, **{"time": began + STEP_SECONDS * after} | fields)

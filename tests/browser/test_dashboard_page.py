@@ -96,6 +96,7 @@ def test_a_hang_names_the_silent_rank_in_front(hung: Watch, tab: Tab) -> None:
     assert re.search(rf"{SILENT_RANK}\s+node 12\s.*\s{HANG_AT}\s", alarm.locator("tbody").inner_text())
     page.goto(f"{hung.address}/#/parallel?rank=106")
     page.locator("dd", has=page.locator(f"text='{SILENT_RANK}'")).wait_for()
+    assert re.search(r"Is in\s+(await |wait|exchange|reduce|gather|clip)", page.locator("dl").inner_text())
 
 
 def test_page_says_that_the_server_is_gone_and_comes_back_with_it(tmp_path: Path, tab: Tab) -> None:

@@ -1,6 +1,7 @@
 """If these fail, somebody trusts a checkpoint that is damaged, or removes the one that was needed."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from typer.testing import CliRunner, Result
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.store import save
 from myriad.cli.main import build_app
+from myriad.dashboard.checkpoints import Checkpoints
+from myriad.dashboard.run_files import RunFiles
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import load_job
 from myriad.model.rectangle import Rectangle
@@ -63,6 +66,31 @@ def test_the_list_says_step_time_and_size_and_reads_every_byte_when_asked(run, c
     assert [row["state"] for row in rows] == ["verified", "damaged", "verified"]
     shown = command("list", run.path, "--verify").stdout
     assert "damaged" in shown and "step-20/__0_0.distcp: chunk 2 (progress" in shown
+
+
+def test_the_page_shows_what_is_there_and_what_is_not_whole(run):
+    assert [(row["step"], row["tier"], row["state"]) for row in Checkpoints(RunFiles(run)).newest()] == [
+        (step, "storage", "complete") for step in (10, 20, 30)
+    ]
+    (path,) = CheckpointFolder(run.checkpoints_path).of_step(20).glob("*.distcp")
+    os.truncate(path, path.stat().st_size - 1)
+    page = Checkpoints(RunFiles(run))
+    rows = page.newest()
+    assert [row["state"] for row in rows] == ["complete", "damaged", "complete"]
+    assert rows[0]["bytes"] > 0 and "bytes instead of" in rows[1]["problems"][0]
+    (run.checkpoints_path / "step-30" / "manifest.json").unlink()
+    assert page.newest() == rows, "a folder is not looked at for every question"
+
+
+def test_of_checkpoints_that_are_elsewhere_the_page_shows_what_the_run_told(tmp_path):
+    run = Run(tmp_path / "run")
+    run.create_or_resume(load_job("tiny", ["checkpoint.url=s3://bucket/run"]))
+    run.append_event("checkpoint", step=10, path="step-10", seconds=0.1, bytes=77)
+    run.append_event("checkpoint", step="x", bytes=[])
+    files = RunFiles(run)
+    files.poll()
+    (row,) = Checkpoints(files).newest()
+    assert (row["step"], row["tier"], row["state"], row["bytes"]) == (10, "storage", "complete", 77)
 
 
 def test_verify_names_every_bad_chunk_and_fails(run, command):

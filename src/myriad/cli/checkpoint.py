@@ -45,53 +45,14 @@ def _list(
     json: _Json = False,
 ) -> None:
     """Show a run's checkpoints: step, time, size, where they are, and whether they are whole."""
+    from myriad.checkpoint.listing import list_checkpoints
+
     path = existing_run(run)
-    folder = _folder_of(path)
-    rows = [_row(folder.at_step(step), step, verify) for step in folder.steps()]
-    rows += [_unfinished_row(folder.at_step(step), step) for step in folder.unfinished()]
-    rows += [_damaged_row(folder, step) for step in folder.damaged()]
-    rows += _rows_in_memory(path)
-    rows.sort(key=lambda row: row["step"])
+    rows = list_checkpoints(path, _folder_of(path), every_byte=verify)
     if json:
         typer.echo(json_format.dumps({"run": run, "checkpoints": rows}))
     else:
         _show_rows(run, rows)
-
-
-def _row(checkpoint: "Checkpoint", step: int, every_byte: bool) -> dict[str, Any]:
-    from myriad.checkpoint.folder import verify
-
-    problems = verify(checkpoint, sizes_only=not every_byte)
-    state = "damaged" if problems else "verified" if every_byte else "complete"
-    row = {"step": step, "tier": "storage", "path": checkpoint.where, "state": state, "problems": problems}
-    try:
-        manifest = checkpoint.manifest()
-    except (OSError, ValueError):
-        return row | {"time": None, "bytes": None}
-    return row | {"time": manifest.time, "bytes": manifest.num_bytes}
-
-
-_NOTHING_KNOWN: dict[str, Any] = {"problems": [], "time": None, "bytes": None}
-
-
-def _unfinished_row(checkpoint: "Checkpoint", step: int) -> dict[str, Any]:
-    return {"step": step, "tier": "storage", "path": checkpoint.where, "state": "unfinished"} | _NOTHING_KNOWN
-
-
-def _damaged_row(folder: "CheckpointFolder", step: int) -> dict[str, Any]:
-    path = folder.at_damaged(step).where
-    return {"step": step, "tier": "storage", "path": path, "state": "set aside"} | _NOTHING_KNOWN
-
-
-def _rows_in_memory(run: Path) -> list[dict[str, Any]]:
-    """What this machine's keeper has of the run; it lives while the run does, and a while longer."""
-    from myriad.checkpoint.keeper_client import list_in_memory
-
-    return [
-        {"step": step, "tier": "memory", "path": None, "state": "complete", "problems": []}
-        | {"time": None, "bytes": num_bytes}
-        for step, num_bytes in list_in_memory(run)
-    ]
 
 
 def _show_rows(run: str, rows: Sequence[dict[str, Any]]) -> None:

@@ -33,16 +33,18 @@ def is_at_work(run: Run, *, sends: bool = False) -> bool:
 
 def executors_write(folder: Path) -> bool | None:
     """``None``: there are no files of theirs."""
-    ages = []
+    ages, names = list[float](), list[str]()
     with suppress(OSError):
-        for name in [one for one in os.listdir(folder) if _NAME.fullmatch(one)][:_MOST_FILES]:
+        names = [one for one in os.listdir(folder) if _NAME.fullmatch(one)]
+    for name in names[:_MOST_FILES]:
+        with suppress(OSError):
             ages.append(time.time() - _changed(folder / name))
     return any(-_MOST_AHEAD_SECONDS < age < _FRESH_SECONDS for age in ages) if ages else None
 
 
 def _changed(path: Path) -> float:
     """Opened: a file that another machine writes is only then looked at anew (NFS)."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         return os.fstat(handle).st_mtime
     finally:

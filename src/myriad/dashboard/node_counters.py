@@ -56,7 +56,7 @@ class NodeCounters:
         return sorted(found)[:_MOST_NODES]
 
     def _read(self, node: int, path: Path) -> NodeLook | None:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             status = os.fstat(handle)
             known = self._heads.get(node)

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from myriad.dashboard.at_work import is_at_work
+from myriad.dashboard.checkpoints import Checkpoints
 from myriad.dashboard.insight.ranks import Ranks
 from myriad.dashboard.insight.state import State, run_state
+from myriad.dashboard.node_counters import NodeCounters
 from myriad.dashboard.plan import Plan
+from myriad.dashboard.rarely import Rarely
 from myriad.dashboard.run_files import RunFiles, number
 from myriad.dashboard.store.heat import HeatMap
 from myriad.dashboard.store.span_store import SpanStore
@@ -27,6 +30,7 @@ Account = Callable[[], Mapping[str, Any]]
 MakePlan = Callable[["Job"], Plan]
 """Raises `MyriadError` for a job that the cluster cannot hold."""
 _RECENT_STEPS = 20
+_NODES_SECONDS = 2.0
 _ACCOUNT_SECONDS, _ACCOUNT_TIMES = 1.0, 20.0
 
 
@@ -51,7 +55,8 @@ class Watched:
         self._account: Mapping[str, Any] = {}
         self._account_due, self._account_lock = 0.0, threading.Lock()
         self.ranks = self.files.ranks
-        self.heat = HeatMap(self.store, self.ranks)
+        self.heat, self.checkpoints = HeatMap(self.store, self.ranks), Checkpoints(self.files)
+        self.node_looks = Rarely(NodeCounters(self.files.run.counters_path).newest, _NODES_SECONDS)
         if self.make_plan is not None:
             self.plan = self.make_plan(self.files.job)
 

@@ -1,5 +1,7 @@
 """If these fail, Prometheus finds nothing at a run's page, or the page asks for what cannot be."""
 
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from myriad.errors import BadInputError, RunFailedError
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.telemetry.batch import SpanBatch
+from myriad.telemetry.counters import LINK_FIELDS, CounterFile, Sample
 from myriad.telemetry.records import RECORD
 
 
@@ -110,6 +113,17 @@ def test_a_wrong_question_reaches_no_run(watched: Watched, body: bytes) -> None:
 
     answer = client_of(watched, trace).post("/api/trace", content=body)
     assert answer.status_code == 400 and len(answer.json()["error"]) < 300
+
+
+def test_a_node_whose_ranks_say_nothing_is_heard_of_while_its_executor_lives(watched: Watched) -> None:
+    """In a hang no rank tells anything, and no node is lost by that."""
+    folder = watched.files.run.counters_path
+    folder.mkdir()
+    os.mkfifo(folder / "node-0.jsonl")
+    numbers = Sample(time.time(), {"eth0": (0,) * len(LINK_FIELDS)}, (0, 0), {})
+    CounterFile(folder / "node-1.jsonl", {}).append([numbers])
+    silent, alive = client_of(watched).get("/api/faults").json()["nodes"]
+    assert silent["heartbeat_seconds_ago"] > 1e6 and alive["heartbeat_seconds_ago"] < 60
 
 
 def test_a_trace_can_be_taken_along_and_nothing_else_can(watched: Watched) -> None:

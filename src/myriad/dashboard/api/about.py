@@ -1,6 +1,7 @@
 """The run as a whole: what it is, how it goes, what happened."""
 
 import re
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -123,11 +124,7 @@ def faults(watched: Watched, query: Mapping[str, str]) -> dict[str, Any]:
         "decisions": [_decision(event) for event in decided[-_MOST_EVENTS:]],
         "evictions": of_kind["eviction"],
         "diagnoses": of_kind["diagnosis"],
-        "checkpoints": [
-            {key: event.get(key) for key in ("time", "step", "tier", "verified", "bytes", "seconds")}
-            for event in watched.files.events
-            if event.get("event") == "checkpoint"
-        ][-_MOST_EVENTS:],
+        "checkpoints": watched.checkpoints.newest(),
     }
 
 
@@ -137,14 +134,15 @@ def _decision(event: Record) -> dict[str, Any]:
 
 
 def _nodes(watched: Watched, decided: list[Record]) -> list[dict[str, Any]]:
-    """A node was last heard of when the newest span of its ranks ended."""
+    """A node was last heard of when the newest span of its ranks ended, or when its executor last counted
+    what its links carry, as it does each second whatever ranks do."""
     ranks, ends = watched.ranks, watched.store.last_end_ns
-    now, health = watched.quiet_seconds + float(ends.max()) * 1e-9, _health(decided)
+    looks, now, health = watched.node_looks(), time.time(), _health(decided)
     nodes = []
     for node in range(-(-ranks.world // ranks.node_size)):
         members = ranks.ranks_of_node(node)
-        newest = int(ends[members].max())
-        ago = None if newest < 0 else max(0.0, now - newest * 1e-9)
+        heard = [int(ends[members].max()) * 1e-9, looks[node].time if node in looks else -1.0]
+        ago = None if max(heard) < 0 else max(0.0, now - max(heard))
         span = [int(members[0]), int(members[-1])]
         nodes.append(
             {

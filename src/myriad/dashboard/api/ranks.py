@@ -28,6 +28,7 @@ def rank(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[s
         "groups": {axis: ranks.group(number, axis).tolist() for axis in ("tp", "pp", "dp")},
         "waits_for": [] if still is None else still.waits_for(number),
         "silent": still is not None and number in still.silent,
+        "is_in": _is_in(still, number),
         "last_entered": _last_entered(watched, number),
     }
 
@@ -42,6 +43,7 @@ def silent(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict
             "rank": number,
             "node": int(watched.ranks.node[number]),
             "waited_for_by": still.blamed[number],
+            "is_in": _is_in(still, number),
             "last_entered": _last_entered(watched, number),
         }
         for number in _furthest_behind(watched, still)[:_MOST_SILENT]
@@ -66,6 +68,13 @@ def _furthest_behind(watched: Watched, still: Standstill) -> list[int]:
     sharers = watched.ranks.sharers
     least = np.repeat(done.reshape(-1, sharers).min(axis=1), sharers)
     return [number for number in still.silent if done[number] == least[number]]
+
+
+def _is_in(still: Standstill | None, number: int) -> str | None:
+    """What it has begun and not ended, as its program says; known when nothing moves any more."""
+    if still is None:
+        return None
+    return "between two steps" if (action := still.action(number)) is None else str(action).replace("_", " ")
 
 
 def _last_entered(watched: Watched, number: int) -> dict[str, Any] | None:

@@ -81,11 +81,15 @@ function Told({ events = [], nothing }) {
 
 const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 2));
 
+const WHOLE = new Set(["complete", "verified"]);
+
+/** Read back and compared when they were written; all of a complete one is still there. */
 function Checkpoints({ checkpoints }) {
   if (!checkpoints.length) return html`<p class="dim">None yet.</p>`;
   return html`
-    <table><thead><tr><th class="n">Step</th><th>Tier</th><th>Verified</th><th class="n">Size</th></tr></thead>
+    <table><thead><tr><th class="n">Step</th><th>Tier</th><th>State</th><th class="n">Size</th></tr></thead>
       <tbody>${[...checkpoints].reverse().map((one) => html`
-        <tr key=${`${one.step} ${one.tier}`}><td class="n">${count(one.step)}</td><td>${one.tier ?? "–"}</td>
-          <td>${one.verified === true ? "✓ yes" : one.verified === false ? "▲ no" : "not yet"}</td><td class="n">${bytes(one.bytes)}</td></tr>`)}</tbody></table>`;
+        <tr key=${`${one.step} ${one.tier} ${one.state}`} class=${one.state === "damaged" ? "bad" : ""} title=${one.problems?.join("; ")}>
+          <td class="n">${count(one.step)}</td><td>${one.tier}</td>
+          <td>${WHOLE.has(one.state) ? "✓" : "▲"} ${one.state}</td><td class="n">${bytes(one.bytes)}</td></tr>`)}</tbody></table>`;
 }

@@ -52,11 +52,11 @@ function Silent({ silent, run }) {
   return html`
     <div class="card alarm" role="status">
       <h2>${silent.length === 1 ? `Rank ${silent[0].rank} is silent` : `${plural(silent.length, "rank")} are silent`} while others wait</h2>
-      <table><thead><tr><th class="n">Rank</th><th>Node</th><th>Place</th><th>Last finished</th><th class="n">Step</th><th class="n">Ago</th><th class="n">Waited for by</th></tr></thead>
+      <table><thead><tr><th class="n">Rank</th><th>Node</th><th>Place</th><th>Is in</th><th>Last finished</th><th class="n">Step</th><th class="n">Ago</th><th class="n">Waited for by</th></tr></thead>
         <tbody>${silent.slice(0, 20).map((one) => html`
           <tr key=${one.rank}><td class="n"><a href=${hrefOf("parallel", { rank: one.rank })}>${one.rank}</a></td>
             <td>${run.nodes[Math.floor(one.rank / run.node_size)]}</td><td>${placeOf(run.layout, one.rank)}</td>
-            <td>${one.last_entered?.name ?? "nothing"}</td><td class="n">${count(one.last_entered?.step)}</td>
+            <td>${one.is_in}</td><td>${one.last_entered?.name ?? "nothing"}</td><td class="n">${count(one.last_entered?.step)}</td>
             <td class="n">${seconds(one.last_entered?.seconds_ago)}</td>
             <td class="n">${plural(one.waited_for_by ?? 0, "rank")}</td></tr>`)}</tbody></table>
     </div>`;
@@ -67,6 +67,7 @@ function Facts({ run, rank, about }) {
   const rows = [
     ["Node", run.nodes[Math.floor(rank / run.node_size)]],
     ["Place", placeOf(run.layout, rank)],
+    ["Is in", about?.is_in ?? (run.state === "hangs" ? "not known" : "known when the run hangs")],
     ["Last finished", last ? `${last.name}, step ${count(last.step)}, ${seconds(last.seconds_ago)} ago` : "nothing yet"],
     ["Waits for", about?.waits_for?.length ? html`<${Chips} ranks=${about.waits_for} rank=${rank} />` : "nobody"],
     ["Silent", about?.silent ? "yes: others wait, and it entered nothing" : "no"],

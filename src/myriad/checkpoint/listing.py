@@ -1,0 +1,52 @@
+"""What a run has saved, as people ask for it: on storage, half written, set aside, and in memory."""
+
+from pathlib import Path
+from typing import Any
+
+from myriad.checkpoint.folder import Checkpoint, CheckpointFolder, verify
+from myriad.checkpoint.keeper_client import list_in_memory
+
+__all__ = ["Row", "list_checkpoints"]
+
+Row = dict[str, Any]
+"""``step``, ``tier`` (storage, memory), ``path``, ``state`` (verified, complete, damaged, unfinished, set
+aside), ``problems``, ``time``, ``bytes``."""
+_NOTHING_KNOWN: Row = {"problems": [], "time": None, "bytes": None}
+
+
+def list_checkpoints(run: Path, folder: CheckpointFolder, *, every_byte: bool = False) -> list[Row]:
+    """By step. ``run``: its folder; ``folder``: where it saves; ``every_byte``: of all, not of sizes only."""
+    rows = [_complete(folder.at_step(step), step, every_byte) for step in folder.steps()]
+    rows += [_unfinished(folder.at_step(step), step) for step in folder.unfinished()]
+    rows += [_set_aside(folder, step) for step in folder.damaged()]
+    rows += _in_memory(run)
+    return sorted(rows, key=lambda row: int(row["step"]))
+
+
+def _complete(checkpoint: Checkpoint, step: int, every_byte: bool) -> Row:
+    problems = verify(checkpoint, sizes_only=not every_byte)
+    state = "damaged" if problems else "verified" if every_byte else "complete"
+    row = {"step": step, "tier": "storage", "path": checkpoint.where, "state": state, "problems": problems}
+    try:
+        manifest = checkpoint.manifest()
+    except (OSError, ValueError):
+        return row | {"time": None, "bytes": None}
+    return row | {"time": manifest.time, "bytes": manifest.num_bytes}
+
+
+def _unfinished(checkpoint: Checkpoint, step: int) -> Row:
+    return {"step": step, "tier": "storage", "path": checkpoint.where, "state": "unfinished"} | _NOTHING_KNOWN
+
+
+def _set_aside(folder: CheckpointFolder, step: int) -> Row:
+    path = folder.at_damaged(step).where
+    return {"step": step, "tier": "storage", "path": path, "state": "set aside"} | _NOTHING_KNOWN
+
+
+def _in_memory(run: Path) -> list[Row]:
+    """What this machine's keepers have of the run; they live while the run does, and a while longer."""
+    return [
+        {"step": step, "tier": "memory", "path": None, "state": "complete", "problems": []}
+        | {"time": None, "bytes": num_bytes}
+        for step, num_bytes in list_in_memory(run)
+    ]
