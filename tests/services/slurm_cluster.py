@@ -66,7 +66,8 @@ def missing() -> str | None:
 class SlurmCluster:
     """Nodes n0, n1, ..."""
 
-    def __init__(self, path: Path, num_nodes: int) -> None:
+    def __init__(self, path: Path, num_nodes: int, topology: str | None = None) -> None:
+        """``topology``: what topology.conf says; off: there is none."""
         self.path, self.names = path, [f"n{number}" for number in range(num_nodes)]
         (path / "state").mkdir(parents=True)
         host = socket.gethostname().partition(".")[0]
@@ -75,7 +76,11 @@ class SlurmCluster:
             for name in self.names
         )
         self._conf = path / "slurm.conf"
-        self._conf.write_text(_CONF.format(host=host, port=free_port(), path=path, nodes=nodes))
+        text = _CONF.format(host=host, port=free_port(), path=path, nodes=nodes)
+        if topology is not None:
+            (path / "topology.conf").write_text(topology)
+            text += "TopologyPlugin=topology/tree\n"
+        self._conf.write_text(text)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @property

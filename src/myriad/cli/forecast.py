@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from myriad.job import Job
     from myriad.planner.cluster import Cluster
     from myriad.planner.costs import Costs
+    from myriad.planner.fabric_outlook import FabricOutlook
     from myriad.planner.outlook import Outlook, RankOutlook
     from myriad.planner.work import Work
     from myriad.telemetry.spans import Span
 
-__all__ = ["Wanted", "costs_of", "forecast", "predict_step"]
+__all__ = ["Wanted", "costs_of", "forecast", "nodes_of", "predict_step"]
 
 _MOST_ROWS = 32
 _MOST_JITTER = 0.5
@@ -41,6 +42,7 @@ class Wanted:
     jitter: float
     seed: int
     network: WantedNetwork
+    fabric: bool
     as_json: bool
 
 
@@ -57,12 +59,16 @@ def forecast(wanted: Wanted) -> None:
     if wanted.spans is not None:
         _check_folder(wanted.spans)
     found, ranks, effect = _predict(wanted, job, cluster)
+    on_fabric = _on_fabric(wanted, job, cluster) if wanted.fabric else None
     written = _write(wanted, job, cluster, found, ranks)
     if wanted.as_json:
         network = {} if effect is None else {"network": effect.as_json()}
-        typer.echo(json.dumps(_as_json(job, cluster, found, written) | network))
+        fabric = {} if on_fabric is None else {"fabric": on_fabric.as_json()}
+        typer.echo(json.dumps(_as_json(job, cluster, found, written) | network | fabric))
     else:
-        _print(job, cluster, found, written, [] if effect is None else list(effect.lines(found)))
+        lines = [] if effect is None else list(effect.lines(found))
+        lines += [] if on_fabric is None else [_fabric_line(on_fabric)]
+        _print(job, cluster, found, written, lines)
 
 
 def predict_step(name: str, overrides: Sequence[str], cluster: "Cluster") -> tuple["Job", float]:
@@ -117,6 +123,37 @@ def _predict(
     if events is not None:
         effect = NetworkEffect(events, prediction.seconds, given(spans=False).seconds)
     return outlook(costs, prediction, memory, fits), predicted_spans(prediction, job.layout), effect
+
+
+def _on_fabric(wanted: Wanted, job: "Job", cluster: "Cluster") -> "FabricOutlook":
+    """Of the nodes in the job's own order, under draws of the hashes."""
+    from myriad.planner.fabric_outlook import OnFabric
+    from myriad.planner.rescore import Simulations
+    from myriad.planner.simulator import simulate
+    from myriad.planner.stragglers import slower_lanes
+
+    slower = slower_lanes(wanted.stragglers, job.layout, cluster.accelerators_per_node)
+
+    events = wanted.network.events(job, cluster)
+    given = partial(simulate, slower=slower, jitter=wanted.jitter, seed=wanted.seed, spans=False)
+
+    def disturbed(costs: "Costs") -> float:
+        return given(costs, network=events).seconds
+
+    judge = disturbed if slower or wanted.jitter or events else Simulations().without_saves
+    on_fabric = OnFabric(cluster, judge, first_seed=wanted.seed)
+    return on_fabric.outlook(on_fabric.tenant(costs_of(job, cluster)), nodes_of(job, cluster))
+
+
+def nodes_of(job: "Job", cluster: "Cluster") -> Sequence[int] | None:
+    """In the job's own order, where it has one."""
+    order = job.comm.node_order
+    if order is None:
+        return None
+    if len(order) * cluster.accelerators_per_node != job.layout.world or len(order) > cluster.nodes:
+        allowed = f"nodes of {cluster.name}, with {cluster.accelerators_per_node} ranks each"
+        raise BadInputError("comm.node_order", f"{len(order)} nodes", allowed)
+    return order
 
 
 def _work_of(job: "Job", cluster: "Cluster") -> "Work":
@@ -203,6 +240,11 @@ def _print(
         console.print(Text(line), soft_wrap=True)
     for path in written:
         console.print(str(path), soft_wrap=True)
+
+
+def _fabric_line(one: "FabricOutlook") -> str:
+    line = f"on its switches, {len(one.seconds)} draws of their hashes: p50 {_seconds(one.p50)}, "
+    return line + f"p95 {_seconds(one.p95)}; the slowest ring at {one.ring:.2f} of its ports' rate"
 
 
 def _others(found: "Outlook") -> float:

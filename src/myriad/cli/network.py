@@ -4,11 +4,17 @@ from types import ModuleType
 
 import typer
 
-from myriad.cli import network_congestion, network_ecmp, network_flap, network_tune
+from myriad.cli import network_congestion, network_ecmp, network_flap, network_place, network_tune
 
 __all__ = ["register"]
 
-_VERBS: tuple[ModuleType, ...] = (network_congestion, network_ecmp, network_flap, network_tune)
+_VERBS: tuple[ModuleType, ...] = (
+    network_ecmp,
+    network_congestion,
+    network_flap,
+    network_place,
+    network_tune,
+)
 
 
 def register(app: typer.Typer) -> None:

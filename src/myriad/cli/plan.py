@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from myriad.cli.plan_question import Asked
+    from myriad.planner.fabric_outlook import OnFabric
     from myriad.planner.questions import Progress
+    from myriad.planner.rescore import Simulations
+    from myriad.planner.space import Problem
 
 __all__ = ["plan", "register"]
 
@@ -67,6 +70,13 @@ def plan(
             metavar="node=N:1.1x", help="A node known to be slower: it is placed where it hurts least."
         ),
     ] = None,
+    fabric: Annotated[
+        bool,
+        typer.Option(
+            "--fabric",
+            help="Also on the cluster's switches: p50 and p95 over draws of their hashes, and nodes by that.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="Write the best plan: `myriad train` takes it.")
     ] = None,
@@ -96,8 +106,14 @@ def plan(
     if measure:
         cluster = _this_machine(context, cluster)
     if job is None:
-        unread = {"--gpus": gpus, "--what-if": what_if, "--days": days, "--straggler": straggler}
-        _measure_alone(context, out, unread | {"--picture": picture}, measure=measure, as_json=as_json)
+        unread: dict[str, object] = {
+            "--gpus": gpus,
+            "--what-if": what_if,
+            "--days": days,
+            "--straggler": straggler,
+        }
+        unread |= {"--picture": picture, "--fabric": fabric}
+        _measure_alone(context, out, unread, measure=measure, as_json=as_json)
         return
     wanted = Wanted.read(context, job, cluster, gpus, what_if, straggler)
     if out is not None:
@@ -107,7 +123,8 @@ def plan(
     if days is not None and not 0 < days < math.inf:
         raise BadInputError("--days", days, "more than 0")
     if days is not None or wanted.is_range:
-        for option, given in (("--out", out), ("--picture", picture), ("--straggler", straggler)):
+        of_one = (("--out", out), ("--picture", picture), ("--straggler", straggler), ("--fabric", fabric))
+        for option, given in of_one:
             if given:
                 told_of = "of one number of accelerators: without --days, and --gpus is no range"
                 raise BadInputError(option, str(given), told_of)
@@ -117,7 +134,7 @@ def plan(
     elif len(asked.sizes) > 1:
         told = _curve(asked, objective, console)
     else:
-        told = _best(asked, objective, top, (out, picture), console)
+        told = _best(asked, objective, top, (out, picture), console, fabric=fabric)
     if as_json:
         typer.echo(json.dumps(told, ensure_ascii=False))
 
@@ -152,6 +169,8 @@ def _best(
     top: int,
     files: tuple[Path | None, Path | None],
     console: "Console | None",
+    *,
+    fabric: bool,
 ) -> dict[str, Any]:
     from myriad.cli.plan_answer import tell
     from myriad.cli.plan_job import as_written, job_of, problem_of, write_plan
@@ -159,6 +178,7 @@ def _best(
     from myriad.planner.rescore import Simulations
 
     simulations, problem = Simulations(), problem_of(asked.job, asked.cluster)
+    on_fabric = _fabric_of(problem, simulations) if fabric else None
     with _bar(quiet=console is None) as progress:
         found = answer(problem, objective=objective, simulations=simulations, progress=progress)
         before = None
@@ -173,6 +193,7 @@ def _best(
             simulations=simulations,
             slower=asked.slower,
             top=top,
+            on_fabric=on_fabric,
         )
     out, picture = files
     best = found.plans[0]
@@ -184,6 +205,12 @@ def _best(
     if console is not None:
         told.show(console, [str(path) for path in files if path is not None])
     return told.as_json()
+
+
+def _fabric_of(problem: "Problem", simulations: "Simulations") -> "OnFabric":
+    from myriad.planner.fabric_outlook import OnFabric
+
+    return OnFabric(problem.cluster, simulations.seconds)
 
 
 def _curve(asked: "Asked", objective: str, console: "Console | None") -> dict[str, Any]:

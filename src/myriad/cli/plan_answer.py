@@ -24,7 +24,13 @@ from myriad.recipes.cluster import scale_cluster
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from myriad.cli.plan_fabric import OnSwitches
+    from myriad.planner.fabric_outlook import OnFabric
+
 __all__ = ["Told", "tell"]
+
+_MOST_NODES = 128
+"""Of an order that are printed."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class Told:
     helps: Sequence[Help]
     placement: Placement | None
     top: int
+    switches: "OnSwitches | None" = None
+    """With --fabric."""
 
     @property
     def problem(self) -> Problem:
@@ -83,6 +91,8 @@ class Told:
         show_ranking(console, self.problem, self.ranking(), steps, title=f"best for {steps} steps")
         show_waterfalls(console, self.parts, self.near)
         show_helps(console, self.best.seconds, [(one.what, one.seconds) for one in self.helps])
+        if self.switches is not None:
+            self.switches.show(console)
         self._show_placement(console)
         console.print("time against memory: · layouts that none beats in both, ● the plan", style="bold")
         for line in pareto_text(self._front(), self._point(self.best.candidate)):
@@ -101,7 +111,10 @@ class Told:
             return
         gain = 1 - placed.seconds / placed.plain_seconds
         console.print(f"comm.node_order, the nodes in the order that ranks fill ({gain:.1%} quicker):")
-        console.print(" ".join(map(str, placed.order)), highlight=False)
+        console.print(" ".join(map(str, placed.order[:_MOST_NODES])), highlight=False)
+        if len(placed.order) > _MOST_NODES:
+            more = f"... and {len(placed.order) - _MOST_NODES:,} more: --out and --json have all"
+            console.print(more, highlight=False)
 
     def picture(self) -> str:
         """Time against memory, as SVG."""
@@ -132,6 +145,7 @@ class Told:
             "neighbours": [{"with": what, "waterfall": dict(parts)} for what, parts in self.near],
             "would_help": [{"what": one.what, "seconds": one.seconds} for one in self.helps],
             "node_order": None if self.placement is None else list(self.placement.order),
+            **({} if self.switches is None else {"fabric": self.switches.as_json()}),
             "front": [
                 {"memory_bytes": memory, "seconds": seconds, "layout": words}
                 for memory, seconds, words in self._front()
@@ -157,6 +171,7 @@ def tell(
     simulations: Simulations,
     slower: dict[int, float],
     top: int,
+    on_fabric: "OnFabric | None" = None,
 ) -> Told:
     """Everything there is to say."""
     answer = _checked(job, answer)
@@ -168,7 +183,7 @@ def tell(
             fits = judge(problem, candidate).fits >= FITS
             told = what if fits else f"{what}: does not fit"
             near.append((told, waterfall(problem, candidate, simulations)))
-    return Told(
+    told = Told(
         job=job,
         answer=answer,
         before=None if before is None else before.plans[0],
@@ -176,9 +191,15 @@ def tell(
         parts=parts,
         near=near,
         helps=[*helps(problem, best, parts, simulations), *_more_memory(problem, best, simulations)],
-        placement=_placed(problem, best, slower),
+        placement=None if on_fabric else _placed(problem, best, slower),
         top=top,
     )
+    if on_fabric is None:
+        return told
+    from myriad.cli.plan_fabric import on_switches
+
+    switches = on_switches(on_fabric, problem, told.ranking(), slower)
+    return replace(told, switches=switches, placement=switches.placement)
 
 
 def _checked(job: Job, answer: Answer) -> Answer:

@@ -38,7 +38,10 @@ def _report(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="CLUSTER", help="Beside each loss, what is predicted on this cluster."),
+        typer.Option(
+            metavar="CLUSTER",
+            help="Beside each loss, what is predicted on this cluster; and ranks on its switches.",
+        ),
     ] = None,
     without: Annotated[
         str | None,
@@ -72,11 +75,11 @@ def _report(
     folder = Run(existing_run(run))
     facts, look = facts_of(folder), RunWatch(folder).look()
     ranks = ranks_asked(without, look)
-    predicted = None if cluster is None else _predicted(look, cluster)
+    predicted, placement = (None, "") if cluster is None else _predicted(look, cluster)
     path = facts.run.report_path if out is None else out
     told = f"the page: {path}"
     try:
-        write_whole(path, page(facts, span_parts(look, predicted, ranks)))
+        write_whole(path, page(facts, [*span_parts(look, predicted, ranks), placement]))
     except OSError as error:
         if out is not None:
             raise BadInputError("--out", str(out), f"cannot be written: {error.strerror}") from None
@@ -88,13 +91,17 @@ def _report(
         _show(facts, look, told)
 
 
-def _predicted(look: "Look", name: str) -> "Losses":
+def _predicted(look: "Look", name: str) -> "tuple[Losses, str]":
+    """Losses, and the picture of the run's placement."""
     from myriad.cli.forecast import costs_of
     from myriad.cli.measure import cluster_path
+    from myriad.cli.report_placement import placement_parts
     from myriad.dashboard.insight.predicted import predicted_losses
     from myriad.recipes.cluster import load_cluster
 
-    return predicted_losses(costs_of(look.job, load_cluster(cluster_path(name))))
+    cluster = load_cluster(cluster_path(name))
+    losses = predicted_losses(costs_of(look.job, cluster))
+    return losses, "\n".join(placement_parts(look.job, cluster))
 
 
 def save_report(run: "Run") -> None:

@@ -84,6 +84,12 @@ def simulate(
             metavar="TxR[:adaptive]", help="NCCL_IB_TIMEOUT and NCCL_IB_RETRY_CNT, for --flap; off: 20x7."
         ),
     ] = None,
+    fabric: Annotated[
+        bool,
+        typer.Option(
+            "--fabric", help="Also on the cluster's switches: p50 and p95 over draws of their hashes."
+        ),
+    ] = False,
     jitter: Annotated[
         float, typer.Option(help="Standard deviation of each compute's time, as a share of it; 0: none.")
     ] = 0.0,
@@ -121,7 +127,7 @@ def simulate(
         check_picture("--out", out)
     overrides = OverrideCommand.of(context)
     of_one: dict[str, object] = {"spans": spans, "full": full, "straggler": straggler, "jitter": jitter}
-    of_one |= {"flap": flap, "congested": congested, "timers": timers}
+    of_one |= {"flap": flap, "congested": congested, "timers": timers, "fabric": fabric}
     if weeks is not None:
         from myriad.cli.weeks import WantedWeeks, simulate_weeks
 
@@ -146,10 +152,8 @@ def simulate(
         from myriad.cli.forecast_network import WantedNetwork
 
         network = WantedNetwork(tuple(flap or ()), tuple(congested or ()), timers)
-        stragglers = straggler or []
-        forecast(
-            Wanted(job, overrides, cluster, out, spans, full, stragglers, jitter, seed, network, as_json)
-        )
+        of_all = (out, spans, full, straggler or [], jitter, seed, network, fabric, as_json)
+        forecast(Wanted(job, overrides, cluster, *of_all))
         return
     if not program or cluster is not None:
         raise BadInputError("--program", program, "either --cluster CLUSTER, to predict, or --program")

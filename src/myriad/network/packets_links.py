@@ -8,8 +8,8 @@ is not modelled, it happens.
 
 A packet that leaves more than Kmin in its queue is marked with the probability of the settings, by the queue
 of that moment (as in HPCC's simulator, switch-node.cc: a mark does not wait in the queue that it tells of,
-which is what ECN has over delay: Zhu et al., CoNEXT 2016). One that the buffer has no room for is dropped. One
-that is being sent while the link is down, or that chance picks, is lost on the wire.
+which is what ECN has over delay: Zhu et al., CoNEXT 2016). One that the buffer has no room for is dropped.
+One that is being sent while the link is down, or that chance picks, is lost on the wire.
 """
 
 from typing import Any

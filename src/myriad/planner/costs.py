@@ -224,6 +224,10 @@ class Costs:
             message_seconds(self.pipeline, tokens * work.model.hidden * work.value_bytes / work.layout.tp)
         )
 
+    def message_between(self, source: int, target: int) -> float:
+        """The same from one pipeline rank to another: as between all, where nothing is known of the way."""
+        return self.message
+
     @cached_property
     def load(self) -> float:
         """Until the batch is there."""

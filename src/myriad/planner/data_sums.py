@@ -58,6 +58,8 @@ class DataSums:
         self.cluster, self.size = cluster, size
         self.ring = group_along(cluster, float(size), float(stride))
         """All as one."""
+        self.sites = self._sites(comm)
+        """As the runtime sees them."""
         self._groups = _groups(size, stride, _physical(cluster))
         self.hierarchy: Hierarchy = self._settle(comm)
         self.sent = self._sent(comm)

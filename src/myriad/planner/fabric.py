@@ -15,7 +15,7 @@ beside T stands a *slope*: T and a thousandth of the mean pipeline and ring.
 Arrays: K orders, R replicas, P parts, W columns, M messages.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,9 +42,17 @@ class Verdict(NamedTuple):
 
 
 class Fabric:
-    """A cluster as one layout's traffic sees it; ``slower``: factor on the compute of single nodes."""
+    """A cluster as one layout's traffic sees it."""
 
-    def __init__(self, cluster: Cluster, traffic: Traffic, slower: Mapping[int, float]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        traffic: Traffic,
+        slower: Mapping[int, float],
+        nodes: Sequence[int] | None = None,
+    ) -> None:
+        """``slower``: factor on the compute of single nodes. ``nodes``: those that the job has; orders
+        are of places in this list; off: the cluster's."""
         self.traffic = traffic
         self.per_switch = cluster.nodes_per_switch or cluster.nodes
         self.switch = np.arange(cluster.nodes) // self.per_switch
@@ -55,6 +63,9 @@ class Fabric:
         self.usual, self.inverse = 1 / usual, 1 / rates
         self.slower = np.ones(cluster.nodes)
         self.slower[list(slower)] = list(slower.values())
+        if nodes is not None:
+            own = np.array(nodes, dtype=np.intp)
+            self.switch, self.inverse, self.slower = self.switch[own], self.inverse[own], self.slower[own]
         spine = cluster.link("spine").bytes_per_second * cluster.ratio("spine")
         self.uplink = 1 / (spine * self.per_switch) if cluster.links.spine is not None else 0.0
         """Seconds for each byte of one flow alone; 0: the way up is as wide as the nodes' own."""
@@ -131,7 +142,7 @@ class Fabric:
         if not self.uplink:
             return np.zeros_like(nodes), np.zeros(nodes.shape)
         switch, num_orders = self.switch[nodes], len(nodes)
-        num_switches = int(self.switch[-1]) + 1
+        num_switches = int(self.switch.max()) + 1
         first = np.arange(num_orders)[:, None] * num_switches
         flows = np.zeros(num_orders * num_switches, dtype=np.intp)
         source, target = switch[:, :, self._source], switch[:, :, self._target]

@@ -25,7 +25,7 @@ from myriad.planner.cluster import Cluster
 from myriad.planner.fabric import Fabric, Numbers, Orders
 from myriad.planner.traffic import Traffic
 
-__all__ = ["Placement", "every_order", "place", "placed_seconds", "searched"]
+__all__ = ["Placement", "block_orders", "every_order", "place", "placed_seconds", "searched"]
 
 _EVERY_ORDER = 8
 """Up to so many nodes."""
@@ -66,14 +66,20 @@ def placed_seconds(
     return float(Fabric(cluster, traffic, slower or {}).judge(np.array([order])).seconds[0])
 
 
-def place(cluster: Cluster, traffic: Traffic, slower: Mapping[int, float] | None = None) -> Placement:
-    """The best order found; nodes in their own order where none is better."""
-    fabric = Fabric(cluster, traffic, slower or {})
+def place(
+    cluster: Cluster,
+    traffic: Traffic,
+    slower: Mapping[int, float] | None = None,
+    nodes: Sequence[int] | None = None,
+) -> Placement:
+    """The best order found; nodes in their own order where none is better. ``nodes``: those that the job has,
+    by whose places in this list the order is; off: the cluster's."""
+    fabric = Fabric(cluster, traffic, slower or {}, nodes)
     count = traffic.num_slots
     plain = np.arange(count)
     least = first = float(fabric.judge(plain[None]).seconds[0])
     best = plain
-    if count == cluster.nodes and fabric.kinds.max() > 0:
+    if count == len(fabric.slower) and fabric.kinds.max() > 0:
         order = every_order(fabric) if count <= _EVERY_ORDER else searched(fabric)
         seconds = float(fabric.judge(order[None]).seconds[0])
         if seconds < least * _CLEARLY:
@@ -90,7 +96,7 @@ def every_order(fabric: Fabric) -> Orders:
 
 def searched(fabric: Fabric) -> Orders:
     """The best that starts and exchanges find."""
-    starts = np.array(list(_starts(fabric)))
+    starts = np.array(list(block_orders(fabric)))
     slopes = fabric.judge(starts).slope
     search = _Search(fabric)
     ends = [search.improved(order, _FIRST_ROUNDS) for order in starts[np.argsort(slopes)[:_STARTS]]]
@@ -100,7 +106,8 @@ def searched(fabric: Fabric) -> Orders:
     return result
 
 
-def _starts(fabric: Fabric) -> Iterator[Orders]:
+def block_orders(fabric: Fabric) -> Iterator[Orders]:
+    """The starts of the head."""
     traffic = fabric.traffic
     plain = np.arange(traffic.num_slots)
     best_first = np.lexsort((plain, fabric.slower, fabric.inverse))

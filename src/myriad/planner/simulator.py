@@ -398,7 +398,9 @@ class Run:
         _, posted = others.popleft()
         begin = max(self.clock[lane], posted, channel.free)
         busy = float(self.costs.pipeline.busy_ratio)
-        channel.free = begin + self._travel(begin, self.costs.message, busy, (lane, other))
+        ends = (rank, transfer.peer) if transfer.sends else (transfer.peer, rank)
+        seconds = self.costs.message_between(*ends)
+        channel.free = begin + self._travel(begin, seconds, busy, (lane, other))
         replica = lane // self.num_ranks
         self.arrived[replica, self._code(transfer)] = channel.free
         self.movable.append(other)

@@ -49,7 +49,8 @@ class Figures:
     """All that a layout's costs mean to its program; seconds."""
 
     of_steps: tuple[float, ...]
-    message: float
+    messages: tuple[float, ...]
+    """By channel."""
     clip: float
     tied: float
     busy_ratio: float
@@ -61,9 +62,9 @@ class StraightLine:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        first = _Writer(program, frozenset())
-        later = _Writer(program, frozenset(first.ahead)) if first.ahead else first
-        self.num_places, self.num_channels = first.num_places, len(first.channels)
+        first = _Writer(program, frozenset(), {})
+        later = _Writer(program, frozenset(first.ahead), first.channels) if first.ahead else first
+        self.num_places, self.channels = first.num_places, tuple(first.channels)
         self.iterations = first.steps, later.steps
 
     def figures(self, costs: Costs) -> Figures:
@@ -85,7 +86,8 @@ class StraightLine:
             *(sum(stage.update for stage in own) for own in held),
         )
         clip = max(costs.clip(sum(stage.parameters for stage in own)) for own in held)
-        return Figures(of_steps, costs.message, clip, costs.tied, float(costs.data.busy_ratio))
+        messages = tuple(costs.message_between(*ends) for ends in self.channels)
+        return Figures(of_steps, messages, clip, costs.tied, float(costs.data.busy_ratio))
 
     def seconds(self, figures: Figures) -> float:
         """Of an iteration that follows another one."""
@@ -97,13 +99,14 @@ class StraightLine:
 class _Writer:
     """Does a program without times, and writes down what it does."""
 
-    def __init__(self, program: Program, ahead: frozenset[int]) -> None:
-        """``ahead``: stages whose parameters the last iteration has sent behind its optimizer."""
+    def __init__(self, program: Program, ahead: frozenset[int], channels: dict[tuple[int, int], int]) -> None:
+        """``ahead``: stages whose parameters the last iteration has sent behind its optimizer; ``channels``:
+        those that are known, by sender and receiver, in order."""
         self.program, self.come = program, set(ahead)
         self.ahead: set[int] = set()
         self.updated: set[int] = set()
         self.steps: list[_Step] = []
-        self.channels: dict[tuple[int, int], int] = {}
+        self.channels = channels
         self.open: defaultdict[tuple[int, int, bool], deque[int]] = defaultdict(deque)
         self.arrived: set[int] = set()
         self.num_places = 2 * program.num_stages * program.num_micro_batches
@@ -234,9 +237,9 @@ class _Walk:
     def end_of(self, steps: list[_Step]) -> float:
         """Does an iteration; when its last rank is done."""
         clock, stream, hidden_from = self.clock, self.stream, self.hidden_from
-        places, done, free = self.places, self.done, [0.0] * self.line.num_channels
+        places, done, free = self.places, self.done, [0.0] * len(self.line.channels)
         figures = self.figures
-        seconds, busy, message = figures.of_steps, figures.busy_ratio, figures.message
+        seconds, busy, messages = figures.of_steps, figures.busy_ratio, figures.messages
         for step, rank, place, other in steps:
             now = clock[rank]
             if step == _COMPUTE:
@@ -248,7 +251,7 @@ class _Walk:
             elif step == _POST:
                 places[place] = now
             elif step == _MEET:
-                free[other] = places[place] = max(now, places[place], free[other]) + message
+                free[other] = places[place] = max(now, places[place], free[other]) + messages[other]
             elif step == _WAIT:
                 if places[place] > now:
                     clock[rank] = places[place]
