@@ -1,6 +1,6 @@
 """Flows that a kernel hashes onto equal paths: what each really gets, beside what the flow level predicts.
 
-    python benchmarks/network_real.py --paths 4 --flows 16 --draws 6
+    python benchmarks/network_real.py --paths 4 --flows 16 --draws 4 [--queue-pairs 4]
 
 Real TCP over shaped links between network namespaces (`hashed_paths.py`). In each draw flows have new source
 ports, so the kernel's hash lays them anew. Three columns beside what was measured:
@@ -9,8 +9,11 @@ ports, so the kernel's hash lays them anew. Three columns beside what was measur
     any hash      what the slowest flow has on average over all hashes (`network.conflicts`)
     even          all paths shared evenly: what packet spraying would give
 
+A flow of several queue pairs is so many connections, and as quick as the slowest of them is x their number.
 Rates are shares of one flow's that has a path for itself, measured first. TCP does not share a path as evenly
 as max-min rates say: that is in "measured", and not in "these paths".
+
+On slow paths many connections starve each other: a queue of 50 ms holds few packets of each.
 
 What could not be measured: DCTCP's marking against the fluid level, as long as a kernel lacks it or a queue
 that marks (the last line says which), and anything of RDMA.
@@ -60,7 +63,7 @@ class Draw:
     """Flows with one set of source ports."""
 
     paths: tuple[int, ...]
-    """That the kernel took, by flow."""
+    """That the kernel took, by connection."""
     measured: tuple[float, ...]
     """Share of the rate of a flow that is alone."""
     predicted: tuple[float, ...]
@@ -87,20 +90,29 @@ def predicted(paths: Sequence[int], num_paths: int) -> tuple[float, ...]:
     return tuple(map(float, rates))
 
 
-def measure(num_paths: int, num_flows: int, rate: str, num_draws: int, seconds: float) -> list[Draw]:
+def measure(
+    num_paths: int, num_flows: int, rate: str, num_draws: int, seconds: float, queue_pairs: int = 1
+) -> list[Draw]:
     """Draws, on paths of a rate as tc writes it. Raises ``OSError`` where such paths cannot be made."""
+    num_connections = num_flows * queue_pairs
     draws = []
     with Hosts(2) as hosts:
         lay_paths(hosts, num_paths, rate)
         alone = measure_rates(hosts, [_FIRST_PORT - 1], seconds)[_FIRST_PORT - 1]
         for draw in range(num_draws):
-            first = _FIRST_PORT + draw * num_flows
-            ports = range(first, first + num_flows)
+            first = _FIRST_PORT + draw * num_connections
+            ports = range(first, first + num_connections)
             paths = tuple(path_of(hosts, port) for port in ports)
             rates = measure_rates(hosts, ports, seconds)
-            shares = tuple(rates[port] / alone for port in ports)
-            draws.append(Draw(paths, shares, predicted(paths, num_paths)))
+            shares = [rates.get(port, 0.0) / alone for port in ports]
+            whole = _whole(shares, queue_pairs), _whole(predicted(paths, num_paths), queue_pairs)
+            draws.append(Draw(paths, *whole))
     return draws
+
+
+def _whole(shares: Sequence[float], queue_pairs: int) -> tuple[float, ...]:
+    """Of flows, from those of their connections."""
+    return tuple((queue_pairs * np.array(shares).reshape(-1, queue_pairs).min(1)).tolist())
 
 
 def without_dctcp() -> list[str]:
@@ -115,10 +127,10 @@ def without_dctcp() -> list[str]:
     return lacks
 
 
-def _show(draws: Sequence[Draw], num_paths: int) -> None:
-    num_flows = len(draws[0].paths)
-    exact = conflicts(num_flows, num_paths)
-    print(f"{'draw':>4}  {'flows by path':<20}{'slowest flow':>26}{'mean of all flows':>28}")
+def _show(draws: Sequence[Draw], num_paths: int, queue_pairs: int) -> None:
+    num_flows = len(draws[0].measured)
+    exact = conflicts(num_flows, num_paths, queue_pairs=queue_pairs)
+    print(f"{'draw':>4}  {'on each path':<20}{'slowest flow':>26}{'mean of all flows':>28}")
     print(f"{'':>4}  {'':<20}{'measured':>14}{'these paths':>12}{'measured':>16}{'these paths':>12}")
     for number, one in enumerate(draws):
         counts = " ".join(map(str, np.bincount(one.paths, minlength=num_paths)))
@@ -145,14 +157,16 @@ def main() -> None:
     )
     parser.add_argument("--paths", type=int, default=4)
     parser.add_argument("--flows", type=int, default=16)
-    parser.add_argument("--rate", default="40mbit", help="of each path, as tc writes it")
-    parser.add_argument("--draws", type=int, default=6, help="sets of source ports")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of sending, each draw")
+    parser.add_argument("--queue-pairs", type=int, default=1, help="connections of a flow")
+    parser.add_argument("--rate", default="200mbit", help="of each path, as tc writes it")
+    parser.add_argument("--draws", type=int, default=4, help="sets of source ports")
+    parser.add_argument("--seconds", type=float, default=9.0, help="of sending, each draw")
     settings = parser.parse_args()
     if problem := missing():
         sys.exit(f"no hosts can be made: {problem}")
-    draws = measure(settings.paths, settings.flows, settings.rate, settings.draws, settings.seconds)
-    _show(draws, settings.paths)
+    shape = (settings.paths, settings.flows, settings.rate, settings.draws, settings.seconds)
+    draws = measure(*shape, settings.queue_pairs)
+    _show(draws, settings.paths, settings.queue_pairs)
     if lacks := without_dctcp():
         print(f"DCTCP against the fluid level: not possible, this kernel lacks {' and '.join(lacks)}")
 
