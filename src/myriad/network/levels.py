@@ -24,6 +24,7 @@ __all__ = ["LEVELS", "Row", "jain", "measure"]
 
 HORIZON = 20.0
 """Times what the flow level takes: then the simulation ends."""
+MOST_PACKET_HOSTS = 256
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,10 @@ def _fluid(case: Scenario, control: Control, horizon: float, seed: int) -> _Foun
 def _packet(case: Scenario, control: Control, horizon: float, seed: int) -> _Found:
     from myriad.network.packets import simulate_packets
 
+    if case.fabric.num_ports > MOST_PACKET_HOSTS:
+        raise BadInputError(
+            "hosts", case.fabric.num_ports, f"at most {MOST_PACKET_HOSTS} at the packet level"
+        )
     if case.start_packets is not None:
         raise BadInputError("level", "packet", f"not for {case.name}: senders begin with a full window there")
     found = simulate_packets(
