@@ -55,7 +55,7 @@ def test_at_the_flow_level_controls_do_not_differ(capsys) -> None:
         (("--hosts", "2"), "hosts = 2: from 8 to 1024"),
         (("--out", "picture.gif"), "--out = 'picture.gif'"),
         (("--level", "packet", "--scenario", "many-to-one"), "not for many-to-one"),
-        (("--level", "packet", "--hosts", "257"), "at most 256 at the packet level"),
+        (("--level", "packet", "--scenario", "ring", "--hosts", "257"), "at most 256 at the packet level"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(capsys, arguments, said) -> None:
