@@ -50,7 +50,7 @@ def _show_scenario(console: Console, rows: Sequence[Row]) -> None:
     for row in rows:
         done = f"{row.seconds * 1e3:.3f}" if not row.num_unfinished else f"{row.num_unfinished} never"
         table.add_row(
-            row.control if row.level != "flow" else "max-min fair",
+            row.control,
             done,
             f"{row.throughput_ratio:.1%}",
             _kilobytes(row.queue_median_bytes),

@@ -66,7 +66,7 @@ def measure(case: Scenario, name: str, control: Control, level: str, *, seed: in
     fair = case.fair_seconds()
     horizon = HORIZON * float(fair.max())
     if level == "flow":
-        return _row(case, name, level, fair, fair, (None, None, None), horizon)
+        return _row(case, "max-min fair", level, fair, fair, (None, None, None), horizon)
     finish, median, p99, pause = _RUN[level](case, control, horizon, seed)
     return _row(case, name, level, finish, fair, (median, p99, pause), horizon)
 

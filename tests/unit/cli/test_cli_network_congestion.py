@@ -43,7 +43,9 @@ def test_as_json_and_as_picture(capsys, tmp_path) -> None:
 def test_at_the_flow_level_controls_do_not_differ(capsys) -> None:
     found = json.loads(shown(capsys, *SMALL, "--level", "flow", "--scenario", "incast", "--json"))
     (row,) = found["rows"]
-    assert row["throughput_ratio"] == 1 and row["queue_p99_bytes"] is None
+    assert (
+        row["control"] == "max-min fair" and row["throughput_ratio"] == 1 and row["queue_p99_bytes"] is None
+    )
 
 
 @pytest.mark.parametrize(
