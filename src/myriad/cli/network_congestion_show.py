@@ -50,14 +50,14 @@ def _show_scenario(console: Console, rows: Sequence[Row]) -> None:
     for row in rows:
         done = f"{row.seconds * 1e3:.3f}" if not row.num_unfinished else f"{row.num_unfinished} never"
         table.add_row(
-            row.control if row.level != "flow" else "max-min fair",
+            row.control,
             done,
             f"{row.throughput_ratio:.1%}",
             _kilobytes(row.queue_median_bytes),
             _kilobytes(row.queue_p99_bytes),
-            "" if row.pause_seconds is None else f"{row.pause_seconds * 1e3:.3f}",
-            f"{row.slowdown_median:.2f}",
-            f"{row.slowdown_p99:.2f}",
+            "" if row.pause_seconds is None else f"{row.pause_seconds * 1e3:.3g}",
+            f"{row.slowdown_median:.4g}",
+            f"{row.slowdown_p99:.4g}",
             "" if row.fairness is None else f"{row.fairness:.3f}",
         )
     console.print(table)

@@ -141,7 +141,7 @@ class Dcqcn:
 
 @dataclass(frozen=True)
 class Swift:
-    """A window against a target of the round-trip time ([S] section 3.1).
+    """A window against a target of the round-trip time ([S] section 3).
 
     delay < target: window += additive_packets per round trip; else, once per round trip,
     window *= max(1 - beta (delay - target) / delay, 1 - largest_cut_ratio)
@@ -172,18 +172,18 @@ class Swift:
             base_target_seconds=20 * _MICRO,  # [SS] _base_delay
             hop_target_seconds=20 * _MICRO / 6.55,  # [SS] _h
             scaling_range_seconds=100 * _MICRO,  # [SS] _fs_range = 5 * _base_delay
-            scaling_min_packets=0.1,  # [SS] _fs_min_cwnd; [S] figure 5
-            scaling_max_packets=100,  # [SS] _fs_max_cwnd; [S] figure 5
+            scaling_min_packets=0.1,  # [SS] _fs_min_cwnd
+            scaling_max_packets=100,  # [SS] _fs_max_cwnd
             additive_packets=1.0,  # [SS] _ai
             beta=0.8,  # [SS] _beta
             largest_cut_ratio=0.5,  # [SS] _max_mdf
-            min_packets=0.001,  # [S] section 3.1: far below one
+            min_packets=0.001,  # [S]: far below one, with pacing
             max_packets=1000,  # [SS] _max_cwnd
         )
 
     @classmethod
     def whole_packets(cls) -> Self:
-        """A window that cannot go below one packet: what [S] section 5 compares its pacing with."""
+        """A window that cannot go below one packet: what [S] compares its pacing with."""
         return replace(cls.published(), min_packets=1.0)
 
 
@@ -204,11 +204,11 @@ class Hpcc:
 
     @classmethod
     def published(cls) -> Self:
-        """As in the paper."""
+        """The paper's law with its simulator's numbers."""
         return cls(
-            target_utilization_ratio=0.95,  # [H] section 5.1
-            max_stage=5,  # [H] section 5.1
-            additive_bytes=80,  # [H] section 5.1, W_AI
+            target_utilization_ratio=0.95,  # [HS] utgt
+            max_stage=0,  # [HS] mi; its authors call the paper's 5 a typo
+            additive_bytes=80,  # [HS] ai = 10 * bw / 25 Mbit/s: at 200 Gbit/s in a round trip of 8 us
         )
 
 

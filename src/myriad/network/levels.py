@@ -24,6 +24,7 @@ __all__ = ["LEVELS", "Row", "jain", "measure"]
 
 HORIZON = 20.0
 """Times what the flow level takes: then the simulation ends."""
+MOST_PACKET_HOSTS = 256
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def measure(case: Scenario, name: str, control: Control, level: str, *, seed: in
     fair = case.fair_seconds()
     horizon = HORIZON * float(fair.max())
     if level == "flow":
-        return _row(case, name, level, fair, fair, (None, None, None), horizon)
+        return _row(case, "max-min fair", level, fair, fair, (None, None, None), horizon)
     finish, median, p99, pause = _RUN[level](case, control, horizon, seed)
     return _row(case, name, level, finish, fair, (median, p99, pause), horizon)
 
@@ -89,6 +90,10 @@ def _fluid(case: Scenario, control: Control, horizon: float, seed: int) -> _Foun
 def _packet(case: Scenario, control: Control, horizon: float, seed: int) -> _Found:
     from myriad.network.packets import simulate_packets
 
+    if case.fabric.num_ports > MOST_PACKET_HOSTS:
+        raise BadInputError(
+            "hosts", case.fabric.num_ports, f"at most {MOST_PACKET_HOSTS} at the packet level"
+        )
     if case.start_packets is not None:
         raise BadInputError("level", "packet", f"not for {case.name}: senders begin with a full window there")
     found = simulate_packets(

@@ -109,7 +109,8 @@ _Ends = tuple[str, npt.NDArray[np.int64], npt.NDArray[np.int64], Numbers, npt.ND
 def _incast(num_hosts: int, queue_pairs: int = 1, num_bytes: float = 2e6) -> _Ends:
     source = np.repeat(np.arange(1, num_hosts), queue_pairs)
     count = len(source)
-    title = f"{count} to 1, {num_bytes / 1e6:g} MB each"
+    size = f"{num_bytes / 1e6:g} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:g} kB"
+    title = f"{count} to 1, {size} each"
     everyone = np.ones(count, dtype=np.bool_)
     return title, source, np.zeros(count, dtype=np.int64), np.full(count, num_bytes), everyone
 

@@ -21,7 +21,7 @@ def test_each_scenario_has_a_table_with_each_control(capsys) -> None:
     out = shown(capsys, *SMALL, "--scenario", "incast,ring", "--control", "dcqcn,swift,hpcc,hybrid")
     assert "incast: 7 to 1, 2 MB each (fluid level)" in out and "ring: 8 hosts" in out
     assert [line.split()[0] for line in out.splitlines() if line.startswith(" hybrid")] == ["hybrid"] * 2
-    assert "HPCC pays for it with a twentieth of the throughput" in out
+    assert "HPCC pays for it with throughput" in out
     assert "The hybrid beside its parents" in out
 
 
@@ -43,7 +43,9 @@ def test_as_json_and_as_picture(capsys, tmp_path) -> None:
 def test_at_the_flow_level_controls_do_not_differ(capsys) -> None:
     found = json.loads(shown(capsys, *SMALL, "--level", "flow", "--scenario", "incast", "--json"))
     (row,) = found["rows"]
-    assert row["throughput_ratio"] == 1 and row["queue_p99_bytes"] is None
+    assert (
+        row["control"] == "max-min fair" and row["throughput_ratio"] == 1 and row["queue_p99_bytes"] is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,7 @@ def test_at_the_flow_level_controls_do_not_differ(capsys) -> None:
         (("--hosts", "2"), "hosts = 2: from 8 to 1024"),
         (("--out", "picture.gif"), "--out = 'picture.gif'"),
         (("--level", "packet", "--scenario", "many-to-one"), "not for many-to-one"),
+        (("--level", "packet", "--scenario", "ring", "--hosts", "257"), "at most 256 at the packet level"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(capsys, arguments, said) -> None:

@@ -28,6 +28,16 @@ def test_fluid_and_packets_see_the_same_queue() -> None:
     assert fluid.queue_median_bytes == pytest.approx(packet.queue_median_bytes, rel=0.2)
 
 
+@pytest.mark.parametrize("of", ["dcqcn", "dcqcn-paper"])
+def test_fluid_and_packets_see_the_same_dcqcn(of: str) -> None:
+    """Its rates fall to almost nothing and rise again: a flow that waits to send at the low rate must not
+    miss that, and a mark must not wait in the queue that it tells of."""
+    case = scenario("incast", 32, scale=0.5)
+    fluid, packet = (measure(case, of, control(of), level) for level in ("fluid", "packet"))
+    assert fluid.seconds == pytest.approx(packet.seconds, rel=0.1)
+    assert fluid.queue_p99_bytes == pytest.approx(packet.queue_p99_bytes, rel=0.2)
+
+
 def test_fairness_is_one_where_all_are_equal_and_1_over_n_where_one_has_all() -> None:
     assert jain(np.ones(5)) == 1
     assert jain(np.array([1.0, 0, 0, 0])) == 0.25
