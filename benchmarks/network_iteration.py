@@ -3,8 +3,8 @@
     python benchmarks/network_iteration.py [--cluster megascale-12288xa100] [--job megascale-175b-12288]
 
 All messages that the job's program sends between nodes, from when the simulated iteration posts them; each is
-a flow with its own max-min rate at every moment, and rates are worked out anew whenever flows begin or end
-(those that would end within 5 % of a step's time end with it). With compilation, on one core.
+a flow with its own max-min rate at every moment, and rates are worked out anew whenever one begins or ends.
+With compilation, on one core.
 """
 
 import argparse
@@ -22,8 +22,6 @@ from myriad.planner.cluster_fabric import fabric_of
 from myriad.planner.job_flows import phases_of
 from myriad.recipes.cluster import load_cluster
 from quiet import others_at_work
-
-TOLERANCE = 0.05
 
 
 def main() -> None:
@@ -53,7 +51,7 @@ def time_iteration(cluster: str, job: str) -> None:
     ready = time.perf_counter()
     paths = ecmp(routes, every)
     routed = time.perf_counter()
-    done = finish_seconds(fabric, every, paths, tolerance=TOLERANCE)
+    done = finish_seconds(fabric, every, paths)
     solved = time.perf_counter() - routed
     print(f"{job}: {len(phases)} phases, {len(every):,} flows of {every.num_bytes.sum() / 1e12:.2f} TB")
     print(f"program simulated, flows written down          {ready - start:8.2f} s")
