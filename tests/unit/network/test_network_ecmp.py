@@ -65,7 +65,8 @@ def test_a_large_switch_has_an_answer_and_a_larger_one_a_line() -> None:
         conflicts(2**16, 32, queue_pairs=2)
 
 
-def test_the_fabric_agrees_with_the_odds() -> None:
+@pytest.mark.parametrize("queue_pairs", [1, 4])
+def test_the_fabric_agrees_with_the_odds(queue_pairs: int) -> None:
     """Eight nodes of four ports send to eight under another switch. Each uplink leads to a spine of its own,
     from where one cable goes down: 32 flows are thrown once on 32."""
     shape = FabricShape(kind="clos2", nodes_per_switch=8)
@@ -73,10 +74,10 @@ def test_the_fabric_agrees_with_the_odds() -> None:
     source = np.arange(32, dtype=np.int32)
     zeros = np.zeros(32)
     flows = Flows(source, source + np.int32(32), zeros + 1, zeros, np.zeros(32, dtype=np.uint16))
-    found = expose(Routes(fabric), flows, draws=600)
-    told = conflicts(32, 32)
+    found = expose(Routes(fabric), flows, draws=600, queue_pairs=queue_pairs)
+    told = conflicts(32, 32, queue_pairs=queue_pairs)
     assert found.slowest_ratio.mean() == pytest.approx(told.slowest_ratio, abs=0.01)
-    assert found.mean_ratio.mean() == pytest.approx(told.mean_ratio, abs=0.01)
+    assert found.mean_ratio.mean() == pytest.approx(told.mean_ratio, abs=0.01 if queue_pairs == 1 else 0.02)
     assert found.held_up_ratio.mean() == pytest.approx(told.flow_probability, abs=0.01)
 
 
