@@ -39,7 +39,8 @@ def _as_one(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
 
 
 def _is_float8(*weights: torch.Tensor) -> bool:
-    return any(getattr(sink_of(weight), "float8", None) is not None for weight in weights)
+    sinks = (sink_of(weight) for weight in weights)
+    return any(sink is not None and sink.float8 is not None for sink in sinks)
 
 
 class _Pair(torch.autograd.Function):

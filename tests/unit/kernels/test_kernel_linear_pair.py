@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from myriad.kernels.float8 import Float8
 from myriad.kernels.gradient import GradientSink, apply_deferred, set_sink
+from myriad.kernels.linear import linear
 from myriad.kernels.linear_pair import linear_pair, linear_sum
 from myriad.kernels.remade import Remade
 
@@ -69,3 +71,18 @@ def test_sinks_later_and_what_is_made_again_get_the_bits_of_what_is_kept_and_don
     expected = totals(later=False, again=False)
     for later, again in ((True, False), (False, True), (True, True)):
         assert all(map(torch.equal, totals(later=later, again=again), expected))
+
+
+def test_weights_in_float8_are_multiplied_each_with_its_own_scales() -> None:
+    weights = tuple(torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows)) for rows in (16, 48))
+    for weight in weights:
+        set_sink(weight, GradientSink(torch.zeros_like(weight), float8=Float8("tensor")))
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    found = linear_pair(x, weights, (None, None), as_one=True)
+    assert all(torch.equal(y, linear(x, weight)) for y, weight in zip(found, weights, strict=True))
+    assert not torch.equal(found[0], x @ weights[0].t())
+    down = tuple(weight.t().contiguous() for weight in weights)
+    for weight in down:
+        set_sink(weight, GradientSink(torch.zeros_like(weight), float8=Float8("tensor")))
+    expected = linear(found[0], down[0]) + linear(found[1], down[1])
+    assert torch.equal(linear_sum(*found, down), expected)
