@@ -1,4 +1,5 @@
-"""Whether this device's Triton kernels give what the formulas say: for `myriad doctor` and tests on a GPU.
+"""Whether this device's Triton kernels give what the formulas say: asked before a rank trains with them, by
+`myriad doctor`, and by tests on a GPU.
 
 Each case computes an operator and its gradients with Triton and, from the same values in float64, by the
 library's simple operators; the largest difference counts as a share of the largest value.
@@ -10,13 +11,13 @@ import torch
 from torch.nn import functional as F
 
 from myriad.kernels.activation import ACTIVATIONS, activate
-from myriad.kernels.choice import Operator
+from myriad.kernels.choice import Operator, choose
 from myriad.kernels.config import Kernels
 from myriad.kernels.cross_entropy import linear_cross_entropy
 from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
 from myriad.kernels.rotary import rotary_reference, rotary_turns, turned
 
-__all__ = ["LIMITS", "disagreements"]
+__all__ = ["LIMITS", "disagreements", "proved"]
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Of a difference: some roundings. Wrong synchronisation or a wrong address is far beyond it."""
@@ -101,6 +102,24 @@ def _cases(
         lambda x, weight: linear_cross_entropy(x, weight, targets, _Alone(), 1000, kernels="triton"),
         lambda x, weight: F.cross_entropy(x @ weight[:1000].t(), targets, reduction="sum"),
     )
+
+
+def proved(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> tuple[Kernels, str]:
+    """What a rank is to compute with, and a line where that is not what "auto" means: Triton's kernels are
+    tried on the rank's own device first, a second or two with compiling. Insisted on, they are not tried."""
+    if (
+        kernels != "auto"
+        or device.type != "cuda"
+        or choose("norm", "cuda", "float32", 0, kernels)[0] != "triton"
+    ):
+        return kernels, ""
+    try:
+        found = disagreements(dtype, device)
+    except Exception as error:  # whatever a compiler or a driver raises: the library's kernels are there
+        return "plain", f"without Triton's kernels: {type(error).__name__}: {error}".partition("\n")[0]
+    wrong = [f"{name} by {share:.1g}" for name, share in found.items() if not share <= LIMITS[dtype]]
+    told = f"without Triton's kernels: not what the formulas say on this device: {', '.join(wrong)}"
+    return ("plain", told) if wrong else (kernels, "")
 
 
 def disagreements(

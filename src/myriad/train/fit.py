@@ -14,6 +14,7 @@ from myriad.comm.config import CommConfig
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout, check_layout
 from myriad.errors import BadInputError
+from myriad.kernels.agreement import proved
 from myriad.kernels.choice import check_kernels
 from myriad.kernels.config import Kernels
 from myriad.model.boundary import Boundary
@@ -61,6 +62,7 @@ def fit(
     on = pick_device(device, 0, place)
     dtype = resolve_precision(precision, on)
     check_kernels(kernels, on.type, str(dtype).removeprefix("torch."), {})
+    kernels, _ = proved(kernels, on, dtype)
     groups = open_world(layout, on, comm=comm)
     try:
         load = partial(_load, batch, dtype, on)

@@ -24,6 +24,7 @@ from myriad.comm.lost_peers import LostPeerError, lost_peers_told
 from myriad.data.loader import LoaderClient
 from myriad.errors import MyriadError, RunFailedError
 from myriad.job import dump_toml
+from myriad.kernels.agreement import proved
 from myriad.kernels.choice import check_kernels, fallback
 from myriad.model.gpt import GPT
 from myriad.optim.precision import resolve_float8, resolve_precision
@@ -113,6 +114,9 @@ class Trainer:
         check_kernels(asked, kind, dtype, widths)
         if line := fallback(asked, kind, dtype, widths):
             _LOG.warning(line)
+        self.kernels, line = proved(asked, self.device, self.dtype)
+        if line:
+            _LOG.warning(line)
         if kind == "cpu" and resolve_float8(self.job.train.precision) is not None:
             _LOG.warning(
                 f"{self.job.train.precision} is emulated here: the same numbers, slower than {dtype}"
@@ -161,7 +165,7 @@ class Trainer:
             recorder=self.recorder,
             overlap=job.overlap,
             comm=links,
-            kernels=job.train.kernels,
+            kernels=self.kernels,
             float8=resolve_float8(job.train.precision),
         )
 

@@ -12,7 +12,7 @@ from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.kernels import triton_rotary
-from myriad.kernels.agreement import LIMITS, disagreements
+from myriad.kernels.agreement import LIMITS, disagreements, proved
 from myriad.kernels.choice import explain, fallback
 from myriad.kernels.config import Kernels
 from myriad.model.config import ModelConfig
@@ -90,6 +90,25 @@ def test_a_gpu_without_triton_goes_on_and_says_so(monkeypatch) -> None:
         "library",
         "plain",
     }
+
+
+def test_kernels_that_are_wrong_or_do_not_compile_are_done_without(monkeypatch) -> None:
+    gpu, results = torch.device("cuda", 0), [{"norm": 1e-6}, {"norm": 0.5}, RuntimeError("no\nregisters")]
+
+    def found(dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+        result = results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr("myriad.kernels.agreement.disagreements", found)
+    assert proved("auto", gpu, torch.float32) == ("auto", "")
+    kernels, line = proved("auto", gpu, torch.float32)
+    assert kernels == "plain" and "norm by 0.5" in line
+    kernels, line = proved("auto", gpu, torch.float32)
+    assert kernels == "plain" and line.endswith("RuntimeError: no")
+    assert proved("triton", gpu, torch.float32) == ("triton", ""), "insisted on"
+    assert proved("auto", torch.device("cpu"), torch.float32) == ("auto", "")
 
 
 def test_rows_too_wide_for_one_program_are_the_library_s() -> None:
