@@ -79,8 +79,8 @@ class OnFabric:
         return FabricOutlook(np.array(seconds), np.array(rings))
 
     def placed(self, tenant: Tenant, slower: dict[int, float]) -> Placement:
-        """The best order of nodes that is found, with the mean of iterations; as they are numbered where it is
-        no better. ``slower``: factor on the compute of single nodes."""
+        """The best order of nodes that is found, with the mean of iterations; where none is better, as they
+        are numbered. ``slower``: factor on the compute of single nodes."""
         nodes = list(range(num_slots(tenant.costs)))
         order = optimised_order(tenant, nodes, self.routes, self.judge, slower=slower)
         plain = float(self.outlook(tenant).seconds.mean())
