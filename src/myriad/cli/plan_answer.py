@@ -183,7 +183,7 @@ def tell(
             fits = judge(problem, candidate).fits >= FITS
             told = what if fits else f"{what}: does not fit"
             near.append((told, waterfall(problem, candidate, simulations)))
-    told = Told(
+    whole = Told(
         job=job,
         answer=answer,
         before=None if before is None else before.plans[0],
@@ -195,11 +195,11 @@ def tell(
         top=top,
     )
     if on_fabric is None:
-        return told
+        return whole
     from myriad.cli.plan_fabric import on_switches
 
-    switches = on_switches(on_fabric, problem, told.ranking(), slower)
-    return replace(told, switches=switches, placement=switches.placement)
+    switches = on_switches(on_fabric, problem, whole.ranking(), slower)
+    return replace(whole, switches=switches, placement=switches.placement)
 
 
 def _checked(job: Job, answer: Answer) -> Answer:

@@ -218,7 +218,7 @@ class Exposure:
         return {axis: self._gathered(axis) for axis in _AXES}
 
     def _gathered(self, axis: Axis) -> _AtOnce:
-        flows, paces, counts = [], [], []
+        flows, paces, counts = list[Flows](), list[_Ints](), list[int]()
         for tenant in self.tenants:
             exchange = joined([part.exchange for part in tenant.parts[axis]])
             own, of = flows_of(exchange, tenant.seats, queue_pairs=self.queue_pairs)

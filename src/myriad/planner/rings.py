@@ -74,17 +74,21 @@ def level_pattern(radices: Sequence[int], *, direct: bool) -> Pattern:
     a level each sends straight to each other, else round a ring."""
     size, stride, paces = int(np.prod(radices)), 1, 0
     place = np.arange(size)
-    parts: list[tuple[_Ints, _Ints, npt.NDArray[np.float64], _Ints]] = []
+    sources, targets, numbers = list[_Ints](), list[_Ints](), list[_Ints]()
+    shares = list[npt.NDArray[np.float64]]()
     for radix in reversed(radices):
         own, share = place // stride % radix, 1 / (stride * radix)
         for step in range(1, radix) if direct else [1][: radix - 1]:
             target = place + ((own + step) % radix - own) * stride
             pace = place if direct else place - own * stride
             carried = share if direct else share * (radix - 1)
-            parts.append((place, target, np.full(size, carried), paces + pace))
+            sources.append(place)
+            targets.append(target)
+            shares.append(np.full(size, carried))
+            numbers.append(paces + pace)
             paces += size
         stride *= radix
-    return _pattern(*([part[column] for part in parts] for column in range(4)))
+    return _pattern(sources, targets, shares, numbers)
 
 
 def _pattern(
