@@ -40,6 +40,7 @@ from myriad.train.feed import open_feed
 from myriad.train.garbage import GarbageSchedule
 from myriad.train.initial import fill_initial
 from myriad.train.inputs import open_inputs
+from myriad.train.memory_budget import within_budget
 from myriad.train.metrics import StepMeter
 from myriad.train.own_spans import open_ring
 from myriad.train.peak import Peak, find_peak
@@ -81,7 +82,10 @@ class Trainer:
         open_inputs(job, _LOG.info)
         self.device = pick_device(job.train.device, job.train.threads, self.place)
         self.dtype = resolve_precision(job.train.precision, self.device)
-        for line in settle_kernels(job, self.device, self.dtype):
+        value_bytes, on_cpu = self.dtype.itemsize, self.device.type == "cpu"
+        self.job, told = within_budget(job, on_cpu=on_cpu, value_bytes=value_bytes)
+        job = self.job
+        for line in [*([told] if told else []), *settle_kernels(job, self.device, self.dtype)]:
             _LOG.warning(line)
         self.groups = open_world(job.layout, self.device, comm=job.comm)
         self.recorder = self._open_recorder()

@@ -1,5 +1,5 @@
-"""What a job asks of the device, against what that can: refused before anything starts, or done otherwise, with
-a line that says so."""
+"""What a job asks of the device, against what that can: refused before anything starts, or done otherwise,
+with a line that says so."""
 
 import torch
 
