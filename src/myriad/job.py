@@ -369,6 +369,20 @@ def _check_recompute_ratio(job: Job) -> None:
     _need(not needs, "layout.recompute_ratio", layout.recompute_ratio, allowed)
 
 
+def _check_memory_budget(job: Job) -> None:
+    budget = job.train.memory_budget
+    if budget is None:
+        return
+    from myriad.planner.budget import check_budget  # numpy: for jobs with a budget alone
+    from myriad.planner.work import Work
+
+    optimizer = job.optimizer.name
+    work = Work(
+        job.model, job.layout, job.train.global_batch, job.overlap, comm=job.comm, optimizer=optimizer
+    )
+    check_budget(work, budget, job.train.device, job.train.precision)
+
+
 def _check_kernels(job: Job) -> None:
     if job.train.device == "cpu":  # of another device the ranks know more
         check_kernels(job.train.kernels, "cpu", "float32", job.model.kernel_widths)
@@ -398,6 +412,7 @@ _RULES: tuple[Callable[[Job], None], ...] = (
     _check_kernels,
     _check_precision,
     _check_recompute_ratio,
+    _check_memory_budget,
     _check_credit,
     _check_lossy,
     _check_agreement,

@@ -18,12 +18,27 @@ from myriad.planner.rank_memory import memory_of_ranks
 from myriad.planner.work import Work
 from myriad.units import format_bytes
 
-__all__ = ["layout_within", "needed_bytes"]
+__all__ = ["check_budget", "layout_within", "needed_bytes"]
 
 
 def needed_bytes(work: Work, *, on_cpu: bool) -> float:
     """Of the rank that needs most, at its highest moment."""
     return max(float(memory.total) for memory in memory_of_ranks(work, on_cpu=on_cpu))
+
+
+def check_budget(work: Work, budget_bytes: float, device: str, precision: str) -> None:
+    """Before it is known which device and type "auto" is: raises `BadInputError` when nothing fits on any
+    that it may be."""
+    refused = None
+    for on_cpu in {"cpu": (True,), "cuda": (False,)}.get(device, (True, False)):
+        for value_bytes in {"float32": (4,), "bfloat16": (2,)}.get(precision, (2, 4)):
+            try:
+                layout_within(replace(work, value_bytes=value_bytes), budget_bytes, on_cpu=on_cpu)
+                return
+            except BadInputError as error:
+                refused = refused or error
+    assert refused is not None
+    raise refused
 
 
 def layout_within(work: Work, budget_bytes: float, *, on_cpu: bool) -> Layout:

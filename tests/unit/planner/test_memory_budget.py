@@ -46,6 +46,12 @@ def test_a_share_of_the_layers_costs_a_share_of_the_time() -> None:
     assert seconds[1] - seconds[0] == pytest.approx((seconds[2] - seconds[0]) / 2, rel=0.25)
 
 
+def test_a_budget_that_nothing_fits_is_refused_before_ranks_start() -> None:
+    with pytest.raises(BadInputError, match=r"train.memory_budget = '40.0 MiB': at least"):
+        load_job("tiny", ["train.memory_budget=40 MiB"])
+    assert load_job("tiny", ["train.memory_budget=2 GiB"]).train.memory_budget == 2**31
+
+
 def test_a_ratio_without_full_recomputation_is_refused() -> None:
     with pytest.raises(BadInputError, match=r"layout.recompute_ratio"):
         load_job("tiny", ["layout.recompute_ratio=0.5"])

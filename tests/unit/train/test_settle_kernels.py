@@ -1,6 +1,8 @@
 """A type or a kernel that the device has not is refused in one line, or done otherwise with a line saying so,
 before any rank has begun; and float8 changes the blocks' matrices and nothing else."""
 
+import os
+
 import pytest
 import torch
 
@@ -15,7 +17,9 @@ from myriad.optim.config import OptimizerConfig
 from myriad.optim.precision import resolve_precision
 from myriad.parallel import engine
 from myriad.parallel.runtime import Batch
+from myriad.train.build import keep_memory_whole
 from myriad.train.fit import fit
+from myriad.train.memory_budget import within_budget
 from myriad.train.settle_kernels import precision_told, settle_kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -89,3 +93,24 @@ def test_the_blocks_matrices_are_multiplied_in_float8_and_the_model_learns_alike
     matrices = ("attention.output", "attention.qkv", "mlp.down", "mlp.up")
     assert sorted(marked) == [f"1.{name}.weight" for name in matrices]
     assert quick != plain and quick == pytest.approx(plain, rel=0.02)
+
+
+def test_a_users_own_allocator_setting_stays(monkeypatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    keep_memory_whole()
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    keep_memory_whole()
+    assert os.environ.pop("PYTORCH_ALLOC_CONF") == "expandable_segments:True"
+
+
+def test_a_memory_budget_sets_what_is_computed_again_and_says_so() -> None:
+    job = load_job("tiny", ["layout.micro_batch=8"])
+    assert within_budget(job, on_cpu=True, value_bytes=4) == (job, "")
+    tight = load_job("tiny", ["layout.micro_batch=8", "train.memory_budget=175 MiB"])
+    settled, line = within_budget(tight, on_cpu=True, value_bytes=4)
+    assert settled.layout.recompute == "full" and 0 < settled.layout.recompute_ratio < 1
+    assert line.startswith("recompute full of") and "\n" not in line
+    assert within_budget(settled.check(), on_cpu=True, value_bytes=4)[0] == settled
