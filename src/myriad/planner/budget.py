@@ -30,7 +30,7 @@ def check_budget(work: Work, budget_bytes: float, device: str, precision: str) -
     """Before it is known which device and type "auto" is: raises `BadInputError` when nothing fits on any
     that it may be."""
     refused = None
-    for on_cpu in {"cpu": (True,), "cuda": (False,)}.get(device, (True, False)):
+    for on_cpu in {"cpu": (True,), "cuda": (False,)}.get(device, (False, True)):
         for value_bytes in {"float32": (4,), "bfloat16": (2,)}.get(precision, (2, 4)):
             try:
                 layout_within(replace(work, value_bytes=value_bytes), budget_bytes, on_cpu=on_cpu)
