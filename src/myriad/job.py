@@ -21,7 +21,7 @@ from myriad.comm.hierarchy import check_hierarchy
 from myriad.comm.layout import Layout, check_layout
 from myriad.comm.node_order import check_node_order
 from myriad.comm.store_address import check_package, check_store
-from myriad.config import Config
+from myriad.config import Config, Size
 from myriad.data.config import DataConfig
 from myriad.errors import BadInputError
 from myriad.kernels.choice import check_kernels
@@ -65,6 +65,9 @@ class TrainConfig(Config):
     kernels: Kernels = "auto"
     """auto: Myriad's Triton kernels on a GPU, where triton is installed and the shape fits (`myriad doctor`
     says which); plain: the library's operators; triton: refuse where one of Triton's cannot run."""
+    memory_budget: Size | None = Field(None, ge=1)
+    """What a rank may hold, as the planner counts it: where the layout would need more, as little more as
+    makes it fit is computed again in the backward; off: no limit."""
     threads: int = Field(0, ge=0)
     """Threads of each rank on CPU; 0: the cores divided among the node's ranks."""
     validate_every: int = Field(0, ge=0)
@@ -360,6 +363,26 @@ def _check_precision(job: Job) -> None:
         _need(length % 16 == 0, key, length, allowed)
 
 
+def _check_recompute_ratio(job: Job) -> None:
+    layout, allowed = job.layout, "1.0, unless layout.recompute = full"
+    needs = layout.recompute != "full" and layout.recompute_ratio != 1.0
+    _need(not needs, "layout.recompute_ratio", layout.recompute_ratio, allowed)
+
+
+def _check_memory_budget(job: Job) -> None:
+    budget = job.train.memory_budget
+    if budget is None:
+        return
+    from myriad.planner.budget import check_budget  # numpy: for jobs with a budget alone
+    from myriad.planner.work import Work
+
+    optimizer = job.optimizer.name
+    work = Work(
+        job.model, job.layout, job.train.global_batch, job.overlap, comm=job.comm, optimizer=optimizer
+    )
+    check_budget(work, budget, job.train.device, job.train.precision)
+
+
 def _check_kernels(job: Job) -> None:
     if job.train.device == "cpu":  # of another device the ranks know more
         check_kernels(job.train.kernels, "cpu", "float32", job.model.kernel_widths)
@@ -388,6 +411,8 @@ _RULES: tuple[Callable[[Job], None], ...] = (
     _check_warmup,
     _check_kernels,
     _check_precision,
+    _check_recompute_ratio,
+    _check_memory_budget,
     _check_credit,
     _check_lossy,
     _check_agreement,

@@ -97,6 +97,17 @@ def test_what_is_computed_again_has_the_same_bits(
             np.testing.assert_array_equal(values, same[name], err_msg=f"{mode}: {name}")
 
 
+@pytest.mark.parametrize("layout", [{"micro_batch": 4}, {"pp": 2, "schedule": "zero-bubble"}], ids=str)
+def test_a_share_of_the_layers_computed_again_has_the_same_bits(layout: dict[str, Any]) -> None:
+    part = {"recompute": "full", "recompute_ratio": 0.5}
+    (losses, parameters), (again, same) = (
+        train(Case(layout=layout | changes, model=MODELS["gpt2"], steps=2)) for changes in ({}, part)
+    )
+    assert losses == again
+    for name, values in parameters.items():
+        np.testing.assert_array_equal(values, same[name], err_msg=name)
+
+
 def test_in_bfloat16_too() -> None:
     layout, model = {"tp": 2, "pp": 2, "micro_batch": 2}, MODELS["gpt2"]
     modes = [

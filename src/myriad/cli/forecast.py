@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,11 +158,12 @@ def nodes_of(job: "Job", cluster: "Cluster") -> Sequence[int] | None:
 
 def _work_of(job: "Job", cluster: "Cluster") -> "Work":
     from myriad.cli.plan_job import practice_of, saves_of
+    from myriad.planner.budget import layout_within
     from myriad.planner.work import Work
 
     precision = job.train.precision
     single = precision == "float32" or (precision == "auto" and cluster.on_cpu)
-    return Work(
+    work = Work(
         job.model,
         job.layout,
         job.train.global_batch,
@@ -173,6 +174,10 @@ def _work_of(job: "Job", cluster: "Cluster") -> "Work":
         value_bytes=4 if single else 2,
         practice=practice_of(job),
     )
+    if job.train.memory_budget is None:
+        return work
+    layout = layout_within(work, job.train.memory_budget, on_cpu=cluster.on_cpu)
+    return replace(work, layout=layout)
 
 
 def _write(

@@ -6,22 +6,26 @@ library's simple operators; the largest difference counts as a share of the larg
 """
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 from torch.nn import functional as F
 
 from myriad.kernels.activation import ACTIVATIONS, activate
+from myriad.kernels.attention import attention, attention_reference, split_heads
+from myriad.kernels.attention_blocks import Heads
 from myriad.kernels.choice import Operator, choose
 from myriad.kernels.config import Kernels
 from myriad.kernels.cross_entropy import linear_cross_entropy
 from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
 from myriad.kernels.rotary import rotary_reference, rotary_turns, turned
 
-__all__ = ["LIMITS", "disagreements", "proved"]
+__all__ = ["LIMITS", "Tried", "disagreements", "proved"]
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Of a difference: some roundings. Wrong synchronisation or a wrong address is far beyond it."""
 
+Tried = Operator | Literal["attention"]
 _Function = Callable[..., torch.Tensor]
 
 
@@ -64,7 +68,7 @@ def _norm(norm: Norm, x: torch.Tensor, branch: torch.Tensor, weight: torch.Tenso
 
 def _cases(
     dtype: torch.dtype, device: torch.device, rows: int, width: int
-) -> Iterator[tuple[Operator, list[torch.Tensor], _Function, _Function]]:
+) -> Iterator[tuple[Tried, list[torch.Tensor], _Function, _Function]]:
     """(operator, inputs, Triton's function, the formula)."""
 
     def values(*shape: int, seed: int) -> torch.Tensor:
@@ -102,6 +106,13 @@ def _cases(
         lambda x, weight: linear_cross_entropy(x, weight, targets, _Alone(), 1000, kernels="triton"),
         lambda x, weight: F.cross_entropy(x @ weight[:1000].t(), targets, reduction="sum"),
     )
+    heads, window = Heads(2, 1, 64), max(1, rows // 3)
+    yield (
+        "attention",
+        [values(2, rows, 4 * 64, seed=9)],
+        lambda x: attention(x, heads, window, kernels="triton"),
+        lambda x: attention_reference(*split_heads(x, heads, None), window).flatten(2),
+    )
 
 
 def proved(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> tuple[Kernels, str]:
@@ -124,9 +135,9 @@ def proved(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> tuple[
 
 def disagreements(
     dtype: torch.dtype, device: torch.device, rows: int = 300, width: int = 1000
-) -> dict[Operator, float]:
+) -> dict[Tried, float]:
     """For each operator with a kernel, its worst difference."""
-    worst: dict[Operator, float] = {}
+    worst: dict[Tried, float] = {}
     for operator, inputs, ours, formula in _cases(dtype, device, rows, width):
         expected = _results(formula, [x.double() for x in inputs])
         for found, right in zip(_results(ours, inputs), expected, strict=True):
@@ -135,7 +146,7 @@ def disagreements(
     return worst | _of_optimizers(device, rows * width) if dtype == torch.float32 else worst
 
 
-def _of_optimizers(device: torch.device, size: int) -> dict[Operator, float]:
+def _of_optimizers(device: torch.device, size: int) -> dict[Tried, float]:
     """A step of AdamW and the first pass of LAMB, over memory that no block divides."""
     from myriad.kernels.triton_optimizer import Coefficients, adamw, cut_blocks, lamb_move, lamb_update
 
@@ -149,7 +160,7 @@ def _of_optimizers(device: torch.device, size: int) -> dict[Operator, float]:
     direction = m / (1 - 0.9**3) / ((v / (1 - 0.95**3)).sqrt() + 1e-8)
     moved = [x.clone() for x in start]
     adamw(moved[0], moved[1], moved[2], moved[3], how)
-    found: dict[Operator, float] = {"adamw": _worst(moved, (w * 0.999 - 0.01 * direction, g, m, v))}
+    found: dict[Tried, float] = {"adamw": _worst(moved, (w * 0.999 - 0.01 * direction, g, m, v))}
     moved = [x.clone() for x in start]
     blocks = cut_blocks([(0, 0, size // 3), (1, size // 3, size)], device)
     squares = lamb_update(moved[0], moved[1], moved[2], moved[3], blocks, how)

@@ -23,6 +23,7 @@ from myriad.kernels.attention_choice import (
     AttentionShape,
     Timed,
     choose_attention,
+    in_interpreter,
     read_times,
 )
 from myriad.kernels.config import Kernels
@@ -119,7 +120,7 @@ def path_of(fused: torch.Tensor, heads: Heads, window: int | None, kernels: Kern
         window,
         blocks=runs_in_blocks(fused, window),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        interpreted=os.environ.get("TRITON_INTERPRET", "") == "1",
+        interpreted=in_interpreter(),
     )
     return _chosen(shape, kernels, on)
 

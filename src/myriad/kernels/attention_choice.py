@@ -19,6 +19,7 @@ No torch here, so that the choice can be told without it.
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
@@ -38,12 +39,13 @@ __all__ = [
     "choose_attention",
     "fallback_attention",
     "hindrance",
+    "in_interpreter",
     "read_times",
 ]
 
 AttentionPath = Literal["blocks", "sdpa", "cudnn", "varlen", "flex", "triton", "windows", "masked"]
 
-HEAD_SIZES = (64, 80, 96, 128)
+HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 """That Myriad's kernels take; those of 80 and 96 compute with 128 columns."""
 _HALVES = ("bfloat16", "float16")
 _MOST_WIDTH = 256
@@ -92,6 +94,11 @@ class Timed(NamedTuple):
     width: int
     window: int | None
     path: AttentionPath
+
+
+def in_interpreter() -> bool:
+    """Whether Triton's kernels run in its interpreter, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET", "") in ("1", "true", "on", "yes")
 
 
 @lru_cache(maxsize=1)

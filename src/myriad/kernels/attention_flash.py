@@ -1,6 +1,6 @@
 """Attention with a window by the Triton kernels of `attention_triton`, as one differentiable operator.
 
-Heads of 64, 80, 96 and 128 values, in bfloat16, float16 or float32, on a CUDA device (or in Triton's
+Heads of 16, 32, 64, 80, 96 and 128 values, in bfloat16, float16 or float32, on a CUDA device (or in Triton's
 interpreter, where ``TRITON_INTERPRET=1`` was set before Triton was imported). Whatever the inputs' type,
 scores, softmax and sums are float32.
 
@@ -8,12 +8,13 @@ Legend: B batch, S sequence, N query heads, K key/value heads, D head size.
 """
 
 import math
-import os
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Launch", "Sizes", "flash_attention", "in_interpreter", "launch_of"]
+from myriad.kernels.attention_choice import in_interpreter
+
+__all__ = ["Launch", "Sizes", "flash_attention", "launch_of"]
 
 
 class Launch(NamedTuple):
@@ -39,11 +40,6 @@ _WIDE = Launch(32, 32, 4, 1)
 """In float32 each value takes twice the memory and no tensor core multiplies it as it is."""
 
 
-def in_interpreter() -> bool:
-    """Whether kernels run in Triton's interpreter, on a CPU."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
 def padded_width(width: int) -> int:
     """Columns of a block: Triton's are powers of two."""
     return 1 << (width - 1).bit_length()
@@ -51,7 +47,7 @@ def padded_width(width: int) -> int:
 
 def launch_of(kernel: str, width: int, dtype: torch.dtype) -> Launch:
     """Block sizes of a kernel for a head size and a type."""
-    return _WIDE if dtype == torch.float32 else _LAUNCHES[kernel, padded_width(width)]
+    return _WIDE if dtype == torch.float32 else _LAUNCHES[kernel, max(64, padded_width(width))]
 
 
 class Sizes(NamedTuple):

@@ -25,6 +25,7 @@ from torch import nn
 from myriad.model.definition import Context
 from myriad.model.interleave import run_layers
 from myriad.program.actions import Action, Kind
+from myriad.program.partition import num_recomputed
 
 __all__ = ["Segment", "differentiate", "next_is_backward", "run_in_segments"]
 
@@ -64,24 +65,29 @@ def next_is_backward(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
 
 
 def run_in_segments(
-    layers: Sequence[nn.Module], x: torch.Tensor, context: Context, *, keep_last: bool
+    layers: Sequence[nn.Module], x: torch.Tensor, context: Context, *, keep_last: bool, ratio: float = 1.0
 ) -> tuple[list[Segment], torch.Tensor]:
-    """One segment for each layer, and the output; ``keep_last``: the last one's graph is kept."""
+    """One segment for each of the first layers, a share ``ratio`` of all, one with its graph for the others,
+    and the output; ``keep_last``: the last layer's graph is kept in any case."""
+    num_again = min(num_recomputed(len(layers), ratio), len(layers) - (1 if keep_last else 0))
     segments: list[Segment] = []
-    for index, layer in enumerate(layers):
-        if index > 0:
-            x = x.detach().requires_grad_(x.is_floating_point())
-        if keep_last and index == len(layers) - 1:
-            entered, x = x, run_layers([layer], x, context)
-            segments.append(Segment([layer], entered, x))
-        else:
-            before = _random_state(x.device)
-            entered = x
-            with torch.no_grad():
-                x = run_layers([layer], entered, context)
-            drew = any(not torch.equal(a, b) for a, b in zip(before, _random_state(x.device), strict=True))
-            segments.append(Segment([layer], entered, None, before if drew else None))
+    for index, layer in enumerate(layers[:num_again]):
+        entered = _entering(x, index)
+        before = _random_state(x.device)
+        with torch.no_grad():
+            x = run_layers([layer], entered, context)
+        drew = any(not torch.equal(a, b) for a, b in zip(before, _random_state(x.device), strict=True))
+        segments.append(Segment([layer], entered, None, before if drew else None))
+    if kept := layers[num_again:]:
+        entered = _entering(x, num_again)
+        x = run_layers(kept, entered, context)
+        segments.append(Segment(kept, entered, x))
     return segments, x
+
+
+def _entering(x: torch.Tensor, index: int) -> torch.Tensor:
+    """What layer ``index`` is given: the start of a graph of its own."""
+    return x.detach().requires_grad_(x.is_floating_point()) if index > 0 else x
 
 
 def differentiate(segments: list[Segment], gradient: torch.Tensor, context: Context) -> torch.Tensor | None:

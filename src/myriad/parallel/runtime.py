@@ -295,8 +295,11 @@ class Runtime:
         """The stage's output; what its backward needs is saved."""
         layers, key = list(self._stage(action).layers.values()), (action.stage, action.micro_batch)
         context = self._context(action.micro_batch, now)
-        if now.training and self._groups.grid.layout.recompute == "full":
-            segments, x = run_in_segments(layers, entering, context, keep_last=key in now.plan.turns)
+        layout = self._groups.grid.layout
+        if now.training and layout.recompute == "full":
+            keeps = key in now.plan.turns
+            ratio = layout.recompute_ratio
+            segments, x = run_in_segments(layers, entering, context, keep_last=keeps, ratio=ratio)
         else:
             with torch.set_grad_enabled(now.training):
                 x = run_layers(layers, entering, context)

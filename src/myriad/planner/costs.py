@@ -7,7 +7,8 @@ stall                    by snapshots, on average over steps (`saving`)
 clip, update             reading and writing gradients, master values and moments of this rank's part
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import groupby
@@ -23,7 +24,7 @@ from myriad.planner.parts import Parts
 from myriad.planner.saving import Saves, Saving
 from myriad.planner.work import Work
 from myriad.program.build import count_chunks
-from myriad.program.partition import cut_ranges, partition_layers
+from myriad.program.partition import cut_ranges, num_recomputed, partition_layers
 from myriad.program.schedules import stage_owners
 
 __all__ = ["Costs", "StageCosts", "computed_pairs", "layer_parameters", "optimizer_bytes", "stage_layers"]
@@ -135,7 +136,7 @@ class Costs:
         times = reduce(add, (self._times[kind].times(float(n)) for kind, n in counts.items()))
         every = layer_parameters(work.model)
         parameters = sum(every[layer] for layer in own) / work.layout.tp
-        again = self._again(counts)
+        again = self._again([kinds[layer] for layer in own])
         inputs = float(times.backward_input.total + again.total)
         gather, reduced, update = self._data_parallel(parameters)
         return StageCosts(
@@ -150,16 +151,17 @@ class Costs:
             update=update,
         )
 
-    def _again(self, counts: Mapping[str, int]) -> Parts:
+    def _again(self, kinds: Sequence[str]) -> Parts:
         """What the backward of a stage computes once more: not the head, whose backward comes at once."""
         if self.work.recompute == "none":
             return Parts()
         selective = self.work.recompute == "selective"
+        count = len(kinds) if selective else num_recomputed(len(kinds), self.work.layout.recompute_ratio)
         again = Parts()
-        for kind, count in counts.items():
+        for kind, number in sorted(Counter(kinds[:count]).items()):
             times = self._times[kind]
             one = times.again_selective if selective else times.forward
-            again = again + (Parts() if kind == "head" else one).times(float(count))
+            again = again + (Parts() if kind == "head" else one).times(float(number))
         return again
 
     def _data_parallel(self, parameters: float) -> tuple[float, float, float]:

@@ -131,7 +131,7 @@ def tensor_seconds(stage: StageCosts, action: Action, recompute: Recompute) -> f
     """Of a compute, in tensor-parallel communication that nothing hides."""
     times = stage.times
     forward, inputs = float(times.forward.tensor), float(times.backward_input.tensor)
-    again = forward if recompute == "full" else 0.0
+    again = float(stage.again.tensor) if recompute == "full" else 0.0
     return {
         Kind.FORWARD: forward,
         Kind.BACKWARD: inputs + again + float(times.backward_weight.tensor),

@@ -13,6 +13,7 @@ from myriad.model.activations import LayerKind
 from myriad.planner.activations import Part, layer_held, message_bytes, product_inputs
 from myriad.planner.layer_memory import layer_elements
 from myriad.planner.work import Recompute, Work
+from myriad.program.partition import num_recomputed
 
 __all__ = ["StageBytes", "StageHeld"]
 
@@ -69,6 +70,9 @@ class StageBytes:
     def _stage_held(self, stage: int, turns: bool) -> StageHeld:
         layers, recompute = self.layers[stage], self.work.recompute
         modes: list[Recompute] = [recompute] * len(layers)
+        if self.full:
+            again = num_recomputed(len(layers), self.work.layout.recompute_ratio)
+            modes[again:] = ["none"] * (len(layers) - again)
         if turns and self.full:
             modes[-1] = "none"
         held = [self._layer_held(layer, mode) for layer, mode in zip(layers, modes, strict=True)]

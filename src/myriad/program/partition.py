@@ -11,10 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from math import ceil
 
 from myriad.errors import BadInputError
 
-__all__ = ["cut_ranges", "partition_layers"]
+__all__ = ["cut_ranges", "num_recomputed", "partition_layers"]
 
 _KEY = "layout.partition"
 _RULES = "uniform, parameters, profile, type:REGEX or manual:B1,B2,... (first layer of each later stage)"
@@ -105,3 +106,8 @@ def _balanced_cuts(costs: Sequence[float], num_stages: int) -> list[int]:
             for end in range(n + 1)
         ]
     return [*best[n][1], n]
+
+
+def num_recomputed(num_layers: int, ratio: float) -> int:
+    """Layers of a stage that a share of them is, rounded up."""
+    return min(num_layers, ceil(ratio * num_layers - 1e-9))

@@ -29,7 +29,7 @@ from myriad.parallel.runtime import Batch
 from myriad.program.partition import partition_layers
 from myriad.train.profile import parameters_per_layer, seconds_per_layer
 
-__all__ = ["Place", "find_place", "pick_device", "settle_links", "stage_layers"]
+__all__ = ["Place", "find_place", "keep_memory_whole", "pick_device", "settle_links", "stage_layers"]
 
 _COMM = CommConfig()
 _PLACEMENT = {"node_size", "switch_size", "node_bandwidth", "network_bandwidth", "switch_bandwidth"}
@@ -90,6 +90,14 @@ def find_place(world: int, comm: CommConfig = _COMM) -> Place:
     return Place(grid_rank(comm, world), started, int(os.environ.get("LOCAL_RANK", "0")), local_world)
 
 
+def keep_memory_whole() -> None:
+    """Before this process first touches a GPU: PyTorch's allocator maps pages behind one another instead of
+    holding blocks of the sizes that were once asked for, so that what is free is usable for any size. A
+    user's own setting stays."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def pick_device(kind: Literal["auto", "cpu", "cuda"], threads: int, place: Place) -> torch.device:
     """The device of this rank, with its threads set.
 
@@ -97,6 +105,7 @@ def pick_device(kind: Literal["auto", "cpu", "cuda"], threads: int, place: Place
     if kind == "cuda" and not torch.cuda.is_available():
         raise BadInputError("train.device", kind, "no CUDA device here; cpu or auto")
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
+        keep_memory_whole()
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
         return torch.device("cuda", torch.cuda.current_device())
     cores = len(os.sched_getaffinity(0))

@@ -25,7 +25,6 @@ from myriad.data.loader import LoaderClient
 from myriad.errors import MyriadError, RunFailedError
 from myriad.job import dump_toml
 from myriad.kernels.agreement import proved
-from myriad.kernels.choice import check_kernels, fallback
 from myriad.model.gpt import GPT
 from myriad.optim.precision import resolve_float8, resolve_precision
 from myriad.optim.schedule import learning_rate
@@ -42,11 +41,13 @@ from myriad.train.feed import open_feed
 from myriad.train.garbage import GarbageSchedule
 from myriad.train.initial import fill_initial
 from myriad.train.inputs import open_inputs
+from myriad.train.memory_budget import within_budget
 from myriad.train.metrics import StepMeter
 from myriad.train.own_spans import open_ring
 from myriad.train.peak import Peak, find_peak
 from myriad.train.sample import continue_text
 from myriad.train.save_clock import SaveClock
+from myriad.train.settle_kernels import precision_told, settle_kernels
 from myriad.train.spikes import SpikeWatch
 from myriad.train.tracing import Tracer
 from myriad.train.verify import Verifier
@@ -82,7 +83,13 @@ class Trainer:
         open_inputs(job, _LOG.info)
         self.device = pick_device(job.train.device, job.train.threads, self.place)
         self.dtype = resolve_precision(job.train.precision, self.device)
-        self._settle_kernels()
+        value_bytes, on_cpu = self.dtype.itemsize, self.device.type == "cpu"
+        self.job, told = within_budget(job, on_cpu=on_cpu, value_bytes=value_bytes)
+        job = self.job
+        lines = [told, *settle_kernels(job, self.device, self.dtype)]
+        self.kernels, doubt = proved(job.train.kernels, self.device, self.dtype)
+        for line in filter(None, [*lines, doubt]):
+            _LOG.warning(line)
         self.groups = open_world(job.layout, self.device, comm=job.comm)
         self.recorder = self._open_recorder()
         self.garbage = GarbageSchedule(job.train.collect_garbage_every, self.recorder)
@@ -106,21 +113,6 @@ class Trainer:
         """Whose batches the driver has found to give no finite numbers, wherever they are computed, or which
         led to a spike."""
         self.spikes = SpikeWatch(job, self._event)
-
-    def _settle_kernels(self) -> None:
-        """Refuses what was insisted on and cannot be, and says what is done without."""
-        asked, kind = self.job.train.kernels, self.device.type
-        dtype, widths = str(self.dtype).removeprefix("torch."), self.job.model.kernel_widths
-        check_kernels(asked, kind, dtype, widths)
-        if line := fallback(asked, kind, dtype, widths):
-            _LOG.warning(line)
-        self.kernels, line = proved(asked, self.device, self.dtype)
-        if line:
-            _LOG.warning(line)
-        if kind == "cpu" and resolve_float8(self.job.train.precision) is not None:
-            _LOG.warning(
-                f"{self.job.train.precision} is emulated here: the same numbers, slower than {dtype}"
-            )
 
     def _open_recorder(self) -> Recorder:
         device = cuda_clock() if self.device.type == "cuda" else None
@@ -250,7 +242,7 @@ class Trainer:
             "start",
             world=self.place.world,
             device=str(self.device.type),
-            precision=self._precision_told(),
+            precision=precision_told(job, self.dtype),
             threads=torch.get_num_threads(),
             parameters=job.model.num_parameters(),
             flops_per_token=job.model.flops_per_token(),
@@ -260,10 +252,6 @@ class Trainer:
         )
         if self.resumed is not None:
             self._tell_resumed(self.resumed)
-
-    def _precision_told(self) -> str:
-        dtype, asked = str(self.dtype).removeprefix("torch."), self.job.train.precision
-        return f"{asked} in {dtype}" if resolve_float8(asked) is not None else dtype
 
     def _tell_resumed(self, found: Loaded) -> None:
         for problem in found.problems:

@@ -94,6 +94,7 @@ def test_paths_of_a_cpu_agree_with_the_formula(window: int) -> None:
             torch.testing.assert_close(attention_by(path, q, k, v, window), expected)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_the_mask_given_to_flex_attention_is_the_window() -> None:
     q, k, v = torch.randn(1, 128, 2, 16), torch.randn(1, 128, 1, 16), torch.randn(1, 128, 1, 16)
     torch.testing.assert_close(flex_attention_in(q, k, v, 9), attention_reference(q, k, v, 9))

@@ -124,7 +124,7 @@ def test_rows_too_wide_for_one_program_are_the_library_s() -> None:
 def test_the_doctor_s_trial_passes_and_finds_a_kernel_that_is_wrong(monkeypatch) -> None:
     here = torch.device("cpu")
     found = disagreements(torch.float32, here, 5, 20)
-    assert set(found) == {"norm", "activation", "rotary", "cross_entropy", "adamw", "lamb"}
+    assert set(found) == {"norm", "activation", "rotary", "cross_entropy", "attention", "adamw", "lamb"}
     assert all(share <= LIMITS[torch.float32] for share in found.values()), found
     monkeypatch.setattr(triton_rotary, "turned", lambda x, turns: x * 1.01)
     assert disagreements(torch.float32, here, 5, 20)["rotary"] > LIMITS[torch.float32]

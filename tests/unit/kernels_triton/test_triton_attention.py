@@ -29,7 +29,7 @@ def both(q, k, v, grad, window):
     return zip(*found, strict=True)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     sequence=st.integers(1, 100),
     window=st.integers(1, 120) | st.none(),

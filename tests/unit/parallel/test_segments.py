@@ -28,14 +28,14 @@ def make_layers(*inner):
     return [Counted(make()) for make in inner]
 
 
-def gradients(layers, x, *, full, keep_last=False):
+def gradients(layers, x, *, full, keep_last=False, ratio=1.0):
     """Of the input and of every parameter, and the output."""
     torch.manual_seed(3)
     for layer in layers:
         layer.zero_grad()
     x = x.detach().requires_grad_(x.is_floating_point() and x.requires_grad)
     if full:
-        segments, y = run_in_segments(layers, x, Context(), keep_last=keep_last)
+        segments, y = run_in_segments(layers, x, Context(), keep_last=keep_last, ratio=ratio)
     else:
         y = x
         for layer in layers:
@@ -58,6 +58,18 @@ def test_a_segment_for_each_layer_gives_the_same_bits(keep_last):
     for a, b in zip(expected, gradients(layers, x, full=True, keep_last=keep_last), strict=True):
         assert torch.equal(a, b)
     assert [layer.runs for layer in layers] == [3, 3, 3, 3, 2 if keep_last else 3]
+
+
+@pytest.mark.parametrize("keep_last", [False, True])
+@pytest.mark.parametrize(("ratio", "again"), [(0.2, 1), (0.5, 3), (1.0, 5)])
+def test_a_share_of_the_layers_runs_again_and_gives_the_same_bits(ratio, again, keep_last):
+    layers = make_layers(wide, nn.GELU, lambda: nn.Dropout(0.4), wide, wide)
+    x = torch.randn(5, 8, requires_grad=True)
+    expected = gradients(layers, x, full=False)
+    for a, b in zip(expected, gradients(layers, x, full=True, keep_last=keep_last, ratio=ratio), strict=True):
+        assert torch.equal(a, b)
+    twice = min(again, 4 if keep_last else 5)
+    assert [layer.runs for layer in layers] == [3] * twice + [2] * (5 - twice)
 
 
 def test_generators_are_as_if_nothing_had_run_again():

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from myriad.kernels.attention_choice import AttentionShape, choose_attention
 from myriad.kernels.choice import explain
 from myriad.resilience.doctor.item import Reading
 
@@ -18,6 +19,11 @@ def check_operators(device: str) -> Iterator[Reading]:
     for operator, choice in explain(device, dtype, "auto", {}).items():
         name = f"kernel of {operator.replace('_', ' ')}"
         yield Reading(name=name, value=choice.kernel, note=choice.why, advisory=True)
+    for what, window in (("full", None), ("in a window", 512)):
+        shape = AttentionShape(device, dtype, 4096, 128, window)
+        path = choose_attention(shape)
+        name = f"attention, {what}"
+        yield Reading(name=name, value=path.path, note=f"{path.why}; 4,096 tokens", advisory=True)
 
 
 def try_operators(device: "torch.device") -> Iterator[Reading]:

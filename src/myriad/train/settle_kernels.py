@@ -1,0 +1,41 @@
+"""What a job asks of the device, against what that can: refused before anything starts, or done otherwise,
+with a line that says so."""
+
+import torch
+
+from myriad.job import Job
+from myriad.kernels.attention_choice import (
+    AttentionShape,
+    check_attention,
+    fallback_attention,
+    in_interpreter,
+)
+from myriad.kernels.choice import check_kernels, fallback
+from myriad.optim.precision import resolve_float8
+
+__all__ = ["precision_told", "settle_kernels"]
+
+
+def settle_kernels(job: Job, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Lines about what is done otherwise than a user may expect. Raises `BadInputError` for what was insisted
+    on and cannot be."""
+    asked, kind, name, model = job.train.kernels, device.type, _name(dtype), job.model
+    shape = AttentionShape(
+        kind, name, model.sequence, model.head_width, model.window, interpreted=in_interpreter()
+    )
+    check_kernels(asked, kind, name, model.kernel_widths)
+    check_attention(asked, shape)
+    lines = [fallback(asked, kind, name, model.kernel_widths), fallback_attention(asked, shape)]
+    if kind == "cpu" and resolve_float8(job.train.precision) is not None:
+        lines.append(f"{job.train.precision} is emulated here: the same numbers, slower than {name}")
+    return [line for line in lines if line]
+
+
+def precision_told(job: Job, dtype: torch.dtype) -> str:
+    """For people."""
+    asked = job.train.precision
+    return f"{asked} in {_name(dtype)}" if resolve_float8(asked) is not None else _name(dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
