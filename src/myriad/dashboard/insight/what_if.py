@@ -211,7 +211,7 @@ class _MeasuredRun(Run):
             stages=stages,
             data=nothing,
             pipeline=nothing,
-            message=links.message,
+            message_between=lambda source, target: links.message,
             tied=links.tied,
             clip=lambda parameters: links.clip,
         )
