@@ -424,6 +424,8 @@ def test_a_run_elsewhere_is_shown_by_its_address_and_token(tmp_path: Path) -> No
             and "step 0 of 20" in shown.stdout
         )
         assert "wants another --token" in refused("--remote", url)
+        hidden = os.environ | {"MYRIAD_COLLECTOR_TOKEN": token}
+        assert subprocess.run(command, env=hidden, capture_output=True, timeout=60).returncode == 0
     assert "is no `myriad watch`" in refused("--remote", url)
 
 

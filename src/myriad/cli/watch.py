@@ -37,7 +37,11 @@ def _watch(
     port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0: any that is free.")] = 8765,
     token: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="That others must know; made up and printed when left out."),
+        typer.Option(
+            metavar="TEXT",
+            envvar="MYRIAD_COLLECTOR_TOKEN",
+            help="That others must know; made up and printed when left out.",
+        ),
     ] = None,
     collect: Annotated[
         Path | None,
@@ -66,7 +70,8 @@ def _watch(
     Also collects: nodes may send their spans to URL/api/spans instead of writing them into the run's folder.
     For Prometheus it is the run's exporter: URL/metrics. Ctrl-C ends it.
 
-    With --remote it opens the page of a `myriad watch --host ...` of another machine, with its --token.
+    With --remote it says how a run of another machine goes, and opens the page of the `myriad watch --host
+    ...` there, with its --token.
 
     Exit code: 0 ended, 2 bad input.
     """

@@ -1,6 +1,7 @@
 """If these fail, the page shows numbers that no rank had, forgets without saying so, or takes all memory."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ def test_what_lies_inside_of_a_span_is_not_its_own_even_if_it_came_with_the_batc
     assert seconds_of(once, "forward", 1) == [0.7, None]
     assert seconds_of(twice, "forward", 1) == [0.7, 0.5]
     assert seconds_of(twice, "tensor", 1) == [0.3, None]
+
+
+def test_forwards_of_an_evaluation_are_not_forwards_of_the_step_they_follow() -> None:
+    """Live, as in a report: else each step with an evaluation shows forwards several times as long."""
+    spans = batch((0, 1, "forward", 0.0, 0.5), (0, 1, "tensor_comm", 1.0, 2.0), (0, 1, "wait", 0.9, 2.5))
+    store = SpanStore(1, 10)
+    store.add(replace(spans, names=("forward", "evaluate_forward", "evaluate", "mine")))
+    assert seconds_of(store, "forward", 1) == [0.5]
+    assert seconds_of(store, "evaluate", 1) == [2.5]
+    assert store.names.phases_in_order() == ["forward", "evaluate"]
 
 
 def test_a_span_that_is_posted_and_in_a_file_counts_once(tmp_path: Path) -> None:

@@ -24,6 +24,25 @@ def test_only_computing_counts() -> None:
     assert recorder.take_busy() == 0.0
 
 
+def test_an_evaluation_is_no_computing_of_a_step() -> None:
+    """Else a rank looks slow after each step with an evaluation, and waits of it count as a step's."""
+    memory = memoryview(bytearray(ROW_BYTES))
+    recorder = Recorder(row=ProgressRow(memory))
+    forward = recorder.span("forward", 0, 1)
+    with recorder.span("evaluate"), recorder.evaluating():
+        with recorder.span("forward", 0, 1), recorder.span("tensor_comm"), recorder.span("augment"):
+            assert bytes(memory[64:71]) == b"augment"
+        with recorder.span("await_gather", 0):
+            assert bytes(memory[64:76]) == b"await_gather", "who watches a hang sees what it is in"
+    assert recorder.take_busy() == 0.0 and set(recorder.take_totals()) == {"evaluate"}
+    with forward:
+        pass
+    assert recorder.take_busy() > 0.0 and recorder.span("forward", 0, 1) is forward
+    names = [span.name for span in recorder.newest()]
+    inside = ["augment", "evaluate_tensor_comm", "evaluate_forward", "evaluate_await_gather"]
+    assert names == [*inside, "evaluate", "forward"]
+
+
 def test_a_page_tells_how_long_a_rank_computed_and_asks_it_to_end() -> None:
     page = ProgressPage(2)
     rows = [ProgressRow(memoryview(page._memory)[ROW_BYTES * n : ROW_BYTES * (n + 1)]) for n in range(2)]
