@@ -16,6 +16,7 @@ from myriad.network.packets_records import (
     PACKET,
     SWITCH,
     WRITTEN,
+    rows,
 )
 from myriad.network.packets_state import Arena, Records, State, arena_of
 
@@ -40,7 +41,7 @@ def new_state(problem: Problem, num_records: int) -> State:
         links=links,
         flows=records,
         switches=np.zeros(fabric.num_vertices - fabric.num_ports, SWITCH),
-        packets=np.zeros(0, PACKET),
+        packets=rows(0, PACKET),
         hops=problem.paths.link.astype(np.int32),
         written=np.zeros(0, WRITTEN),
         read=np.zeros(len(flows) * problem.num_written, WRITTEN),
@@ -58,7 +59,7 @@ def new_state(problem: Problem, num_records: int) -> State:
 def with_records(problem: Problem, state: State, num_records: int) -> State:
     """The same with more packet records."""
     old, clock = len(state.packets), state.clock[0]
-    packets, written = np.zeros(num_records, PACKET), np.zeros(num_records * problem.num_written, WRITTEN)
+    packets, written = rows(num_records, PACKET), np.zeros(num_records * problem.num_written, WRITTEN)
     packets[:old], written[: len(state.written)] = state.packets, state.written
     packets["flow"][old:] = NONE
     packets["next"][old:] = np.arange(old + 1, num_records + 1)
@@ -75,7 +76,7 @@ def arena(problem: Problem, state: State) -> Arena:
 
 def _links(problem: Problem) -> tuple[Records, Records]:
     fabric = problem.fabric
-    links = np.zeros(fabric.num_links, LINK)
+    links = rows(fabric.num_links, LINK)
     for name in ("queue_head", "queue_tail", "wire_head", "wire_tail", "ready_head", "ready_tail"):
         links[name] = NONE
     links["ps_per_byte"] = _PS / fabric.bytes_per_second
@@ -97,7 +98,7 @@ def _links(problem: Problem) -> tuple[Records, Records]:
 
 def _flows(problem: Problem, links: Records, knobs: Records) -> Records:
     flows, paths, num = problem.flows, problem.paths, problem.num_packets
-    records = np.zeros(len(flows), FLOW)
+    records = rows(len(flows), FLOW)
     for name in ("next_ready", "reply_head", "reply_tail", "first_child", "next_child", "finish_ps"):
         records[name] = NONE
     records["first_hop"], records["last_hop"] = paths.first[:-1], paths.first[1:] - 1
