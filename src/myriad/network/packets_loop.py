@@ -27,7 +27,7 @@ from myriad.network.packets_heap import close_gap, push
 from myriad.network.packets_links import discard, enqueue, is_down, take_queued, uniform
 from myriad.network.packets_nics import take_turn
 from myriad.network.packets_records import NONE, NUM_FRAMES
-from myriad.network.packets_recovery import acknowledge, receive, time_out, wake
+from myriad.network.packets_recovery import acknowledge, receive, ring, time_out, wake
 from myriad.network.packets_state import (
     clock_of,
     compiled,
@@ -52,7 +52,7 @@ _SPARE = 4
 def _loop(s: Any, until_ps: Any) -> Any:
     """Events up to a time. Says why it stopped."""
     clock = clock_of(s)
-    num_links, num_flows = s.num_links, s.num_flows
+    num_links = s.num_links
     slot_mask = (1 << clock.slot_bits) - 1
     while clock.num_pending > 0 and clock.num_open > 0:
         if clock.num_free < _SPARE:
@@ -71,12 +71,14 @@ def _loop(s: Any, until_ps: Any) -> Any:
             out = enqueue(s, slot - num_links, _take_arrived(s, slot - num_links), now)
         elif slot < 3 * num_links:
             out = _toggle(s, slot - 2 * num_links, now)
-        elif slot < 3 * num_links + num_flows:
-            out = acknowledge(s, slot - 3 * num_links, now)
-        elif slot < 3 * num_links + 2 * num_flows:
-            out = wake(s, slot - 3 * num_links - num_flows, now)
+        elif slot < s.first_wake:
+            out = acknowledge(s, slot - s.first_answer, now)
+        elif slot < s.first_timeout:
+            out = wake(s, slot - s.first_wake, now)
+        elif slot < s.common_timer:
+            out = time_out(s, slot - s.first_timeout, now)
         else:
-            out = time_out(s, slot - 3 * num_links - 2 * num_flows, now)
+            out = ring(s, now)
         if out != NONE:
             _serve(s, out, now)
         close_gap(s)

@@ -25,6 +25,7 @@ __all__ = [
     "OUTAGE",
     "PACED",
     "PACKET",
+    "PIPE",
     "READY",
     "SHORT",
     "SWITCH",
@@ -116,8 +117,8 @@ FLOW = _row(
         ("num_received", "i4"),  # different ones that arrived
         ("is_refused", "i4"),  # whether the receiver has asked for `received` again
         ("last_bytes", "i4"),  # of the last packet, on the wire
-        ("reply_head", "i4"),  # acknowledgements on their way back
-        ("reply_tail", "i4"),
+        ("pipe", "i4"),  # that its answers come back by
+        ("next_timer", "i4"),
         ("num_discarded", "i4"),
         ("num_marks", "i4"),
         ("reply_ps", "i8"),  # from the last packet's arrival to the arrival of its acknowledgement
@@ -125,6 +126,7 @@ FLOW = _row(
         ("timeout_ps", "i8"),
         ("finish_ps", "i8"),
         # seldom
+        ("timer_ps", "i8"),  # when its timer in the common list rings
         ("last_hop", "i4"),
         ("first_sent", "i4"),  # selective repeat: ring of what is in flight, in order of sending
         ("next_sent", "i4"),
@@ -184,6 +186,7 @@ PACKET = _row(
         ("is_answer", "i4"),
     ],
 )
+PIPE = np.dtype([("head", "i4"), ("tail", "i4")], align=True)
 SWITCH = np.dtype([("used_bytes", "i8")], align=True)
 CLOCK = np.dtype(
     [
@@ -194,6 +197,8 @@ CLOCK = np.dtype(
         ("last_ps", "i8"),  # the latest time that a key can say
         ("free_head", "i8"),
         ("num_free", "i8"),
+        ("timer_head", "i8"),  # flows whose timers run, in the order in which they ring
+        ("timer_tail", "i8"),
         ("num_open", "i8"),  # flows not at their end
         ("num_events", "i8"),
         ("random", "u8"),
