@@ -2,14 +2,14 @@
 
     python benchmarks/network_packets.py [--htsim FOLDER] [--repeats 5]
 
-The fabric is a fat tree (k = 8: 128 hosts, 80 switches; all-to-all and pairs: 256 hosts under two tiers) of
-400 Gbit/s and 1 us a link. Seconds are of the best repeat, with everything that a call does; before it one
-small simulation loads the compiled loop. What an event is stands in `myriad.network.packets_loop`.
+The fabric is a fat tree of 128 hosts and 80 switches with 8 ports (all-to-all and pairs: 256 hosts under
+two tiers), 400 Gbit/s and 1 us a link. Seconds are of the best repeat, with everything that a call does;
+before it one small simulation loads the compiled loop. An event is what `myriad.network.packets_loop` says.
 
-FOLDER holds `htsim_roce` and `htsim_hpcc` as built from github.com/Broadcom/csg-htsim (sim/datacenter). They get
-the same hosts, flows, packets, pause thresholds and latencies. htsim does not say how many events it had: so
-packets x links per second is what both have in common. Its acknowledgements are packets in queues too, ours are
-not (see docs); its time has the start of a process in it.
+FOLDER holds `htsim_roce` and `htsim_hpcc` as built from github.com/Broadcom/csg-htsim (sim/datacenter). They
+get the same hosts, flows, packets, pause thresholds and latencies. htsim does not say how many events it had,
+so packets x links per second is what both have in common. Its acknowledgements are packets in queues too,
+ours are not; its time has the start of a process in it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from myriad.network.controls import CONTROLS, Control
 from myriad.network.fabric import Fabric
 from myriad.network.flows import Flows, Paths
 from myriad.network.packets import simulate_packets
-from myriad.network.packets_input import Faults, Transport
+from myriad.network.packets_input import Transport
 from myriad.network.routing import Routes, ecmp
 from myriad.network.shape import FabricShape
 from myriad.network.shapes import build
@@ -121,7 +121,8 @@ def theirs(folder: Path, what: Case, repeats: int) -> None:
         for program in ("htsim_roce", "htsim_hpcc"):
             command = [
                 str(folder / program), "-tm", str(matrix), "-o", str(Path(scratch) / "log"),
-                "-nodes", str(what.fabric.num_ports), "-mtu", str(WIRE), "-linkspeed", str(int(RATE * 8 / 1e6)),
+                "-nodes", str(what.fabric.num_ports), "-mtu", str(WIRE),
+                "-linkspeed", str(int(RATE * 8 / 1e6)),
                 "-hop_latency", "1", "-strat", "ecmp_host", "-paths", "64", "-q", "100000",
                 "-end", "1000000", "-pfc_thresholds", str(LOW), str(HIGH),
             ]  # fmt: skip
@@ -153,13 +154,10 @@ def main() -> None:
     all_cases = cases()
     tiny = case("", tree(128), [(0, 1)], 1e4)
     start = time.perf_counter()
-    simulate_packets(
-        tiny.fabric, tiny.flows, tiny.paths, None, SwitchSettings.simulator(RATE), faults=Faults()
-    )
+    simulate_packets(tiny.fabric, tiny.flows, tiny.paths, None, SwitchSettings.simulator(RATE))
     print(f"first call, compiling unless that is kept from before: {time.perf_counter() - start:.1f} s")
-    print(
-        f"{'':<26} {'':<16} {'wall s':>8} {'core s':>8} {'events':>11} {'per s':>8} {'hops/s':>8} {'last ms':>9}"
-    )
+    names = f"{'events':>11} {'per s':>8} {'hops/s':>8} {'last ms':>9}"
+    print(f"{'':<26} {'':<16} {'wall s':>8} {'core s':>8} {names}")
     incast = all_cases[0]
     for name in (None, "dcqcn", "dcqcn-tuned", "swift", "hpcc", "hybrid"):
         ours(incast, name, given.repeats)
