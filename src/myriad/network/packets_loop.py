@@ -10,9 +10,9 @@ An event is one entry of the heap, taken out in the order of time. There are six
     timeout  a flow's timer rings
 
 A packet over h links with no queue anywhere is h - 1 arrivals and one answer; each queue that it waits in,
-NICs included, is one `free` more, each packet of a flow below line rate a `wake` or two. Arrival at the target
-is no event: nothing can come between it and the last transmitter, so it is settled there. So is the start
-of a packet on a link that is free.
+NICs included, is one `free` more, each packet of a flow below line rate a `wake` or two. Arrival at the
+target is no event: nothing can come between it and the last transmitter, so it is settled there. So is the
+start of a packet on a link that is free.
 
 Whatever happens, it ends in at most one link that may have work. That link is served at one place.
 """
