@@ -10,9 +10,9 @@ An event is one entry of the heap, taken out in the order of time. There are six
     timeout  a flow's timer rings
 
 A packet over h links with no queue anywhere is h - 1 arrivals and one answer; each queue that it waits in,
-NICs included, is one `free` more, each packet of a flow below line rate one `wake`. Arrival at the target
-is no event: nothing can come between it and the last transmitter, so it is settled there. So is the start
-of a packet on a link that is free.
+NICs included, is one `free` more, each packet of a flow below line rate a `wake` or two. Arrival at the
+target is no event: nothing can come between it and the last transmitter, so it is settled there. So is the
+start of a packet on a link that is free.
 
 Whatever happens, it ends in at most one link that may have work. That link is served at one place.
 """
@@ -27,7 +27,7 @@ from myriad.network.packets_heap import close_gap, push
 from myriad.network.packets_links import discard, enqueue, is_down, take_queued, uniform
 from myriad.network.packets_nics import take_turn
 from myriad.network.packets_records import NONE, NUM_FRAMES
-from myriad.network.packets_recovery import acknowledge, receive, time_out, wake
+from myriad.network.packets_recovery import acknowledge, receive, ring, time_out, wake
 from myriad.network.packets_state import (
     clock_of,
     compiled,
@@ -52,7 +52,7 @@ _SPARE = 4
 def _loop(s: Any, until_ps: Any) -> Any:
     """Events up to a time. Says why it stopped."""
     clock = clock_of(s)
-    num_links, num_flows = s.num_links, s.num_flows
+    num_links = s.num_links
     slot_mask = (1 << clock.slot_bits) - 1
     while clock.num_pending > 0 and clock.num_open > 0:
         if clock.num_free < _SPARE:
@@ -71,12 +71,14 @@ def _loop(s: Any, until_ps: Any) -> Any:
             out = enqueue(s, slot - num_links, _take_arrived(s, slot - num_links), now)
         elif slot < 3 * num_links:
             out = _toggle(s, slot - 2 * num_links, now)
-        elif slot < 3 * num_links + num_flows:
-            out = acknowledge(s, slot - 3 * num_links, now)
-        elif slot < 3 * num_links + 2 * num_flows:
-            out = wake(s, slot - 3 * num_links - num_flows, now)
+        elif slot < s.first_wake:
+            out = acknowledge(s, slot - s.first_answer, now)
+        elif slot < s.first_timeout:
+            out = wake(s, slot - s.first_wake, now)
+        elif slot < s.common_timer:
+            out = time_out(s, slot - s.first_timeout, now)
         else:
-            out = time_out(s, slot - 3 * num_links - 2 * num_flows, now)
+            out = ring(s, now)
         if out != NONE:
             _serve(s, out, now)
         close_gap(s)

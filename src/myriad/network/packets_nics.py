@@ -60,7 +60,7 @@ def go_on(s: Any, f: Any, now: Any) -> Any:
         return NONE
     if flow.next_send_ps > now:
         flow.state = PACED
-        push(s, waiting(flow, knobs_of(s), now), 3 * s.num_links + s.num_flows + f)
+        push(s, waiting(flow, knobs_of(s), now), s.first_wake + f)
         return NONE
     _line_up(s, f)
     return flow.nic
@@ -132,10 +132,26 @@ def _make_packet(s: Any, f: Any, sequence: Any, now: Any) -> Any:
         flow.num_resent += 1
     else:
         flow.most_sequence = sequence + 1
-    if sequence == flow.acked or flow.next_sent - flow.first_sent == 1:
+    if not flow.has_timer or sequence == flow.acked or flow.next_sent - flow.first_sent == 1:
         flow.deadline_ps = now + flow.timeout_ps
     if not flow.has_timer:
         flow.has_timer = 1
-        slot = 3 * s.num_links + 2 * s.num_flows + f
-        push(s, flow.deadline_ps, slot)
+        _set_timer(s, f)
     return p
+
+
+@compiled
+def _set_timer(s: Any, f: Any) -> None:
+    """Nearly all timers run equally long, so they ring in the order in which they were set: one list, whose
+    first is one event. One that a timeout made longer is an event of its own."""
+    clock, flow = clock_of(s), flow_at(s, f)
+    if flow.timeout_ps != knobs_of(s).timeout_ps:
+        push(s, flow.deadline_ps, s.first_timeout + f)
+        return
+    flow.timer_ps, flow.next_timer = flow.deadline_ps, NONE
+    if clock.timer_head == NONE:
+        clock.timer_head = f
+        push(s, flow.timer_ps, s.common_timer)
+    else:
+        flow_at(s, clock.timer_tail).next_timer = f
+    clock.timer_tail = f

@@ -84,8 +84,8 @@ class Problem:
 
     @property
     def num_slots(self) -> int:
-        """Things that can be pending at once: three of a link, three of a flow."""
-        return 3 * (self.fabric.num_links + len(self.flows))
+        """At most: three of a link, three of a flow, one for all timers."""
+        return 3 * (self.fabric.num_links + len(self.flows)) + 1
 
     @property
     def last_ps(self) -> int:

@@ -4,7 +4,10 @@ Lists of packets or of flows (a queue, a wire, those that wait for a NIC) are a 
 each row. Times are whole picoseconds, sizes bytes on the wire, sequence numbers count a flow's packets.
 """
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 __all__ = [
     "ABORTED",
@@ -22,11 +25,13 @@ __all__ = [
     "OUTAGE",
     "PACED",
     "PACKET",
+    "PIPE",
     "READY",
     "SHORT",
     "SWITCH",
     "UNSTARTED",
     "WRITTEN",
+    "rows",
 ]
 
 NONE = -1
@@ -35,7 +40,27 @@ UNSTARTED, BLOCKED, READY, PACED, DONE, ABORTED = range(6)
 """A flow not begun; waiting for an acknowledgement; in its NIC's turn; waiting for its rate; at its end."""
 
 
-LINK = np.dtype(
+_LINE_BYTES = 64
+"""Of a processor's cache."""
+
+
+def _row(fields: list[tuple[str, str]]) -> np.dtype[np.void]:
+    """A row that takes whole cache lines."""
+    packed = np.dtype(fields, align=True)
+    places = [packed.fields[name][1] for name, _ in fields] if packed.fields else []
+    size = -(-packed.itemsize // _LINE_BYTES) * _LINE_BYTES
+    names, kinds = zip(*fields, strict=True)
+    return np.dtype({"names": names, "formats": kinds, "offsets": places, "itemsize": size}, align=True)
+
+
+def rows(num: int, kind: np.dtype[np.void]) -> npt.NDArray[Any]:
+    """Zeroed rows that begin at a cache line."""
+    raw = np.zeros(num * kind.itemsize + _LINE_BYTES, np.uint8)
+    skip = -raw.ctypes.data % _LINE_BYTES
+    return raw[skip : skip + num * kind.itemsize].view(kind)
+
+
+LINK = _row(
     [
         ("free_ps", "i8"),  # when the transmitter has sent what it is sending
         ("full_ps", "i8"),  # time to send a full packet
@@ -69,48 +94,51 @@ LINK = np.dtype(
         ("paused_ps", "i8"),
         ("most_queue_bytes", "i8"),
     ],
-    align=True,
 )
-FLOW = np.dtype(
+FLOW = _row(
     [
+        # one cache line: what a sender needs for each packet
         ("state", "i4"),
         ("nic", "i4"),  # first link
         ("first_hop", "i4"),  # of Paths.link
-        ("last_hop", "i4"),
         ("num_packets", "i4"),
-        ("last_bytes", "i4"),  # of the last packet, on the wire
         ("next_sequence", "i4"),  # next to send for the first time, or again after going back
         ("most_sequence", "i4"),  # number of packets ever sent at least once
         ("acked", "i4"),  # all before have been acknowledged
-        ("received", "i4"),  # all before have arrived
-        ("num_received", "i4"),  # different ones that arrived
         ("limit_packets", "i4"),  # most in flight
         ("next_ready", "i4"),
-        ("is_refused", "i4"),  # whether the receiver has asked for `received` again
-        ("reply_head", "i4"),  # acknowledgements on their way back
-        ("reply_tail", "i4"),
+        ("num_sent", "i4"),
+        ("has_timer", "i4"),
+        ("num_retries", "i4"),
         ("pace_ps_per_byte", "f8"),
         ("next_send_ps", "i8"),
+        # another: the receiver, the answers, the timer
+        ("received", "i4"),  # all before have arrived
+        ("num_received", "i4"),  # different ones that arrived
+        ("is_refused", "i4"),  # whether the receiver has asked for `received` again
+        ("last_bytes", "i4"),  # of the last packet, on the wire
+        ("pipe", "i4"),  # that its answers come back by
+        ("next_timer", "i4"),
+        ("num_discarded", "i4"),
+        ("num_marks", "i4"),
         ("reply_ps", "i8"),  # from the last packet's arrival to the arrival of its acknowledgement
         ("deadline_ps", "i8"),
         ("timeout_ps", "i8"),
-        ("has_timer", "i4"),
-        ("num_retries", "i4"),
+        ("finish_ps", "i8"),
+        # seldom
+        ("timer_ps", "i8"),  # when its timer in the common list rings
+        ("last_hop", "i4"),
         ("first_sent", "i4"),  # selective repeat: ring of what is in flight, in order of sending
         ("next_sent", "i4"),
         ("first_lost", "i4"),  # and of what is to be sent again
         ("next_lost", "i4"),
         ("ring", "i8"),  # where both begin
         ("ring_mask", "i4"),
-        ("num_sent", "i4"),
         ("num_resent", "i4"),
-        ("num_discarded", "i4"),
         ("num_timeouts", "i4"),
-        ("num_marks", "i4"),
         ("first_child", "i4"),  # flows that begin when this one has arrived
         ("next_child", "i4"),
         ("start_ps", "i8"),
-        ("finish_ps", "i8"),
         ("base_ps", "i8"),  # round trip in an empty network
         ("line_ps_per_byte", "f8"),
         ("num_hops", "i4"),
@@ -140,9 +168,8 @@ FLOW = np.dtype(
         ("renewed_sequence", "i4"),
         ("is_measured", "i4"),
     ],
-    align=True,
 )
-PACKET = np.dtype(
+PACKET = _row(
     [
         ("next", "i4"),
         ("flow", "i4"),  # NONE: not in use
@@ -158,8 +185,8 @@ PACKET = np.dtype(
         ("is_refusal", "i4"),
         ("is_answer", "i4"),
     ],
-    align=True,
 )
+PIPE = np.dtype([("head", "i4"), ("tail", "i4")], align=True)
 SWITCH = np.dtype([("used_bytes", "i8")], align=True)
 CLOCK = np.dtype(
     [
@@ -170,6 +197,8 @@ CLOCK = np.dtype(
         ("last_ps", "i8"),  # the latest time that a key can say
         ("free_head", "i8"),
         ("num_free", "i8"),
+        ("timer_head", "i8"),  # flows whose timers run, in the order in which they ring
+        ("timer_tail", "i8"),
         ("num_open", "i8"),  # flows not at their end
         ("num_events", "i8"),
         ("random", "u8"),

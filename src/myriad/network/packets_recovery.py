@@ -29,10 +29,11 @@ from myriad.network.packets_state import (
     known_at,
     lost_at,
     packet_at,
+    pipe_at,
     sent_at,
 )
 
-__all__ = ["acknowledge", "receive", "time_out", "wake"]
+__all__ = ["acknowledge", "receive", "ring", "time_out", "wake"]
 
 
 @compiled
@@ -79,16 +80,16 @@ def receive(s: Any, p: Any, now: Any) -> None:
 @compiled
 def _answer(s: Any, p: Any, now: Any) -> None:
     packet = packet_at(s, p)
-    f = packet.flow
-    flow = flow_at(s, f)
+    flow = flow_at(s, packet.flow)
     packet.acknowledged, packet.due_ps, packet.next = flow.received, now + flow.reply_ps, NONE
     packet.is_answer = 1
-    if flow.reply_head == NONE:
-        flow.reply_head = p
-        push(s, packet.due_ps, 3 * s.num_links + f)
+    pipe = pipe_at(s, flow.pipe)
+    if pipe.head == NONE:
+        pipe.head = p
+        push(s, packet.due_ps, s.first_answer + flow.pipe)
     else:
-        packet_at(s, flow.reply_tail).next = p
-    flow.reply_tail = p
+        packet_at(s, pipe.tail).next = p
+    pipe.tail = p
 
 
 @compiled
@@ -136,8 +137,7 @@ def _arrive(s: Any, f: Any, now: Any) -> None:
     flow.finish_ps = now
     child = flow.first_child
     while child != NONE:
-        slot = 3 * s.num_links + s.num_flows + child
-        push(s, max(now, flow_at(s, child).start_ps), slot)
+        push(s, max(now, flow_at(s, child).start_ps), s.first_wake + child)
         child = flow_at(s, child).next_child
 
 
@@ -151,14 +151,16 @@ def _is_lost_on_the_way(s: Any, flow: Any, now: Any) -> Any:
 
 
 @compiled
-def acknowledge(s: Any, f: Any, now: Any) -> Any:
-    """A flow's first answer reaches its sender. Says which link has work, or NONE."""
-    flow, knobs = flow_at(s, f), knobs_of(s)
-    p = flow.reply_head
+def acknowledge(s: Any, number: Any, now: Any) -> Any:
+    """A pipe's first answer reaches its flow's sender. Says which link has work, or NONE."""
+    knobs, pipe = knobs_of(s), pipe_at(s, number)
+    p = pipe.head
     packet = packet_at(s, p)
-    flow.reply_head = packet.next
+    f = packet.flow
+    flow = flow_at(s, f)
+    pipe.head = packet.next
     if packet.next != NONE:
-        push(s, packet_at(s, packet.next).due_ps, 3 * s.num_links + f)
+        push(s, packet_at(s, packet.next).due_ps, s.first_answer + number)
     discard(s, p)
     if flow.state == DONE or flow.state == ABORTED:
         return NONE
@@ -226,10 +228,23 @@ def _give_up(s: Any, flow: Any) -> Any:
 
 
 @compiled
+def ring(s: Any, now: Any) -> Any:
+    """The first of all timers rings. Says which link has work, or NONE."""
+    clock = clock_of(s)
+    f = clock.timer_head
+    following = flow_at(s, f).next_timer
+    while following != NONE and flow_at(s, following).state >= DONE:
+        following = flow_at(s, following).next_timer
+    clock.timer_head = following
+    if following != NONE:
+        push(s, flow_at(s, following).timer_ps, s.common_timer)
+    return time_out(s, f, now)
+
+
+@compiled
 def time_out(s: Any, f: Any, now: Any) -> Any:
     """A flow's timer rings. Says which link has work, or NONE."""
     flow, knobs = flow_at(s, f), knobs_of(s)
-    slot = 3 * s.num_links + 2 * s.num_flows + f
     flow.has_timer = 0
     if flow.state == DONE or flow.state == ABORTED:
         return NONE
@@ -238,7 +253,7 @@ def time_out(s: Any, f: Any, now: Any) -> Any:
         return NONE
     if flow.deadline_ps > now:
         flow.has_timer = 1
-        push(s, flow.deadline_ps, slot)
+        push(s, flow.deadline_ps, s.first_timeout + f)
         return NONE
     flow.num_timeouts += 1
     flow.num_retries += 1

@@ -14,8 +14,10 @@ from myriad.network.packets_records import (
     NUM_FRAMES,
     OUTAGE,
     PACKET,
+    PIPE,
     SWITCH,
     WRITTEN,
+    rows,
 )
 from myriad.network.packets_state import Arena, Records, State, arena_of
 
@@ -40,7 +42,8 @@ def new_state(problem: Problem, num_records: int) -> State:
         links=links,
         flows=records,
         switches=np.zeros(fabric.num_vertices - fabric.num_ports, SWITCH),
-        packets=np.zeros(0, PACKET),
+        pipes=np.full(_num_pipes(records), NONE, np.int32).repeat(2).view(PIPE),
+        packets=rows(0, PACKET),
         hops=problem.paths.link.astype(np.int32),
         written=np.zeros(0, WRITTEN),
         read=np.zeros(len(flows) * problem.num_written, WRITTEN),
@@ -58,7 +61,7 @@ def new_state(problem: Problem, num_records: int) -> State:
 def with_records(problem: Problem, state: State, num_records: int) -> State:
     """The same with more packet records."""
     old, clock = len(state.packets), state.clock[0]
-    packets, written = np.zeros(num_records, PACKET), np.zeros(num_records * problem.num_written, WRITTEN)
+    packets, written = rows(num_records, PACKET), np.zeros(num_records * problem.num_written, WRITTEN)
     packets[:old], written[: len(state.written)] = state.packets, state.written
     packets["flow"][old:] = NONE
     packets["next"][old:] = np.arange(old + 1, num_records + 1)
@@ -75,7 +78,7 @@ def arena(problem: Problem, state: State) -> Arena:
 
 def _links(problem: Problem) -> tuple[Records, Records]:
     fabric = problem.fabric
-    links = np.zeros(fabric.num_links, LINK)
+    links = rows(fabric.num_links, LINK)
     for name in ("queue_head", "queue_tail", "wire_head", "wire_tail", "ready_head", "ready_tail"):
         links[name] = NONE
     links["ps_per_byte"] = _PS / fabric.bytes_per_second
@@ -97,8 +100,8 @@ def _links(problem: Problem) -> tuple[Records, Records]:
 
 def _flows(problem: Problem, links: Records, knobs: Records) -> Records:
     flows, paths, num = problem.flows, problem.paths, problem.num_packets
-    records = np.zeros(len(flows), FLOW)
-    for name in ("next_ready", "reply_head", "reply_tail", "first_child", "next_child", "finish_ps"):
+    records = rows(len(flows), FLOW)
+    for name in ("next_ready", "next_timer", "first_child", "next_child", "finish_ps"):
         records[name] = NONE
     records["first_hop"], records["last_hop"] = paths.first[:-1], paths.first[1:] - 1
     records["num_hops"], records["num_packets"] = problem.num_hops, num
@@ -115,8 +118,20 @@ def _flows(problem: Problem, links: Records, knobs: Records) -> Records:
     records["start_ps"] = np.rint(flows.start_seconds * _PS)
     sizes = problem.ring_sizes
     records["ring"], records["ring_mask"] = np.cumsum(sizes) - sizes, np.maximum(sizes - 1, 0)
+    records["pipe"] = _pipes(problem, records)
     _set_children(problem, records)
     return records
+
+
+def _pipes(problem: Problem, records: Records) -> npt.NDArray[np.int64]:
+    """(F) Number of the answers' pipe: of those that come from the same link and travel equally long."""
+    last = problem.paths.link[np.maximum(records["last_hop"], 0)] if len(problem.paths.link) else 0
+    ends = np.stack([np.broadcast_to(last, len(records)), records["reply_ps"]])
+    return np.unique(ends, axis=1, return_inverse=True)[1].reshape(-1)
+
+
+def _num_pipes(records: Records) -> int:
+    return int(records["pipe"].max(initial=-1)) + 1
 
 
 def _set_children(problem: Problem, records: Records) -> None:
@@ -129,15 +144,16 @@ def _set_children(problem: Problem, records: Records) -> None:
 
 
 def _clock(problem: Problem, records: Records) -> tuple[Records, npt.NDArray[np.int64]]:
-    num_links, num_flows = problem.fabric.num_links, len(records)
+    num_links, num_flows, num_pipes = problem.fabric.num_links, len(records), _num_pipes(records)
     num_slots = problem.num_slots
     clock = np.zeros(1, CLOCK)
     bits = num_slots.bit_length()
     clock["slot_bits"], clock["last_ps"], clock["free_head"] = bits, problem.last_ps, NONE
     clock["num_open"] = num_flows
     clock["random"] = np.uint64(problem.seed)
+    clock["timer_head"] = NONE
     begin = np.arange(num_flows) if problem.after is None else np.flatnonzero(problem.after < 0)
-    slots = 3 * num_links + num_flows + begin
+    slots = 3 * num_links + num_pipes + begin
     heap = np.zeros(num_slots, np.int64)
     heap[: len(begin)] = np.sort((records["start_ps"][begin] << bits) | slots)
     clock["num_pending"] = len(begin)

@@ -26,6 +26,7 @@ from myriad.network.packets_records import (
     LONG,
     OUTAGE,
     PACKET,
+    PIPE,
     SHORT,
     SWITCH,
     WRITTEN,
@@ -49,6 +50,7 @@ __all__ = [
     "lost_at",
     "outage_at",
     "packet_at",
+    "pipe_at",
     "read_at",
     "sent_at",
     "spent_at",
@@ -74,6 +76,8 @@ class State(NamedTuple):
     """(F)"""
     switches: Records
     """(V)"""
+    pipes: Records
+    """Answers on their way back: those that leave by the same link and travel as long, in order."""
     packets: Records
     """(P)"""
     hops: Records
@@ -111,6 +115,7 @@ class Arena(NamedTuple):
     links: int
     flows: int
     switches: int
+    pipes: int
     packets: int
     hops: int
     written: int
@@ -123,7 +128,11 @@ class Arena(NamedTuple):
     bins: int
     spent: int
     num_links: int
-    num_flows: int
+    first_answer: int
+    """Slots: 0 free, num_links arrival, 2 num_links frame, then one per pipe, and on."""
+    first_wake: int
+    first_timeout: int
+    common_timer: int
     num_hops: int
     """Places for telemetry per packet; 0: none."""
     num_bins: int
@@ -134,7 +143,10 @@ class Arena(NamedTuple):
 
 def arena_of(state: State, num_hops: int, num_bins: int, grain_bits: int) -> Arena:
     """Valid as long as the state's arrays live and are not replaced."""
-    sizes = len(state.links), len(state.flows), num_hops, num_bins, len(state.bins), grain_bits
+    answer = 3 * len(state.links)
+    wake = answer + len(state.pipes)
+    slots = answer, wake, wake + len(state.flows), wake + 2 * len(state.flows)
+    sizes = len(state.links), *slots, num_hops, num_bins, len(state.bins), grain_bits
     return Arena._make([*(array.ctypes.data for array in state), *sizes])
 
 
@@ -168,6 +180,7 @@ key_at, hop_at, bin_at, frame_at = (
     _at("frames", LONG),
 )
 written_at, read_at, outage_at = _at("written", WRITTEN), _at("read", WRITTEN), _at("outages", OUTAGE)
+pipe_at = _at("pipes", PIPE)
 sent_at, lost_at, known_at, spent_at = (
     _at("sent", INT),
     _at("lost", INT),
