@@ -15,6 +15,7 @@ and said so.
 
 import argparse
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,9 @@ def main() -> None:
             "gpu.py: no CUDA device here: --device cpu --small tests the harness, --predict tells"
         )
     device = torch.device(options.device)
+    if device.type == "cpu":  # threads that wait for each other take seconds where somebody else computes
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"
     (choose if options.choose else measure)(device, options)
 
 

@@ -247,7 +247,7 @@ def print_kernels(
 ) -> None:
     """The table."""
     sizes = SMALL if small else LARGE
-    print(f"\n{'forward and backward':32}{'by':>16}{'ms':>10}{'achieved':>16}{'of ceiling':>12}")
+    print(f"\n{'forward and backward':32}{'by':>16}{'ms':>10}{'achieved':>20}{'of ceiling':>12}")
     for case in cases(device, sizes, compiles):
         if time.monotonic() > deadline:
             print(f"{case.name:32}{'left out: no time':>16}")
@@ -268,7 +268,7 @@ def _row(case: Case, name: str, run: Callable[[], object], device: torch.device,
     else:
         rate, ceiling = case.num_bytes / seconds, limits.bytes_per_second
         achieved = f"{rate / 1e9:.4g} GB/s"
-    return f"{case.name:32}{name:>16}{1e3 * seconds:>10.3f}{achieved:>16}{rate / ceiling:>12.0%}"
+    return f"{case.name:32}{name:>16}{1e3 * seconds:>10.3f}{achieved:>20}{rate / ceiling:>12.0%}"
 
 
 def quickest_paths(device: torch.device, small: bool) -> list[Timed]:

@@ -16,6 +16,7 @@ from myriad.model.config import ModelConfig
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr("sys.argv", ["gpu.py", *arguments])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # and put back afterwards
     gpu.main()
 
 
