@@ -10,7 +10,7 @@
     masked      the library with a mask: all pairs are computed, whatever the window
 
 Nobody has timed these on a GPU yet, so the rule below goes by what is published and by what each computes:
-cuDNN's is the quickest of the library's kernels on Hopper (PyTorch 2.5's release notes: up to 1.75 times
+cuDNN's is the quickest of the library's kernels on Hopper (PyTorch 2.5's release blog: up to 1.75 times
 FlashAttention-2), and has no window here; of those that skip what a window leaves out, Myriad's own adds up
 in a fixed order, so that equal runs give equal bits. Where ``benchmarks/gpu.py --choose`` has timed a shape
 on a device of that name, the quickest found there is taken instead.
