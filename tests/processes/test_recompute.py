@@ -144,7 +144,9 @@ class AfterForward(Recorder):
         super().__init__()
         self.live, self.most = live, 0
 
-    def span(self, name: str, stage: int = -1, micro_batch: int = -1) -> AbstractContextManager[None]:
+    def span(
+        self, name: str, stage: int = -1, micro_batch: int = -1, chunk: int = -1
+    ) -> AbstractContextManager[None]:
         return Looks(self) if name == "forward" else nullcontext()
 
 
