@@ -4,7 +4,7 @@
 
 The fabric is a fat tree of 128 hosts and 80 switches with 8 ports (all-to-all and pairs: 256 hosts under
 two tiers), 400 Gbit/s and 1 us a link. Seconds are of the best repeat, with everything that a call does;
-before it one small simulation loads the compiled loop. An event is what `myriad.network.packets_loop` says.
+before it one small simulation loads the compiled loop. An event is what `myriad.network.packets.loop` says.
 
 FOLDER holds `htsim_roce` and `htsim_hpcc` as built from github.com/Broadcom/csg-htsim (sim/datacenter). They
 get the same hosts, flows, packets, pause thresholds and latencies. htsim does not say how many events it had,
@@ -26,8 +26,8 @@ import numpy as np
 from myriad.network.controls import CONTROLS, Control
 from myriad.network.fabric import Fabric
 from myriad.network.flows import Flows, Paths
-from myriad.network.packets import simulate_packets
-from myriad.network.packets_input import Transport
+from myriad.network.packets.engine import simulate_packets
+from myriad.network.packets.input import Transport
 from myriad.network.routing import Routes, ecmp
 from myriad.network.shape import FabricShape
 from myriad.network.shapes import build

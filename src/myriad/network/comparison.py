@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from myriad.network.controls import CONTROLS, Dcqcn
-from myriad.network.fluid_dcqcn import fixed_point_bytes
+from myriad.network.fluid.dcqcn import fixed_point_bytes
 from myriad.network.levels import Row
 from myriad.network.scenarios import PORT_BYTES_PER_SECOND
 from myriad.network.switch_settings import SwitchSettings

@@ -76,7 +76,7 @@ _Found = tuple[Numbers, float, float, float]
 
 
 def _fluid(case: Scenario, control: Control, horizon: float, seed: int) -> _Found:
-    from myriad.network.fluid import simulate_fluid
+    from myriad.network.fluid.engine import simulate_fluid
 
     found = simulate_fluid(
         case.fabric, case.flows, case.paths, control, settings_for(control, case.fabric, case.paths),
@@ -88,7 +88,7 @@ def _fluid(case: Scenario, control: Control, horizon: float, seed: int) -> _Foun
 
 
 def _packet(case: Scenario, control: Control, horizon: float, seed: int) -> _Found:
-    from myriad.network.packets import simulate_packets
+    from myriad.network.packets.engine import simulate_packets
 
     if case.fabric.num_ports > MOST_PACKET_HOSTS:
         raise BadInputError(

@@ -22,7 +22,7 @@ from myriad.errors import BadInputError
 from myriad.network.controls import Control, Hybrid
 from myriad.network.fabric import Fabric, Numbers
 from myriad.network.flows import Flows, Paths
-from myriad.network.fluid_state import base_round_trip_seconds, travel_seconds
+from myriad.network.fluid.state import base_round_trip_seconds, travel_seconds
 from myriad.network.max_min import finish_seconds
 from myriad.network.routing import Routes, adaptive
 from myriad.network.shape import FabricShape

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from myriad.errors import BadInputError
 from myriad.network.controls import CONTROLS, Dcqcn, Hpcc, Hybrid, Swift, control
-from myriad.network.fluid_queues import mark_probability
+from myriad.network.fluid.queues import mark_probability
 from myriad.network.switch_settings import SwitchSettings
 
 RATES = st.floats(25e9 / 8, 800e9 / 8)

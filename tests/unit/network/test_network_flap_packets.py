@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from packet_fabrics import DEEP, PACKET_SECONDS, send, star
 
-from myriad.network.packets import PacketResult, simulate_packets
-from myriad.network.packets_input import Faults, Transport, outage_of_cable
+from myriad.network.packets.engine import PacketResult, simulate_packets
+from myriad.network.packets.input import Faults, Transport, outage_of_cable
 from myriad.network.retransmission import Timers, lost_probability, mean_wait_seconds
 
 NOMINAL = (1.0, 1.0)

@@ -10,8 +10,8 @@ from myriad.errors import BadInputError
 from myriad.network.controls import CONTROLS, Control, Dcqcn, Swift
 from myriad.network.fabric import Fabric
 from myriad.network.flows import Flows, Paths
-from myriad.network.fluid import FluidResult, simulate_fluid
-from myriad.network.fluid_dcqcn import approximate_mark_probability, fixed_point_bytes
+from myriad.network.fluid.dcqcn import approximate_mark_probability, fixed_point_bytes
+from myriad.network.fluid.engine import FluidResult, simulate_fluid
 from myriad.network.routing import Routes, adaptive
 from myriad.network.scenarios import scenario, settings_for
 from myriad.network.shape import FabricShape

@@ -12,8 +12,8 @@ from packet_fabrics import DEEP, LATENCY, PACKET_SECONDS, RATE, WIRE, dumbbell, 
 from myriad.errors import BadInputError
 from myriad.network.controls import CONTROLS, Control, Dcqcn, Hpcc, Hybrid, Swift
 from myriad.network.flows import Paths
-from myriad.network.packets import PacketResult, simulate_packets
-from myriad.network.packets_input import Faults, Series, Transport, outage_of_cable
+from myriad.network.packets.engine import PacketResult, simulate_packets
+from myriad.network.packets.input import Faults, Series, Transport, outage_of_cable
 from myriad.network.switch_settings import SwitchSettings
 
 

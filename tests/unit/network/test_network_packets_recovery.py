@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from packet_fabrics import DEEP, LATENCY, PACKET_SECONDS, RATE, send, star
 
-from myriad.network.packets import PacketResult, simulate_packets
-from myriad.network.packets_input import Faults, Transport, outage_of_cable
+from myriad.network.packets.engine import PacketResult, simulate_packets
+from myriad.network.packets.input import Faults, Transport, outage_of_cable
 
 ROUND_TRIP = 2 * PACKET_SECONDS + 4 * LATENCY + 2 * 84 / RATE
 """Of a packet and its answer over a switch, in an empty network."""

@@ -1,11 +1,11 @@
-"""A packet-level simulation before its first event: the arrays of `myriad.network.packets_state`, filled."""
+"""A packet-level simulation before its first event: the arrays of `myriad.network.packets.state`, filled."""
 
 import numpy as np
 import numpy.typing as npt
 
-from myriad.network.packets_knobs import control_knobs
-from myriad.network.packets_problem import ACK_BYTES, Problem, queue_bins, reply_ps, sum_by_flow
-from myriad.network.packets_records import (
+from myriad.network.packets.knobs import control_knobs
+from myriad.network.packets.problem import ACK_BYTES, Problem, queue_bins, reply_ps, sum_by_flow
+from myriad.network.packets.records import (
     CLOCK,
     FLOW,
     KNOBS,
@@ -19,7 +19,7 @@ from myriad.network.packets_records import (
     WRITTEN,
     rows,
 )
-from myriad.network.packets_state import Arena, Records, State, arena_of
+from myriad.network.packets.state import Arena, Records, State, arena_of
 
 __all__ = ["arena", "new_state", "with_records"]
 

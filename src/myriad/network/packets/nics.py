@@ -7,10 +7,10 @@ full, or that has nothing to send, is blocked until an answer or its timer.
 
 from typing import Any
 
-from myriad.network.packets_controls import DCQCN, sending, waiting
-from myriad.network.packets_heap import push
-from myriad.network.packets_records import BLOCKED, NONE, PACED, READY
-from myriad.network.packets_state import (
+from myriad.network.packets.controls import DCQCN, sending, waiting
+from myriad.network.packets.heap import push
+from myriad.network.packets.records import BLOCKED, NONE, PACED, READY
+from myriad.network.packets.state import (
     clock_of,
     compiled,
     flow_at,

@@ -23,12 +23,12 @@ from typing import Any
 
 import numba
 
-from myriad.network.packets_heap import close_gap, push
-from myriad.network.packets_links import discard, enqueue, is_down, take_queued, uniform
-from myriad.network.packets_nics import take_turn
-from myriad.network.packets_records import NONE, NUM_FRAMES
-from myriad.network.packets_recovery import acknowledge, receive, ring, time_out, wake
-from myriad.network.packets_state import (
+from myriad.network.packets.heap import close_gap, push
+from myriad.network.packets.links import discard, enqueue, is_down, take_queued, uniform
+from myriad.network.packets.nics import take_turn
+from myriad.network.packets.records import NONE, NUM_FRAMES
+from myriad.network.packets.recovery import acknowledge, receive, ring, time_out, wake
+from myriad.network.packets.state import (
     clock_of,
     compiled,
     flow_at,
@@ -182,7 +182,5 @@ def _kept(stamp: int) -> Any:
     return numba.njit(cache=True, error_model="numpy", nogil=True)(run)
 
 
-run = _kept(
-    zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("packets_*.py"))))
-)
+run = _kept(zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))))
 """Events up to a time: `run(arena, until_ps)` says why it stopped."""

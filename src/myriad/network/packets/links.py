@@ -14,9 +14,9 @@ One that is being sent while the link is down, or that chance picks, is lost on 
 
 from typing import Any
 
-from myriad.network.packets_heap import push
-from myriad.network.packets_records import NONE, NUM_FRAMES
-from myriad.network.packets_state import (
+from myriad.network.packets.heap import push
+from myriad.network.packets.records import NONE, NUM_FRAMES
+from myriad.network.packets.state import (
     bin_at,
     clock_of,
     compiled,

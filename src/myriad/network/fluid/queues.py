@@ -13,7 +13,7 @@ from typing import Any
 
 import numba
 
-from myriad.network.fluid_state import Net, Queues
+from myriad.network.fluid.state import Net, Queues
 from myriad.network.switch_settings import SwitchSettings
 
 __all__ = ["mark_probability", "move"]

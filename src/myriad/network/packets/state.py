@@ -1,6 +1,6 @@
 """All that a packet-level simulation holds, and how compiled code reaches it.
 
-Nothing in the loop is a Python object: rows of preallocated arrays, see `packets_records`. `State` is all
+Nothing in the loop is a Python object: rows of preallocated arrays, see `packets.records`. `State` is all
 there is, so the loop can stop at any event, return to Python and be called again.
 
 Arrays: V switches, L links, F flows, N links of all paths, P packets, O down times, E bins of the histogram.
@@ -16,7 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
-from myriad.network.packets_records import (
+from myriad.network.packets.records import (
     BYTE,
     CLOCK,
     FLOW,

@@ -20,9 +20,9 @@ import numpy as np
 from myriad.network.controls import CONTROLS, Control, Dcqcn, Hpcc, Hybrid, Swift
 from myriad.network.fabric import Fabric, Numbers
 from myriad.network.flows import Flows, Paths
-from myriad.network.fluid_dcqcn import hear_dcqcn, tick_dcqcn
-from myriad.network.fluid_queues import mark_probability, move, next_place
-from myriad.network.fluid_state import (
+from myriad.network.fluid.dcqcn import hear_dcqcn, tick_dcqcn
+from myriad.network.fluid.queues import mark_probability, move, next_place
+from myriad.network.fluid.state import (
     Net,
     Queues,
     Senders,
@@ -31,7 +31,7 @@ from myriad.network.fluid_state import (
     make_queues,
     make_senders,
 )
-from myriad.network.fluid_windows import hear_hpcc, hear_hybrid, hear_swift
+from myriad.network.fluid.windows import hear_hpcc, hear_hybrid, hear_swift
 from myriad.network.switch_settings import PACKET_BYTES, SwitchSettings
 
 __all__ = ["FluidResult", "simulate_fluid"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from myriad.network.packets_state import (
+from myriad.network.packets.state import (
     compiled,
     flow_at,
     hop_at,

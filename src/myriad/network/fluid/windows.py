@@ -5,7 +5,7 @@ from typing import Any
 
 import numba
 
-from myriad.network.fluid_state import Senders
+from myriad.network.fluid.state import Senders
 from myriad.network.switch_settings import PACKET_BYTES
 
 __all__ = ["hear_hpcc", "hear_hybrid", "hear_swift"]

@@ -2,7 +2,7 @@
 controls."""
 
 from myriad.network.controls import Control, Dcqcn, Hpcc, Hybrid, Swift
-from myriad.network.packets_controls import DCQCN, HPCC, HYBRID, LINE_RATE, SWIFT
+from myriad.network.packets.controls import DCQCN, HPCC, HYBRID, LINE_RATE, SWIFT
 
 __all__ = ["control_knobs"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numba
 
 from myriad.network.controls import Dcqcn
-from myriad.network.fluid_state import Senders
+from myriad.network.fluid.state import Senders
 from myriad.network.switch_settings import PACKET_BYTES, SwitchSettings
 
 __all__ = ["approximate_mark_probability", "fixed_point_bytes", "hear_dcqcn", "tick_dcqcn"]

@@ -12,8 +12,8 @@ from myriad.errors import BadInputError
 from myriad.network.controls import Control, Hpcc
 from myriad.network.fabric import Fabric
 from myriad.network.flows import Flows, Paths
-from myriad.network.packets_input import Faults, Transport
-from myriad.network.packets_records import FLOW, LINK, NUM_FRAMES, PACKET, WRITTEN
+from myriad.network.packets.input import Faults, Transport
+from myriad.network.packets.records import FLOW, LINK, NUM_FRAMES, PACKET, WRITTEN
 from myriad.network.switch_settings import SwitchSettings
 
 __all__ = ["ACK_BYTES", "Needs", "Problem", "bin_bytes", "needs_of", "queue_bins", "reply_ps", "sum_by_flow"]

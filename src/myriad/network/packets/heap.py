@@ -13,7 +13,7 @@ the depth, and the four lie in one cache line.
 
 from typing import Any
 
-from myriad.network.packets_state import clock_of, compiled, key_at
+from myriad.network.packets.state import clock_of, compiled, key_at
 
 __all__ = ["close_gap", "push"]
 

@@ -15,12 +15,12 @@ error).
 
 from typing import Any
 
-from myriad.network.packets_controls import DCQCN, begin, heard, lost, told
-from myriad.network.packets_heap import push
-from myriad.network.packets_links import discard, is_down
-from myriad.network.packets_nics import ARRIVED, KNOWN, go_on
-from myriad.network.packets_records import ABORTED, BLOCKED, DONE, NONE, PACED, UNSTARTED
-from myriad.network.packets_state import (
+from myriad.network.packets.controls import DCQCN, begin, heard, lost, told
+from myriad.network.packets.heap import push
+from myriad.network.packets.links import discard, is_down
+from myriad.network.packets.nics import ARRIVED, KNOWN, go_on
+from myriad.network.packets.records import ABORTED, BLOCKED, DONE, NONE, PACED, UNSTARTED
+from myriad.network.packets.state import (
     clock_of,
     compiled,
     flow_at,

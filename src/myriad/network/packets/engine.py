@@ -3,8 +3,8 @@
     simulate_packets(fabric, flows, paths, control, switch_settings) -> PacketResult
 
 The third and finest of the levels, for up to some 256 hosts and some hundred million packet hops. What is
-simulated: `packets_links` (switches and wires), `packets_nics` and `packets_recovery` (senders and
-receivers), `packets_controls` (congestion control); what an event is: `packets_loop`. The same input gives
+simulated: `packets.links` (switches and wires), `packets.nics` and `packets.recovery` (senders and
+receivers), `packets.controls` (congestion control); what an event is: `packets.loop`. The same input gives
 the same result.
 """
 
@@ -16,12 +16,12 @@ import numpy.typing as npt
 from myriad.network.controls import Control
 from myriad.network.fabric import Fabric, Numbers
 from myriad.network.flows import Flows, Paths
-from myriad.network.packets_input import Faults, Series, Transport
-from myriad.network.packets_loop import FULL, PAUSED, run
-from myriad.network.packets_problem import Problem, bin_bytes, needs_of
-from myriad.network.packets_records import ABORTED, NONE
-from myriad.network.packets_setup import arena, new_state, with_records
-from myriad.network.packets_state import (
+from myriad.network.packets.input import Faults, Series, Transport
+from myriad.network.packets.loop import FULL, PAUSED, run
+from myriad.network.packets.problem import Problem, bin_bytes, needs_of
+from myriad.network.packets.records import ABORTED, NONE
+from myriad.network.packets.setup import arena, new_state, with_records
+from myriad.network.packets.state import (
     State,
 )
 from myriad.network.switch_settings import SwitchSettings

@@ -1,0 +1,1 @@
+"""Queues, rates and marks over time, as a fluid."""

@@ -1,0 +1,1 @@
+"""Every packet an event: queues, marks, pauses, loss, retransmission."""
