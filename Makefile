@@ -55,7 +55,7 @@ $(VENV)/.created:
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/.created
 	@echo "installing myriad (PyTorch is the large part)"
-	@$(PIP) -e '.[watch]'
+	@$(PIP) -e '.[watch,png]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.created

@@ -47,7 +47,7 @@ def congestion(
     ] = 32,
     scale: Annotated[float, typer.Option(min=0.01, max=100, help="Times all sizes of messages.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of which packets are marked.")] = 0,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the table.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.svg|png", help="Draw the table.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare congestion controls: throughput, queue, pauses, slowdown, fairness.

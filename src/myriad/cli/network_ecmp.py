@@ -57,7 +57,7 @@ def ecmp(
         int | None, typer.Option(metavar="N", help="Of the switches' hash seeds; 20 if not given.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the first draw, and of a random placement.")] = 0,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw a picture.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.svg|png", help="Draw a picture.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """How much flows lose that hash to the same link, and what would help.

@@ -83,7 +83,8 @@ def flap(
         typer.Option(help="Seconds from an error until the job is where it was; off: as --weeks assumes."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw abort probability and wait by down time.")
+        Path | None,
+        typer.Option(metavar="FILE.svg|png", help="Draw aborts and waits by down time."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -73,7 +73,7 @@ def place(
         Path | None,
         typer.Option(metavar="FILE", help="Names of the cluster's nodes, a line each; off: node0 and so on."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw it.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.svg|png", help="Draw it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Lay jobs out on a cluster's fabric: ranks to nodes to switches, bytes by tier, conflicts, slowest ring.

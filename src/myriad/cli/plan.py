@@ -81,7 +81,7 @@ def plan(
         Path | None, typer.Option(metavar="FILE.toml", help="Write the best plan: `myriad train` takes it.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw time against memory of what none beats.")
+        Path | None, typer.Option(metavar="FILE.svg|png", help="Draw time against memory of what none beats.")
     ] = None,
     top: Annotated[int, typer.Option(metavar="K", min=1, help="Lines of the table.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

@@ -50,7 +50,7 @@ def simulate(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.svg", help="Write the picture here, instead of to the terminal."),
+        typer.Option(metavar="FILE.svg|png", help="Write the picture here, instead of to the terminal."),
     ] = None,
     spans: Annotated[
         Path | None,

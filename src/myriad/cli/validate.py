@@ -33,7 +33,7 @@ def validate(
     rows: Annotated[bool, typer.Option("--rows", help="Also print every row.")] = False,
     chart: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.svg", help="Draw predicted against published seconds."),
+        typer.Option(metavar="FILE.svg|png", help="Draw predicted against published seconds."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

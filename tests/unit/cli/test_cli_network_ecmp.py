@@ -64,7 +64,7 @@ def test_a_cluster_is_asked_by_placement_and_part(tmp_path: Path, capsys: pytest
         (["--cluster", "megascale-256xa100", "--what-if", "fabric.kind=torus"], "'clos2', 'clos3', 'rail'"),
         (["--cluster", "megascale-256xa100", "--what-if", "fabric.rail=1"], "did you mean fabric.rails?"),
         (["--cluster", "laptop"], "inside a node there is no fabric"),
-        (["--out", "ecmp.png"], "a file name that ends in .svg"),
+        (["--out", "ecmp.gif"], "a file name that ends in .svg"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(

@@ -90,7 +90,7 @@ def test_picture_and_spans_are_written(capsys, tmp_path):
         (["--cluster", "laptop", "--jitter", "2"], "--jitter = 2.0: 0 to 0.5"),
         (["--cluster", "laptop", "--program"], "either --cluster CLUSTER, to predict, or --program"),
         (["--program", "--full"], "--full = 'True': needs --cluster"),
-        (["--cluster", "laptop", "--out", "a.png"], "a file name that ends in .svg"),
+        (["--cluster", "laptop", "--out", "a.gif"], "a file name that ends in .svg"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_predicted_is_refused_in_one_line(capsys, arguments: list[str], said: str):

@@ -148,7 +148,7 @@ def test_what_is_printed_has_every_part(tmp_path: Path, capsys: pytest.CaptureFi
         (["tiny", "--straggler", "node=9:2x"], "the nodes 0 to 0"),
         (["tiny", "--straggler", "17"], "node=17:1.1x"),
         (["tiny", "--out", "plan.json"], "ends in .toml"),
-        (["tiny", "--picture", "plan.png"], "ends in .svg"),
+        (["tiny", "--picture", "plan.gif"], "ends in .svg"),
         (["tiny", "--days", "2", "--out", "plan.toml"], "of one number of accelerators"),
         (["tiny", "--gpus", "1..4", "--picture", "plan.svg"], "of one number of accelerators"),
         (["llama3-405b", "--cluster", "one-node-8xh100"], "GiB of the 80.0 GiB of H100 SXM 80 GB, "),

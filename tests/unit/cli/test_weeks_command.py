@@ -64,7 +64,7 @@ def test_a_job_says_what_is_kept_and_compared(capsys):
         (("--weeks", "1", *CLUSTER, "--spares", "-1"), "--spares"),
         (("--weeks", "1", *CLUSTER, "--runs", "0"), "--runs"),
         (("--weeks", "1", *CLUSTER, "--jitter", "0.1"), "--jitter"),
-        (("--weeks", "1", *CLUSTER, "--out", "a.png"), ".svg"),
+        (("--weeks", "1", *CLUSTER, "--out", "a.gif"), ".svg"),
         (("--weeks", "1", *CLUSTER, "--layout.dp", "2"), "JOB"),
         (("tiny", *CLUSTER, "--spares", "2"), "needs --weeks"),
         (CLUSTER, "JOB"),
