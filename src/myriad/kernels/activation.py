@@ -1,6 +1,6 @@
 """Non-linearities of the MLP. Each keeps only its input for the backward, and writes its gradient once.
 
-`activate` is what the model calls: with Triton's kernels (`myriad.kernels.triton_activation`) the bias of the
+`activate` is what the model calls: with Triton's kernels (`myriad.kernels.triton.activation`) the bias of the
 product before it is added there, and its gradient summed in the same pass. Elsewhere that product adds it
 (`takes_bias` tells), because it does so for nothing.
 
@@ -91,6 +91,6 @@ def activate(
     """The activation of that name, of ``x + bias``."""
     if not runs_triton("activation", x, kernels):
         return ACTIVATIONS[name](x if bias is None else x + bias)
-    from myriad.kernels import triton_activation
+    from myriad.kernels.triton import activation as triton_activation
 
     return triton_activation.activate(name, x, bias)

@@ -148,7 +148,7 @@ def disagreements(
 
 def _of_optimizers(device: torch.device, size: int) -> dict[Tried, float]:
     """A step of AdamW and the first pass of LAMB, over memory that no block divides."""
-    from myriad.kernels.triton_optimizer import Coefficients, adamw, cut_blocks, lamb_move, lamb_update
+    from myriad.kernels.triton.optimizer import Coefficients, adamw, cut_blocks, lamb_move, lamb_update
 
     how = Coefficients(
         learning_rate=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, gradient_scale=0.5, step=3

@@ -1,4 +1,4 @@
-"""Attention with a window by the Triton kernels of `attention_triton`, as one differentiable operator.
+"""Attention with a window by the Triton kernels of `triton.attention`, as one differentiable operator.
 
 Heads of 16, 32, 64, 80, 96 and 128 values, in bfloat16, float16 or float32, on a CUDA device (or in Triton's
 interpreter, where ``TRITON_INTERPRET=1`` was set before Triton was imported). Whatever the inputs' type,
@@ -94,7 +94,7 @@ def _rows_together(x: torch.Tensor) -> torch.Tensor:
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-        from myriad.kernels import attention_triton
+        from myriad.kernels.triton import attention as attention_triton
 
         q, k, v = (_rows_together(x) for x in (q, k, v))
         batch, num_rows, num_heads, width = q.shape
@@ -130,7 +130,7 @@ def _differentiate(
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
     """Fills ``grads`` of queries, keys and values."""
-    from myriad.kernels import attention_triton
+    from myriad.kernels.triton import attention as attention_triton
 
     grad, rows, heads = inputs[3], sizes.num_rows, sizes.num_heads
     products, size = torch.empty_like(logs), 64

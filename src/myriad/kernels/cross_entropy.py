@@ -13,7 +13,7 @@ probability.
 
 Ranks that share the vocabulary tell each other, for each token, the maximum of their logits, the sum of the
 exponentials above it and the target's logit. While that travels, the next chunk's logits are computed, and
-whoever drives the steps may do something else. With Triton's kernels (`myriad.kernels.triton_cross_entropy`)
+whoever drives the steps may do something else. With Triton's kernels (`myriad.kernels.triton.cross_entropy`)
 one rank alone goes the same way, with nothing to wait for: the logits are read twice and nothing is written
 between.
 
@@ -154,7 +154,7 @@ class _Job:
         masks = not self._in_triton
         logits = self.part.logits(self.x[start:stop], buffer[: stop - start], masks=masks)
         if self._in_triton:
-            from myriad.kernels.triton_cross_entropy import row_facts
+            from myriad.kernels.triton.cross_entropy import row_facts
 
             facts = row_facts(logits, targets, self.part.first_row, self.part.num_valid)
             return _Chunk(start, stop, logits, self.peers.start_stack(facts))
@@ -188,7 +188,7 @@ class _Job:
         self.loss += (total.log() + top - at_target.sum(0)).sum()
         targets = self.targets[chunk.start : chunk.stop]
         if self._gradient and self._in_triton:
-            from myriad.kernels.triton_cross_entropy import write_gradient
+            from myriad.kernels.triton.cross_entropy import write_gradient
 
             part, values = self.part, chunk.values
             out = values if self.x.dtype == values.dtype else torch.empty_like(values, dtype=self.x.dtype)

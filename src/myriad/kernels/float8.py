@@ -89,7 +89,7 @@ def scaled(x: torch.Tensor, dtype: torch.dtype, scaling: Scaling, *, square: boo
         scale = _power_of_two(_largest(x), dtype)
         return Scaled((x / scale.to(x.dtype)).to(dtype).contiguous(), scale)
     if x.is_cuda:
-        from myriad.kernels.float8_triton import scaled_in_blocks
+        from myriad.kernels.triton.float8 import scaled_in_blocks
 
         return Scaled(*scaled_in_blocks(x, dtype, square))
     return _scaled_in_blocks(x, dtype, square)
@@ -112,7 +112,7 @@ def _product(a: Scaled, b: Scaled, out: torch.dtype, *, quick: bool) -> torch.Te
         exact = torch.float32 if out == torch.float32 else torch.bfloat16
         return (a.restored(exact) @ b.restored(exact).t()).to(out)
     if a.scales.ndim:
-        from myriad.kernels.float8_triton import product_of_blocks
+        from myriad.kernels.triton.float8 import product_of_blocks
 
         return product_of_blocks(*a, *b, out)
     return torch._scaled_mm(a.values, b.values.t(), a.scales, b.scales, out_dtype=out, use_fast_accum=quick)

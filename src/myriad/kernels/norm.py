@@ -1,7 +1,7 @@
 """Normalisation over the hidden dimension, in float32 inside whatever goes in.
 
 `Norm.add` gives a residual stream with a branch added, and the norm of that: what a block does between
-attention and MLP. Triton's kernels (`myriad.kernels.triton_norm`) read and write memory once for both.
+attention and MLP. Triton's kernels (`myriad.kernels.triton.norm`) read and write memory once for both.
 
 Without them the library has a fused RMSNorm forward everywhere, but a fused backward on CUDA alone; on a CPU
 it takes four times as long as LayerNorm's. The two gradients differ by one term, so RMSNorm borrows
@@ -68,7 +68,7 @@ class Norm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self._in_triton(x):
             return self._by_library(x)
-        from myriad.kernels.triton_norm import norm
+        from myriad.kernels.triton.norm import norm
 
         return norm(x, self.weight, self.bias, self.epsilon, is_layer=self.is_layer)
 
@@ -77,7 +77,7 @@ class Norm(nn.Module):
         if not self._in_triton(x):
             stream = x + branch
             return stream, self._by_library(stream)
-        from myriad.kernels.triton_norm import add_norm
+        from myriad.kernels.triton.norm import add_norm
 
         return add_norm(x, branch, self.weight, self.bias, self.epsilon, is_layer=self.is_layer)
 

@@ -1,6 +1,6 @@
 """Rotary positions (Su et al. 2021): neighbouring pairs of a head's values are complex numbers, turned by an
 angle that grows with the position. One complex multiplication forward, one with the conjugate backward; on a
-GPU `myriad.kernels.triton_rotary` does the same in one pass, in any type.
+GPU `myriad.kernels.triton.rotary` does the same in one pass, in any type.
 
 Legend: B batch, S sequence, N heads, D head size.
 """
@@ -56,7 +56,7 @@ class _Turned(torch.autograd.Function):
 def turned(x: torch.Tensor, turns: torch.Tensor, kernels: Kernels = "auto") -> torch.Tensor:
     """``x`` ``[B, S, N, D]``, each pair turned."""
     if runs_triton("rotary", x, kernels, x.shape[-1]):
-        from myriad.kernels import triton_rotary
+        from myriad.kernels.triton import rotary as triton_rotary
 
         return triton_rotary.turned(x, turns)
     y: torch.Tensor = _Turned.apply(x, turns)

@@ -23,7 +23,7 @@ from myriad.optim.norms import add_squares, sums_of_squares
 from myriad.optim.region import Region
 
 if TYPE_CHECKING:
-    from myriad.kernels.triton_optimizer import Blocks
+    from myriad.kernels.triton.optimizer import Blocks
 
 __all__ = ["Lamb"]
 
@@ -97,7 +97,7 @@ class Lamb(Moments):
 
     def _update_in_triton(self, indices: Sequence[int]) -> torch.Tensor:
         """``u`` over the gradients of these regions, and the squares."""
-        from myriad.kernels.triton_optimizer import cut_blocks, lamb_update
+        from myriad.kernels.triton.optimizer import cut_blocks, lamb_update
 
         device = self.regions[0].values.device
         table = torch.zeros(self._num_parameters, 2, dtype=torch.float64, device=device)
@@ -113,7 +113,7 @@ class Lamb(Moments):
         return table
 
     def _apply_in_triton(self, indices: Sequence[int], ratios: torch.Tensor) -> None:
-        from myriad.kernels.triton_optimizer import lamb_move
+        from myriad.kernels.triton.optimizer import lamb_move
 
         rates = (ratios * self.learning_rate).float()
         for index in indices:

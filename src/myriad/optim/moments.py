@@ -2,7 +2,7 @@
 
 torch's fused AdamW kernel reads and writes everything once (4.5 x faster than foreach on a CPU core). It
 takes the gradient scale as a divisor and writes the scaled gradients back: after a step the gradients' memory
-holds nothing of use. On a GPU `myriad.kernels.triton_optimizer` does without writing them.
+holds nothing of use. On a GPU `myriad.kernels.triton.optimizer` does without writing them.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from myriad.optim.config import OptimizerConfig
 from myriad.optim.region import Region
 
 if TYPE_CHECKING:
-    from myriad.kernels.triton_optimizer import Coefficients
+    from myriad.kernels.triton.optimizer import Coefficients
 
 __all__ = ["Moments"]
 
@@ -95,7 +95,7 @@ class Moments:
 
     def coefficients(self, *, decays: bool) -> "Coefficients":
         """Of the step that has begun, for Triton's kernels."""
-        from myriad.kernels.triton_optimizer import Coefficients
+        from myriad.kernels.triton.optimizer import Coefficients
 
         config = self.config
         return Coefficients(
@@ -109,7 +109,7 @@ class Moments:
         )
 
     def _move_in_triton(self, indices: Sequence[int], *, decays: bool) -> None:
-        from myriad.kernels.triton_optimizer import adamw as adamw_in_one_pass
+        from myriad.kernels.triton.optimizer import adamw as adamw_in_one_pass
 
         for index in indices:
             region = self.regions[index]

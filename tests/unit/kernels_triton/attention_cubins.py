@@ -15,8 +15,8 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from myriad.kernels import attention_triton
 from myriad.kernels.attention_flash import Sizes
+from myriad.kernels.triton import attention as attention_triton
 
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 

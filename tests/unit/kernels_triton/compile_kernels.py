@@ -10,13 +10,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from myriad.kernels import (
-    triton_activation,
-    triton_cross_entropy,
-    triton_norm,
-    triton_optimizer,
-    triton_rotary,
-)
+from myriad.kernels.triton import activation as triton_activation
+from myriad.kernels.triton import cross_entropy as triton_cross_entropy
+from myriad.kernels.triton import norm as triton_norm
+from myriad.kernels.triton import optimizer as triton_optimizer
+from myriad.kernels.triton import rotary as triton_rotary
 
 POINTERS = {
     "means weight_sums bias_sums roots turns facts tops totals logits values gradients exp_avg exp_avg_sq "

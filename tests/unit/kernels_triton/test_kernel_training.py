@@ -11,10 +11,10 @@ pytest.importorskip("triton")
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.kernels import triton_rotary
 from myriad.kernels.agreement import LIMITS, disagreements, proved
 from myriad.kernels.choice import explain, fallback
 from myriad.kernels.config import Kernels
+from myriad.kernels.triton import rotary as triton_rotary
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from myriad.kernels.float8 import Scaled, _scaled_in_blocks
-from myriad.kernels.float8_triton import product_of_blocks, scaled_in_blocks
+from myriad.kernels.triton.float8 import product_of_blocks, scaled_in_blocks
 
 TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from myriad.kernels.triton_launch import block_of, launch
+from myriad.kernels.triton.launch import block_of, launch
 
 __all__ = ["turned"]
 

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from myriad.kernels.triton_launch import block_of, launch, num_programs, rows_of
+from myriad.kernels.triton.launch import block_of, launch, num_programs, rows_of
 
 __all__ = ["activate"]
 

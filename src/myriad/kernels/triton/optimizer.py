@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from myriad.kernels.triton_launch import launch
+from myriad.kernels.triton.launch import launch
 
 __all__ = ["Blocks", "Coefficients", "adamw", "cut_blocks", "lamb_move", "lamb_update"]
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from myriad.kernels.attention_choice import in_interpreter
-from myriad.kernels.triton_launch import launch
+from myriad.kernels.triton.launch import launch
 
 __all__ = ["product_kernel", "product_of_blocks", "scale_kernel", "scaled_in_blocks"]
 
