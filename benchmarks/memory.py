@@ -108,7 +108,7 @@ class Watcher(Recorder):
     peak: Bytes | None = None
 
     @contextmanager
-    def span(self, name: str, stage: int = -1, micro_batch: int = -1) -> Iterator[None]:
+    def span(self, name: str, stage: int = -1, micro_batch: int = -1, chunk: int = -1) -> Iterator[None]:
         yield
         if self.engine is not None:
             now = memory_of(self.engine)
