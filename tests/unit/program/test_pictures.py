@@ -80,7 +80,7 @@ def test_simulate_writes_the_picture(capsys, tmp_path):
 
 def test_simulate_refuses_what_it_cannot_do_in_one_line(capsys, tmp_path):
     assert shown(capsys).startswith("2 myriad: error: --program")
-    assert shown(capsys, "--program", "--out", "a.png").startswith("2 myriad: error: --out")
+    assert shown(capsys, "--program", "--out", "a.gif").startswith("2 myriad: error: --out")
     nowhere = tmp_path / "none" / "a.svg"
     assert shown(capsys, "--program", "--out", str(nowhere)).startswith("2 myriad: error: --out")
     bad = shown(capsys, "--program", "--layout.virtual_stages", "2", "--layout.schedule", "1f1b")

@@ -18,7 +18,7 @@ from myriad.network.switch_settings import PACKET_BYTES, SwitchSettings
 __all__ = ["approximate_mark_probability", "fixed_point_bytes", "hear_dcqcn", "tick_dcqcn"]
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def hear_dcqcn(senders: Senders, control: Any, flow: int, now: float) -> None:
     """A marked packet: its CNP, unless one was sent a moment ago."""
     if now - senders.heard_at[flow] < control.cnp_interval_seconds and senders.heard_at[flow] >= 0:
@@ -30,7 +30,7 @@ def hear_dcqcn(senders: Senders, control: Any, flow: int, now: float) -> None:
     senders.aged_at[flow] = now
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _cut_if_due(senders: Senders, control: Any, flow: int, now: float) -> None:
     first = senders.cut_at[flow] < 0
     if not first and now - senders.cut_at[flow] < control.cut_interval_seconds:
@@ -44,7 +44,7 @@ def _cut_if_due(senders: Senders, control: Any, flow: int, now: float) -> None:
     senders.is_waiting[flow] = False
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def tick_dcqcn(senders: Senders, control: Any, flow: int, now: float, sent: float, line: float) -> None:
     """What timers and the byte counter do in one step."""
     if senders.is_waiting[flow]:
@@ -63,7 +63,7 @@ def tick_dcqcn(senders: Senders, control: Any, flow: int, now: float, sent: floa
         _raise(senders, control, flow, line)
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _raise(senders: Senders, control: Any, flow: int, line: float) -> None:
     timer, counter, steps = senders.timer_stage[flow], senders.byte_stage[flow], control.fast_recovery_steps
     is_hyper = timer > steps + 1 if control.timer_only else min(timer, counter) > steps

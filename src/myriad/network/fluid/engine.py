@@ -32,6 +32,7 @@ from myriad.network.fluid.state import (
     make_senders,
 )
 from myriad.network.fluid.windows import hear_hpcc, hear_hybrid, hear_swift
+from myriad.network.kept_code import stamp_of
 from myriad.network.switch_settings import PACKET_BYTES, SwitchSettings
 
 __all__ = ["FluidResult", "simulate_fluid"]
@@ -134,8 +135,8 @@ def _all_numbers(control: Control) -> tuple[Any, ...]:
     return tuple(_numbers(every[kind]) for kind in _KINDS)
 
 
-@numba.njit(cache=True)
-def _run(
+@numba.njit()
+def _steps(
     net: Net,
     queues: Queues,
     senders: Senders,
@@ -167,7 +168,32 @@ def _run(
     return len(deepest), marks
 
 
-@numba.njit(cache=True)
+def _kept(stamp: int) -> Any:
+    """All steps, kept between processes (`kept_code`)."""
+
+    def run(
+        net: Net,
+        queues: Queues,
+        senders: Senders,
+        size: Any,
+        begin: Any,
+        settings: Any,
+        kind: int,
+        numbers: Any,
+        seed: int,
+        deepest: Any,
+    ) -> Any:
+        if stamp < 0:
+            return 0, 0.0
+        return _steps(net, queues, senders, size, begin, settings, kind, numbers, seed, deepest)
+
+    return numba.njit(cache=True)(run)
+
+
+_run = _kept(stamp_of(__file__))
+
+
+@numba.njit()
 def _note(net: Net, queues: Queues, seen: Any, settings: Any, step: int, trip: float) -> None:
     """What leaving packets are told by a switch: wait, mark, load."""
     now = seen[step % len(seen)]
@@ -179,7 +205,7 @@ def _note(net: Net, queues: Queues, seen: Any, settings: Any, step: int, trip: f
             now[2, link] = queues.used[link] + stands / (net.rate[link] * trip)
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _deliver(net: Net, queues: Queues, senders: Senders, seen: Any, size: Any, step: int) -> int:
     """What reaches its target, and what is sent back for it."""
     slot, num_left = step % len(queues.coming), 0
@@ -197,7 +223,7 @@ def _deliver(net: Net, queues: Queues, senders: Senders, seen: Any, size: Any, s
     return num_left
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _answer(net: Net, senders: Senders, seen: Any, flow: int, amount: float, step: int) -> None:
     wait, unmarked, load, lag = 0.0, 1.0, 0.0, 0
     for place in range(net.first[flow + 1] - 1, net.first[flow], -1):
@@ -211,7 +237,7 @@ def _answer(net: Net, senders: Senders, seen: Any, flow: int, amount: float, ste
     signal[0, flow], signal[1, flow], signal[2, flow], signal[3, flow] = amount, wait, 1 - unmarked, load
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _hear(net: Net, senders: Senders, kind: int, numbers: Any, step: int, trip: float) -> float:
     """Each sender, what acknowledgements bring it in this step; how many packets were marked."""
     signal, now, marks = senders.signals[step % len(senders.signals)], step * net.step_seconds, 0.0
@@ -234,7 +260,7 @@ def _hear(net: Net, senders: Senders, kind: int, numbers: Any, step: int, trip: 
     return marks
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _sees_mark(senders: Senders, flow: int, probability: float, packets: float) -> bool:
     """Whether one of them is marked: marks come at random, at the rate that the probability gives."""
     if probability <= 0:
@@ -247,7 +273,7 @@ def _sees_mark(senders: Senders, flow: int, probability: float, packets: float) 
     return True
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _inject(
     net: Net, queues: Queues, senders: Senders, kind: int, numbers: Any, size: Any, begin: Any, step: int
 ) -> None:
@@ -268,7 +294,7 @@ def _inject(
                 tick_dcqcn(senders, numbers[0], flow, now, amount, net.line[flow])
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _share(net: Net, senders: Senders, link: int, size: Any, begin: Any, now: float) -> float:
     """What each flow of a port may send at most, so that they share its link by turns: who wants less has all
     that it wants, the others equally much."""
@@ -287,7 +313,7 @@ def _share(net: Net, senders: Senders, link: int, size: Any, begin: Any, now: fl
     return level if num > 0 else np.inf
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _wanted(net: Net, senders: Senders, flow: int, size: Any, begin: Any, now: float) -> float:
     if now < begin[flow]:
         return 0.0

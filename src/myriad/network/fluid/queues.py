@@ -19,7 +19,7 @@ from myriad.network.switch_settings import SwitchSettings
 __all__ = ["mark_probability", "move"]
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def move(net: Net, queues: Queues, settings: Any, step: int) -> float:
     """All links once; bytes in the deepest queue of a switch."""
     slot = step % len(queues.coming)
@@ -39,14 +39,14 @@ def move(net: Net, queues: Queues, settings: Any, step: int) -> float:
     return deepest
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _obey(queues: Queues, link: int, slot: int) -> None:
     if queues.order[slot, link] != 0:
         queues.is_paused[link] = queues.order[slot, link] > 0
         queues.order[slot, link] = 0
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _take_in(net: Net, queues: Queues, link: int, slot: int, step: int) -> None:
     """What arrives in this step is one batch; without room for one more it joins the last."""
     total = 0.0
@@ -70,7 +70,7 @@ def _take_in(net: Net, queues: Queues, link: int, slot: int, step: int) -> None:
     queues.stands[link] += total
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _serve(net: Net, queues: Queues, link: int, step: int) -> None:
     full = net.rate[link] * net.step_seconds
     room = 0.0 if queues.is_paused[link] else full
@@ -93,7 +93,7 @@ def _serve(net: Net, queues: Queues, link: int, step: int) -> None:
         queues.wait[link] = 0.0
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _send_on(net: Net, queues: Queues, link: int, at: int, share: float, step: int) -> None:
     """A share of a batch to the next places of its flows."""
     slot = (step + net.ahead[link]) % len(queues.coming)
@@ -107,14 +107,14 @@ def _send_on(net: Net, queues: Queues, link: int, at: int, share: float, step: i
             queues.held[net.link[place - 1]] -= moved
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def next_place(net: Net, place: int) -> int:
     """Where what leaves a place comes next."""
     flow = net.flow[place]
     return place + 1 if place + 1 < net.first[flow + 1] else len(net.link) + flow
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _ask(net: Net, queues: Queues, link: int, settings: Any, step: int) -> None:
     """What the far end tells the source of a link; it is heard as late as a packet is."""
     held = queues.held[link]
@@ -128,7 +128,7 @@ def _ask(net: Net, queues: Queues, link: int, settings: Any, step: int) -> None:
         queues.order[slot, link] = -1
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def mark_probability(settings: SwitchSettings, num_bytes: float) -> float:
     """That a packet is marked which leaves a queue of so many bytes."""
     if num_bytes <= settings.ecn_min_bytes:

@@ -11,7 +11,7 @@ from myriad.network.switch_settings import PACKET_BYTES
 __all__ = ["hear_hpcc", "hear_hybrid", "hear_swift"]
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _scaling_seconds(control: Any, packets: float) -> float:
     """What a small window adds to the target."""
     low, high = 1 / math.sqrt(control.scaling_min_packets), 1 / math.sqrt(control.scaling_max_packets)
@@ -19,20 +19,20 @@ def _scaling_seconds(control: Any, packets: float) -> float:
     return min(max(slope * (1 / math.sqrt(packets) - high), 0.0), control.scaling_range_seconds)
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _add(senders: Senders, control: Any, flow: int, acked: float) -> None:
     """`additive_packets` per round trip."""
     window = max(senders.window[flow], PACKET_BYTES)
     senders.window[flow] += control.additive_packets * acked / window * PACKET_BYTES
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _bound(senders: Senders, control: Any, flow: int) -> None:
     least, most = control.min_packets * PACKET_BYTES, control.max_packets * PACKET_BYTES
     senders.window[flow] = min(max(senders.window[flow], least), most)
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def hear_swift(
     senders: Senders, control: Any, flow: int, now: float, acked: float, delay: float, hops: int
 ) -> None:
@@ -48,7 +48,7 @@ def hear_swift(
     _bound(senders, control, flow)
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def hear_hpcc(
     senders: Senders, control: Any, flow: int, now: float, delay: float, load: float, base: float, part: float
 ) -> None:
@@ -65,7 +65,7 @@ def hear_hpcc(
         senders.timer_stage[flow] = 0 if is_full else senders.timer_stage[flow] + 1
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def hear_hybrid(
     senders: Senders,
     control: Any,
@@ -90,7 +90,7 @@ def hear_hybrid(
     _bound(senders, control, flow)
 
 
-@numba.njit(cache=True)
+@numba.njit()
 def _cut_hybrid(senders: Senders, control: Any, flow: int, now: float, delay: float, base: float) -> None:
     senders.timer_stage[flow] = 0
     if now - senders.cut_at[flow] < delay:

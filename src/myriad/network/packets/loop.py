@@ -17,12 +17,11 @@ start of a packet on a link that is free.
 Whatever happens, it ends in at most one link that may have work. That link is served at one place.
 """
 
-import zlib
-from pathlib import Path
 from typing import Any
 
 import numba
 
+from myriad.network.kept_code import stamp_of
 from myriad.network.packets.heap import close_gap, push
 from myriad.network.packets.links import discard, enqueue, is_down, take_queued, uniform
 from myriad.network.packets.nics import take_turn
@@ -173,8 +172,7 @@ def _put_on_wire(s: Any, out: Any, p: Any) -> None:
 
 
 def _kept(stamp: int) -> Any:
-    """The loop, kept between processes. numba compares only the file of the function that it keeps, and what
-    that function closes over: so it closes over a sum of all files that its code comes from."""
+    """The loop, kept between processes (`kept_code`)."""
 
     def run(s: Any, until_ps: Any) -> Any:
         return _loop(s, until_ps) if stamp >= 0 else FINISHED
@@ -182,5 +180,5 @@ def _kept(stamp: int) -> Any:
     return numba.njit(cache=True, error_model="numpy", nogil=True)(run)
 
 
-run = _kept(zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))))
+run = _kept(stamp_of(__file__))
 """Events up to a time: `run(arena, until_ps)` says why it stopped."""
