@@ -120,21 +120,21 @@ def theirs(folder: Path, what: Case, repeats: int) -> None:
         matrix.write_text("\n".join(lines) + "\n")
         for program in ("htsim_roce", "htsim_hpcc"):
             command = [
-                str(folder / program), "-tm", str(matrix), "-o", str(Path(scratch) / "log"),
+                str(folder.resolve() / program), "-tm", str(matrix), "-o", str(Path(scratch) / "log"),
                 "-nodes", str(what.fabric.num_ports), "-mtu", str(WIRE),
                 "-linkspeed", str(int(RATE * 8 / 1e6)),
                 "-hop_latency", "1", "-strat", "ecmp_host", "-paths", "64", "-q", "100000",
                 "-end", "1000000", "-pfc_thresholds", str(LOW), str(HIGH),
             ]  # fmt: skip
-            one(program, command, what, repeats)
+            one(program, command, Path(scratch), what, repeats)
 
 
-def one(program: str, command: list[str], what: Case, repeats: int) -> None:
-    """Best of its runs."""
+def one(program: str, command: list[str], scratch: Path, what: Case, repeats: int) -> None:
+    """Best of its runs, in a folder of their own: it leaves files where it runs."""
     best, used = np.inf, np.inf
     for _ in range(repeats):
         start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        out = subprocess.run(command, check=True, capture_output=True, text=True, cwd=scratch).stdout
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         best = min(best, time.perf_counter() - start)
         used = min(used, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)

@@ -107,6 +107,9 @@ def test_kernels_that_are_wrong_or_do_not_compile_are_done_without(monkeypatch) 
     assert kernels == "plain" and "norm by 0.5" in line
     kernels, line = proved("auto", gpu, torch.float32)
     assert kernels == "plain" and line.endswith("RuntimeError: no")
+    results += [{"norm": 1e-3}, {"adamw": 0.5}]
+    kernels, line = proved("auto", gpu, torch.bfloat16)
+    assert kernels == "plain" and "adamw" in line, "optimizers are float32 in a run in bfloat16 too"
     assert proved("triton", gpu, torch.float32) == ("triton", ""), "insisted on"
     assert proved("auto", torch.device("cpu"), torch.float32) == ("auto", "")
 
