@@ -22,6 +22,6 @@ def process_start_ticks(pid: int) -> int | None:
 
 def _stat_fields(pid: int) -> list[str]:
     """Of /proc/PID/stat, from the state on: the name before it may hold anything."""
-    with suppress(OSError), open(f"/proc/{pid}/stat", "rb", 0) as file:  # asked twice a second: no pathlib
+    with suppress(OSError), open(f"/proc/{pid}/stat", "rb", 0) as file:  # asked again and again: no pathlib
         return file.read(_STAT_BYTES).rpartition(b")")[2].decode("ascii").split()
     return []

@@ -53,7 +53,8 @@ def congestion(
     """Compare congestion controls: throughput, queue, pauses, slowdown, fairness.
 
     Below the table: whether it shows what papers publish of these controls, and where the hybrid (marks say
-    when to cut, delay how much) is worse than its parents. Parameters and their sources: docs/network.md.
+    when to cut, delay how much) is worse than its parents. Parameters and their sources:
+    docs/network_congestion.md.
     """
     if out is not None:
         check_picture("--out", out)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from itertools import groupby
 
+from myriad.cli.svg import text
 from myriad.network.levels import Row
 
 __all__ = ["draw"]
@@ -17,11 +18,11 @@ def draw(rows: Sequence[Row], hosts: int) -> str:
     parts, top = [], 78.0
     for _, group in groupby(rows, key=lambda row: row.scenario):
         each = list(group)
-        parts.append(_text(20, top, f"{each[0].scenario}: {each[0].title}", size=13, ink="#1a1a1a"))
+        parts.append(text(20, top, f"{each[0].scenario}: {each[0].title}", size=13, ink="#1a1a1a"))
         for number, (_, value, words, start) in enumerate(_MEASURES):
             parts += _column(each, top + 12, _LEFT + number * _COLUMN, value, words, start)
         for place, row in enumerate(each):
-            parts.append(_text(_LEFT - 10, top + 26 + 18 * place, row.control, anchor="end"))
+            parts.append(text(_LEFT - 10, top + 26 + 18 * place, row.control, anchor="end"))
         top += 18 * len(each) + 44
     title = f"Congestion controls on one fabric of {hosts} hosts ({rows[0].level} level)"
     return _document(title, parts, int(top))
@@ -48,7 +49,7 @@ def _column(
         hint = f"<title>{escape(f'{row.control}: {words(one)}')}</title>"
         size = f'width="{max(length, 1):.1f}" height="11" rx="2"'
         out.append(f'<rect x="{left}" y="{y + 4:.1f}" {size} fill="{colour}">{hint}</rect>')
-        out.append(_text(left + max(length, 1) + 5, y + 14, words(one), size=11))
+        out.append(text(left + max(length, 1) + 5, y + 14, words(one), size=11))
     return out
 
 
@@ -61,18 +62,13 @@ _MEASURES: tuple[_Measure, ...] = (
 )
 
 
-def _text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 12, ink: str = "#444") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-    return f'<text {place} font-size="{size}" fill="{ink}">{escape(words)}</text>'
-
-
 def _document(title: str, parts: Sequence[str], height: int) -> str:
-    heads = [_text(_LEFT + n * _COLUMN, 52, name, size=11) for n, (name, *_) in enumerate(_MEASURES)]
+    heads = [text(_LEFT + n * _COLUMN, 52, name, size=11) for n, (name, *_) in enumerate(_MEASURES)]
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         'font-family="system-ui, sans-serif" role="img">',
         f"<title>{escape(title)}</title>",
         f'<rect width="{_WIDTH}" height="{height}" rx="6" fill="#ffffff"/>',
-        _text(20, 28, title, size=15, ink="#1a1a1a"),
+        text(20, 28, title, size=15, ink="#1a1a1a"),
     ]
     return "\n".join([*head, *heads, *parts, "</svg>"]) + "\n"

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from myriad.cli.svg import text
 from myriad.network.remedies import Row
 
 __all__ = ["draw_bars", "draw_curves"]
@@ -21,27 +22,27 @@ def draw_curves(
     def place(x: float, y: float) -> tuple[float, float]:
         return _LEFT + x / most * (_RIGHT - _LEFT), _BOTTOM - y * (_BOTTOM - _TOP)
 
-    parts = [_text(_LEFT, 28, title, size=15, ink="#1a1a1a")]
+    parts = [text(_LEFT, 28, title, size=15, ink="#1a1a1a")]
     for tenth in range(0, 11, 2):
         _, y = place(0, tenth / 10)
         parts.append(f'<path d="M{_LEFT} {y:.1f}H{_RIGHT}" stroke="#e6e6e6"/>')
-        parts.append(_text(_LEFT - 8, y + 4, f"{tenth / 10:.1f}", anchor="end"))
+        parts.append(text(_LEFT - 8, y + 4, f"{tenth / 10:.1f}", anchor="end"))
     for quarter in range(5):
         x, _ = place(most * quarter / 4, 0)
-        parts.append(_text(x, _BOTTOM + 18, f"{most * quarter / 4:.0f}", anchor="middle"))
+        parts.append(text(x, _BOTTOM + 18, f"{most * quarter / 4:.0f}", anchor="middle"))
     for number, (name, line) in enumerate(lines.items()):
         points = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in line)
         colour = _COLOURS[number % len(_COLOURS)]
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
         x = _LEFT + 10 + 150 * number
         parts.append(f'<rect x="{x:.0f}" y="44" width="14" height="4" fill="{colour}"/>')
-        parts.append(_text(x + 20, 50, name))
+        parts.append(text(x + 20, 50, name))
     x, y = place(*asked)
     hint = f"{asked[0]:.0f} flows: {asked[1]:.2f}"
     parts.append(
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{_COLOURS[0]}"><title>{hint}</title></circle>'
     )
-    parts.append(_text((_LEFT + _RIGHT) / 2, _BOTTOM + 38, "flows that go up at once", anchor="middle"))
+    parts.append(text((_LEFT + _RIGHT) / 2, _BOTTOM + 38, "flows that go up at once", anchor="middle"))
     parts.append(
         '<text x="16" y="207" fill="#444" text-anchor="middle" transform="rotate(-90 16 207)">'
         "slowest flow, share of its rate</text>"
@@ -51,18 +52,18 @@ def draw_curves(
 
 def draw_bars(title: str, rows: Sequence[Row]) -> str:
     """A bar for the median draw, a whisker from the 5th to the 95th percentile."""
-    parts = [_text(24, 28, title, size=15, ink="#1a1a1a")]
-    parts.append(_text(24, 50, "slowest flow, share of its rate: median draw, 5th to 95th percentile"))
+    parts = [text(24, 28, title, size=15, ink="#1a1a1a")]
+    parts.append(text(24, 50, "slowest flow, share of its rate: median draw, 5th to 95th percentile"))
     scale, top = _BAR_RIGHT - _BAR_LEFT, 66.0
     for row in rows:
         middle, colour = top + 8, _COLOURS[1 if row.is_asked else 0]
-        parts.append(_text(_BAR_LEFT - 8, middle + 4, row.name, anchor="end"))
+        parts.append(text(_BAR_LEFT - 8, middle + 4, row.name, anchor="end"))
         hint = f"{row.name}: {row.slowest_ratio:.2f}, {row.held_up_ratio:.0%} of the flows held up"
         box = f'x="{_BAR_LEFT}" y="{top:.1f}" width="{row.slowest_ratio * scale:.1f}" height="16"'
         parts.append(f'<rect {box} fill="{colour}"><title>{escape(hint)}</title></rect>')
         low, high = (_BAR_LEFT + share * scale for share in (row.low_ratio, row.high_ratio))
         parts.append(f'<path d="M{low:.1f} {middle:.1f}H{high:.1f}" stroke="#1a1a1a" stroke-width="1.5"/>')
-        parts.append(_text(max(high, _BAR_LEFT) + 8, middle + 4, f"{row.slowest_ratio:.2f}"))
+        parts.append(text(max(high, _BAR_LEFT) + 8, middle + 4, f"{row.slowest_ratio:.2f}"))
         top += _ROW
     return _document(720, top + 16, title, parts)
 
@@ -75,8 +76,3 @@ def _document(width: float, height: float, title: str, parts: Sequence[str]) -> 
     )
     background = f'<rect {size} rx="6" fill="#ffffff"/>'
     return "\n".join([head, f"<title>{escape(title)}</title>", background, *parts, "</svg>"]) + "\n"
-
-
-def _text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 12, ink: str = "#444") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-    return f'<text {place} font-size="{size}" fill="{ink}">{escape(words)}</text>'

@@ -51,17 +51,17 @@ def flap(
             help="For how long links are down: lognormal:MEDIAN:SIGMA in seconds, or a list such as 0.5,2,8.",
         ),
     ] = "lognormal:2:1",
-    flaps: Annotated[float, typer.Option(help="Flaps of one link a month (assumed).")] = 0.01,
+    flaps: Annotated[float, typer.Option(help="Flaps of one link a month (assumed).")] = _FLAPS_PER_MONTH,
     dead: Annotated[
         float, typer.Option(help="Of one link a month, that it goes down for good (HPN, SIGCOMM 2024).")
-    ] = 0.00057,
+    ] = _DEAD_PER_MONTH,
     links: Annotated[
         int | None,
         typer.Option(min=1, help="Links that nothing goes around; off: cables of NICs, one for each port."),
     ] = None,
     queue_pairs: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="Of the job, through one link, that are sending.")
-    ] = 16,
+    ] = _QUEUE_PAIRS,
     timeout: Annotated[str, typer.Option(metavar="N,N..", help="Also show these timeouts.")] = "14,18,20",
     retries: Annotated[int, typer.Option(min=1, max=7, help="Resends of the timeouts to show.")] = 7,
     longer: Annotated[
@@ -150,11 +150,10 @@ def habits_of(cluster: "Cluster", down: str, rates: Rates, care: Care) -> "Habit
             raise BadInputError(
                 name, value, "a number above 0, or 0 for none" if name != "--patience" else "above 0"
             )
-    ports = cluster.nics_per_node or cluster.accelerators_per_node
     restart = load_times().restart_seconds if care.restart_seconds is None else care.restart_seconds
     return Habits(
         down=DownTimes.parse(down),
-        num_links=rates.num_links or cluster.nodes * ports,
+        num_links=rates.num_links or cluster.nodes * cluster.ports_per_node,
         flaps_per_month=rates.flaps_per_month,
         dead_per_month=rates.dead_per_month,
         num_queue_pairs=rates.num_queue_pairs,

@@ -8,15 +8,18 @@
 """
 
 from collections.abc import Sequence
-from html import escape
+from functools import partial
 from math import isfinite, log10
 
 import numpy as np
 
+from myriad.cli.svg import text
 from myriad.network.flaps import Habits
 from myriad.network.retransmission import Timers, lost_probability, mean_wait_seconds
 
 __all__ = ["draw"]
+
+_text = partial(text, ink="#333")
 
 _COLOURS = ("#1f5fa8", "#b07c1e", "#3a8f5c", "#7a4fa3", "#b3403a", "#2a8a99", "#6b6b6b")
 _TOP, _BOTTOM = 66.0, 316.0
@@ -84,7 +87,7 @@ def _driver(seconds: float) -> list[str]:
     for panel in (0, 1):
         x = _x(panel, seconds)
         parts.append(f'<path d="M{x:.1f} {_TOP}V{_BOTTOM}" stroke="#b3403a" stroke-dasharray="2 3"/>')
-    hint = _text(_x(0, seconds) + 5, _BOTTOM - 8, "the driver ends the ranks", colour="#b3403a")
+    hint = _text(_x(0, seconds) + 5, _BOTTOM - 8, "the driver ends the ranks", ink="#b3403a")
     return [*parts, hint]
 
 
@@ -101,10 +104,3 @@ def _entry(number: int, colour: str, timers: Timers) -> list[str]:
     words = f"timeout {timers.timeout}, {timers.retries} retries" + (", adaptive" if timers.adaptive else "")
     line = f'<path d="M{x} {y - 4:.1f}h22" stroke="{colour}" stroke-width="2" {dashes}/>'
     return [line, _text(x + 28, y, words)]
-
-
-def _text(
-    x: float, y: float, words: str, anchor: str = "start", colour: str = "#333", *, size: int = 12
-) -> str:
-    style = f'text-anchor="{anchor}" fill="{colour}" font-size="{size}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'

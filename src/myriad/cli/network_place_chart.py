@@ -9,11 +9,16 @@ iteration     │ ├──╂────┤              p5, p50 and p95 over 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 
 import numpy as np
 
+from myriad.cli.svg import text
+
 __all__ = ["TIERS", "Drawn", "draw"]
+
+_text = partial(text, ink="#16202c")
 
 _WIDTH, _LEFT, _RIGHT = 860.0, 150.0, 830.0
 TIERS = ("inside nodes", "one switch", "one pod", "above pods")
@@ -141,8 +146,3 @@ def _legend(entries: Sequence[tuple[str, str]], top: float) -> list[str]:
 def _box(x: float, y: float, width: float, height: float, colour: str, hint: str) -> str:
     where = f'x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" height="{height:g}"'
     return f'<rect {where} fill="{colour}"><title>{escape(hint)}</title></rect>'
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", *, size: int = 12) -> str:
-    style = f'text-anchor="{anchor}" fill="#16202c" font-size="{size}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'

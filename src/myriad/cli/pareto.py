@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
+from myriad.cli.svg import text
+
 __all__ = ["Point", "pareto_svg", "pareto_text"]
 
 Point = tuple[float, float, str]
@@ -32,13 +34,13 @@ def pareto_svg(title: str, front: Sequence[Point], plan: Point, capacity_bytes: 
         'font-size="12" role="img">',
         f"<title>{escape(title)}</title>",
         '<rect width="720" height="400" rx="6" fill="#ffffff"/>',
-        _text(_LEFT, 24, title, size=15, ink="#1a1a1a"),
-        _dot(_LEFT + 6, 41, "", _BLUE, 3.0) + _text(_LEFT + 17, 45, "layouts that none beats in both"),
-        _dot(_LEFT + 6, 60, "", _RED, 5.5) + _text(_LEFT + 17, 64, words),
+        text(_LEFT, 24, title, size=15, ink="#1a1a1a"),
+        _dot(_LEFT + 6, 41, "", _BLUE, 3.0) + text(_LEFT + 17, 45, "layouts that none beats in both"),
+        _dot(_LEFT + 6, 60, "", _RED, 5.5) + text(_LEFT + 17, 64, words),
         *(_limit(across(capacity_bytes), capacity_bytes) if is_near else [_far_limit(capacity_bytes)]),
         *(_tick(across(x), f"{x / unit:.4g}") for x in across.ticks(unit)),
         *(_grid(up(y), f"{y:.4g}") for y in up.ticks(1.0)),
-        _text(385, 390, f"memory of an accelerator ({name})", anchor="middle"),
+        text(385, 390, f"memory of an accelerator ({name})", anchor="middle"),
         '<text x="16" y="217" fill="#444" text-anchor="middle" transform="rotate(-90 16 217)">'
         "seconds an iteration</text>",
         _stairs(front, across, up),
@@ -54,13 +56,13 @@ def _limit(x: float, capacity_bytes: float) -> list[str]:
     return [
         f'<rect x="{x:.1f}" y="{_TOP}" {size} fill="{_PALE_RED}"/>',
         f'<path d="M{x:.1f} {_TOP}V{_BOTTOM}" stroke="{_RED}" stroke-dasharray="4 3"/>',
-        _text(x - 4, _TOP + 12, f"all there is: {capacity_bytes / _GIB:.4g} GiB", anchor="end", ink=_RED),
+        text(x - 4, _TOP + 12, f"all there is: {capacity_bytes / _GIB:.4g} GiB", anchor="end", ink=_RED),
     ]
 
 
 def _far_limit(capacity_bytes: float) -> str:
     words = f"all there is: {capacity_bytes / _GIB:.4g} GiB, far to the right \u2192"
-    return _text(_RIGHT, _TOP + 12, words, anchor="end", ink=_RED)
+    return text(_RIGHT, _TOP + 12, words, anchor="end", ink=_RED)
 
 
 class _Scale:
@@ -93,12 +95,12 @@ class _Scale:
 
 def _tick(x: float, words: str) -> str:
     line = f'<path d="M{x:.1f} {_TOP}V{_BOTTOM}" stroke="#e6e6e6"/>'
-    return line + _text(x, 368, words, anchor="middle")
+    return line + text(x, 368, words, anchor="middle")
 
 
 def _grid(y: float, words: str) -> str:
     line = f'<path d="M{_LEFT} {y:.1f}H{_RIGHT}" stroke="#e6e6e6"/>'
-    return line + _text(_LEFT - 8, y + 4, words, anchor="end")
+    return line + text(_LEFT - 8, y + 4, words, anchor="end")
 
 
 def _stairs(front: Sequence[Point], across: _Scale, up: _Scale) -> str:
@@ -111,11 +113,6 @@ def _stairs(front: Sequence[Point], across: _Scale, up: _Scale) -> str:
 def _dot(x: float, y: float, words: str, colour: str, radius: float) -> str:
     hint = f"<title>{escape(words)}</title>" if words else ""
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}">{hint}</circle>'
-
-
-def _text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 12, ink: str = "#444") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-    return f'<text {place} font-size="{size}" fill="{ink}">{escape(words)}</text>'
 
 
 def pareto_text(front: Sequence[Point], plan: Point, *, width: int = 60, height: int = 10) -> list[str]:

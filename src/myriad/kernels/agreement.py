@@ -20,7 +20,7 @@ from myriad.kernels.cross_entropy import linear_cross_entropy
 from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
 from myriad.kernels.rotary import rotary_reference, rotary_turns, turned
 
-__all__ = ["LIMITS", "Tried", "disagreements", "proved"]
+__all__ = ["LIMITS", "Tried", "beyond_limits", "disagreements", "proved"]
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Of a difference: some roundings. Wrong synchronisation or a wrong address is far beyond it."""
@@ -129,12 +129,16 @@ def proved(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> tuple[
         for one in dict.fromkeys(
             (dtype, torch.float32)
         ):  # what optimizers move is float32 whatever the rest is
-            found = disagreements(one, device)
-            wrong += [f"{name} by {share:.1g}" for name, share in found.items() if not share <= LIMITS[one]]
+            wrong += beyond_limits(disagreements(one, device), one)
     except Exception as error:  # whatever a compiler or a driver raises: the library's kernels are there
         return "plain", f"without Triton's kernels: {type(error).__name__}: {error}".partition("\n")[0]
     told = f"without Triton's kernels: not what the formulas say on this device: {', '.join(wrong)}"
     return ("plain", told) if wrong else (kernels, "")
+
+
+def beyond_limits(found: dict[Tried, float], dtype: torch.dtype) -> list[str]:
+    """Which of `disagreements` are too large, in words; NaN is."""
+    return [f"{name} by {share:.1g}" for name, share in found.items() if not share <= LIMITS[dtype]]
 
 
 def disagreements(

@@ -23,9 +23,9 @@ from myriad.kernels.attention_choice import (
     AttentionShape,
     Timed,
     choose_attention,
-    in_interpreter,
     read_times,
 )
+from myriad.kernels.choice import in_interpreter
 from myriad.kernels.config import Kernels
 from myriad.kernels.rotary import turned
 

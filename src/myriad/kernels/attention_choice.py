@@ -19,14 +19,13 @@ No torch here, so that the choice can be told without it.
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from myriad.errors import BadInputError
+from myriad.kernels.choice import NO_TRITON, has_triton
 from myriad.kernels.config import Kernels
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "choose_attention",
     "fallback_attention",
     "hindrance",
-    "in_interpreter",
     "read_times",
 ]
 
@@ -96,16 +94,6 @@ class Timed(NamedTuple):
     path: AttentionPath
 
 
-def in_interpreter() -> bool:
-    """Whether Triton's kernels run in its interpreter, on a CPU."""
-    return os.environ.get("TRITON_INTERPRET", "") in ("1", "true", "on", "yes")
-
-
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
 def hindrance(path: AttentionPath, shape: AttentionShape) -> str:
     """Why a path cannot compute a shape; empty: it can."""
     if path == "blocks":
@@ -127,7 +115,7 @@ def _device_hindrance(path: AttentionPath, shape: AttentionShape) -> str:
     if shape.device != "cuda":
         return "needs a CUDA device"
     if path == "flex":
-        return "" if _has_triton() else "triton is not installed: pip install 'myriad[gpu]'"
+        return "" if has_triton() else NO_TRITON
     if shape.dtype not in _HALVES:
         return f"has no {shape.dtype}, only {' and '.join(_HALVES)}"
     if shape.width % 8 or shape.width > _MOST_WIDTH:
@@ -136,8 +124,8 @@ def _device_hindrance(path: AttentionPath, shape: AttentionShape) -> str:
 
 
 def _triton_hindrance(shape: AttentionShape) -> str:
-    if not _has_triton():
-        return "triton is not installed: pip install 'myriad[gpu]'"
+    if not has_triton():
+        return NO_TRITON
     if shape.device != "cuda" and not shape.interpreted:
         return "needs a CUDA device"
     if shape.width not in HEAD_SIZES:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from myriad.kernels.attention_choice import in_interpreter
+from myriad.kernels.choice import in_interpreter
 
 __all__ = ["Launch", "Sizes", "flash_attention", "launch_of"]
 

@@ -1,5 +1,5 @@
 """Attention by the library's kernels that only a GPU has: cuDNN's, FlashAttention-2 with a window, and
-FlexAttention. None was run where this was written: there is no GPU; FlexAttention's mask is tested on a CPU.
+FlexAttention. None has been run yet, for want of a GPU; FlexAttention's mask is tested on a CPU.
 
 Legend: B batch, S sequence, N query heads, K key/value heads, D head size.
 """

@@ -24,10 +24,22 @@ from myriad.kernels.config import Kernels
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Choice", "Operator", "check_kernels", "choose", "explain", "fallback", "runs_triton"]
+__all__ = [
+    "NO_TRITON",
+    "Choice",
+    "Operator",
+    "check_kernels",
+    "choose",
+    "explain",
+    "fallback",
+    "has_triton",
+    "in_interpreter",
+    "runs_triton",
+]
 
 Operator = Literal["norm", "activation", "rotary", "cross_entropy", "adamw", "lamb"]
 
+NO_TRITON = "triton is not installed: pip install 'myriad[gpu]'"
 _TYPES = ("float32", "bfloat16")
 _MOST_WIDTH: dict[Operator, int] = {"norm": 32768, "rotary": 512}
 """A row of a norm, or the pairs of one head, are held in registers by one program."""
@@ -49,11 +61,13 @@ class Choice(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether it is installed; for what system is another matter."""
     return find_spec("triton") is not None
 
 
-def _interprets() -> bool:
+def in_interpreter() -> bool:
+    """Whether Triton's kernels run in its interpreter, on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "") in ("1", "true", "on", "yes")
 
 
@@ -61,9 +75,9 @@ def _hindrance(device: str, kernels: Kernels) -> str:
     """Why no Triton kernel runs there; empty: they do."""
     if kernels == "plain":
         return "plain kernels were asked for"
-    if device != "cuda" and not (device == "cpu" and kernels == "triton" and _interprets()):
+    if device != "cuda" and not (device == "cpu" and kernels == "triton" and in_interpreter()):
         return "no CUDA device"
-    return "" if _has_triton() else "triton is not installed: pip install 'myriad[gpu]'"
+    return "" if has_triton() else NO_TRITON
 
 
 def choose(operator: Operator, device: str, dtype: str, width: int, kernels: Kernels) -> Choice:

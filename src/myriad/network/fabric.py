@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from myriad.errors import BadInputError
 
-__all__ = ["Fabric", "Numbers", "Ordinals"]
+__all__ = ["Fabric", "Numbers", "Ordinals", "pieces"]
 
 Numbers = npt.NDArray[np.float64]
 Ordinals = npt.NDArray[np.int32]
@@ -85,12 +85,16 @@ class Fabric:
 
     @cached_property
     def _piece(self) -> npt.NDArray[np.int64]:
-        """(V) The least vertex of the connected piece that a vertex lies in."""
-        piece = np.arange(self.num_vertices)
-        while True:
-            before = piece.copy()
-            np.minimum.at(piece, self.source, piece[self.target])
-            np.minimum.at(piece, self.target, piece[self.source])
-            piece = piece[piece]
-            if np.array_equal(before, piece):
-                return piece
+        return pieces(self.num_vertices, self.source, self.target)
+
+
+def pieces(num_vertices: int, source: Ordinals, target: Ordinals) -> npt.NDArray[np.int64]:
+    """(V) The least vertex of the connected piece that each vertex lies in, where these links join them."""
+    piece = np.arange(num_vertices)
+    while True:
+        before = piece.copy()
+        np.minimum.at(piece, source, piece[target])
+        np.minimum.at(piece, target, piece[source])
+        piece = piece[piece]
+        if np.array_equal(before, piece):
+            return piece

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.errors import BadInputError
-from myriad.network.fabric import Fabric, Numbers
+from myriad.network.fabric import Fabric, Numbers, pieces
 from myriad.network.flows import Flows, Paths
 
 __all__ = ["Neighbourhoods", "packed", "shared_ratio", "tier_bytes"]
@@ -53,24 +53,11 @@ class Neighbourhoods:
         fabric = self.fabric
         if fabric.tier.max() < 3:
             return np.zeros(fabric.num_nodes, dtype=np.int64)
-        piece = np.arange(fabric.num_vertices)
         below = (fabric.tier[fabric.source] < 3) & (fabric.tier[fabric.target] < 3)
-        source, target = fabric.source[below], fabric.target[below]
-        while True:
-            before = piece.copy()
-            np.minimum.at(piece, source, piece[target])
-            np.minimum.at(piece, target, piece[source])
-            piece = piece[piece]
-            if np.array_equal(before, piece):
-                break
+        piece = pieces(fabric.num_vertices, fabric.source[below], fabric.target[below])
         first = piece[: fabric.num_ports : fabric.ports_per_node]
         _, numbers = np.unique(first, return_inverse=True)
         return np.asarray(numbers, dtype=np.int64).reshape(-1)
-
-    @property
-    def num_sets(self) -> int:
-        """Sets."""
-        return int(self.set_of.max()) + 1
 
     @property
     def num_pods(self) -> int:

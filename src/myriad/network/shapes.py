@@ -9,9 +9,8 @@
            NIC ports     with planes: a link to each, and all above once more
 
 Two tiers are one pod, whose aggregation switches are called spines; three tiers become two where those would
-do. Where a tier has more cables than
-switches, they go in parallel, the same number to each. Cables up are as many as the ratio asks for of a
-switch with all its places taken, rounded: a half-empty one has them too.
+do. Where a tier has more cables than switches, they go in parallel, the same number to each. Cables up are as
+many as the ratio asks for of a switch with all its places taken, rounded: a half-empty one has them too.
 """
 
 from dataclasses import dataclass

@@ -237,6 +237,11 @@ class Cluster(Config):
         return min(self.core_speeds, default=1.0)
 
     @property
+    def ports_per_node(self) -> int:
+        """NIC ports."""
+        return self.nics_per_node or self.accelerators_per_node
+
+    @property
     def expected_slowdown(self) -> float:
         """By which the slowest of all nodes is expected to hold up everybody, at least 1."""
         slow = self.slow_nodes

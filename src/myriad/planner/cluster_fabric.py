@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from myriad.network.fabric import Fabric
 
-__all__ = ["builder_of", "fabric_of", "ports_per_node", "shape_of"]
+__all__ = ["builder_of", "fabric_of", "shape_of"]
 
 
 def fabric_of(cluster: Cluster) -> "Fabric":
@@ -34,18 +34,13 @@ def builder_of(cluster: Cluster) -> "Callable[[FabricShape], Fabric]":
     if cluster.nodes == 1 or cluster.links.network is None:
         allowed = "more than one node, and links.network: inside a node there is no fabric"
         raise BadInputError(f"{cluster.name}: nodes", cluster.nodes, allowed)
-    ports = ports_per_node(cluster)
+    ports = cluster.ports_per_node
     share = cluster.accelerators_per_node / ports
     rates = np.full(cluster.nodes, cluster.links.network.bytes_per_second * share)
     for group in cluster.unequal:
         rates[list(group.nodes)] = group.bytes_per_second * share
     known: dict[str, Any] = {"name": cluster.name, "num_nodes": cluster.nodes, "ports_per_node": ports}
     return partial(build, **known, nic_bytes_per_second=rates)
-
-
-def ports_per_node(cluster: Cluster) -> int:
-    """NIC ports."""
-    return cluster.nics_per_node or cluster.accelerators_per_node
 
 
 def shape_of(cluster: Cluster) -> FabricShape:

@@ -197,8 +197,7 @@ def _starts(prediction: Prediction) -> _Starts:
     """When each is posted."""
     begin = max(span.start + span.duration for span in prediction.spans) - prediction.seconds
     found: _Starts = defaultdict(list)
-    ahead = _gathered_ahead(prediction)
-    come = {(replica, stage) for replica, stage in ahead}
+    come = _gathered_ahead(prediction)
     for span in prediction.spans:
         now = span.start - begin
         for kind, stage in _posted(span):

@@ -83,7 +83,7 @@ def _interfaces(cluster: Cluster, nics: Nics) -> Iterator[Line]:
             "not known", "NCCL_IB_HCA", "", "nics.names: else NCCL also takes NICs of storage and management"
         )
     else:
-        ports = cluster.nics_per_node or cluster.accelerators_per_node
+        ports = cluster.ports_per_node
         if len(nics.names) != ports:
             allowed = f"{ports} of them, one for each of nics_per_node"
             raise BadInputError(f"{cluster.name}: nics.names", list(nics.names), allowed)
@@ -176,10 +176,10 @@ def _slowest(routes: "Routes", queue_pairs: int) -> float:
 
 
 def _rails(cluster: Cluster) -> Iterator[Line]:
-    from myriad.planner.cluster_fabric import ports_per_node, shape_of
+    from myriad.planner.cluster_fabric import shape_of
 
     shape, name = shape_of(cluster), "NCCL_CROSS_NIC"
-    if ports_per_node(cluster) == 1:
+    if cluster.ports_per_node == 1:
         yield Line("left alone", name, "", "a node has one NIC")
     elif shape.has_rails:
         why = "each rail has switches of its own: from one rail to another is a way through the tier above"
@@ -230,5 +230,4 @@ def _sizes(cluster: Cluster) -> Iterator[Line]:
 
 def _port_rate(cluster: Cluster) -> float:
     """Bytes a second of a NIC."""
-    ports = cluster.nics_per_node or cluster.accelerators_per_node
-    return cluster.link("network").bytes_per_second * cluster.accelerators_per_node / ports
+    return cluster.link("network").bytes_per_second * cluster.accelerators_per_node / cluster.ports_per_node

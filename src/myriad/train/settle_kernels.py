@@ -8,9 +8,8 @@ from myriad.kernels.attention_choice import (
     AttentionShape,
     check_attention,
     fallback_attention,
-    in_interpreter,
 )
-from myriad.kernels.choice import check_kernels, fallback
+from myriad.kernels.choice import check_kernels, fallback, in_interpreter
 from myriad.optim.precision import resolve_float8
 
 __all__ = ["precision_told", "settle_kernels"]

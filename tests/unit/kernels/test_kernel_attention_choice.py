@@ -28,7 +28,7 @@ HOPPER = AttentionShape("cuda", "bfloat16", 8192, 128)
 
 @pytest.fixture(params=[True, False], ids=["triton", "no triton"])
 def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(attention_choice, "_has_triton", lambda: request.param)
+    monkeypatch.setattr(attention_choice, "has_triton", lambda: request.param)
     return request.param
 
 

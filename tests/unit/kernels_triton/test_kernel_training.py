@@ -83,7 +83,7 @@ def test_insisting_where_it_cannot_be_is_refused_before_anything_starts(monkeypa
 
 
 def test_a_gpu_without_triton_goes_on_and_says_so(monkeypatch) -> None:
-    monkeypatch.setattr("myriad.kernels.choice._has_triton", lambda: False)
+    monkeypatch.setattr("myriad.kernels.choice.has_triton", lambda: False)
     line = fallback("auto", "cuda", "bfloat16", {})
     assert "norm" in line and "triton is not installed" in line and "\n" not in line
     assert {choice.kernel for choice in explain("cuda", "bfloat16", "auto", {}).values()} == {

@@ -49,8 +49,8 @@ def test_lengths_that_float8_cannot_multiply_are_refused() -> None:
 
 
 def test_a_window_that_tritons_kernels_do_not_take_falls_back_with_a_line(monkeypatch) -> None:
-    monkeypatch.setattr(attention_choice, "_has_triton", lambda: True)
-    monkeypatch.setattr("myriad.kernels.choice._has_triton", lambda: True)
+    monkeypatch.setattr(attention_choice, "has_triton", lambda: True)
+    monkeypatch.setattr("myriad.kernels.choice.has_triton", lambda: True)
     changes = ["model.window=16", "model.hidden=96", "model.heads=4"]  # heads of 24
     lines = settle_kernels(load_job("tiny", changes), CUDA, torch.bfloat16)
     assert len(lines) == 1 and "no head size 24" in lines[0]

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from myriad.kernels.attention_choice import in_interpreter
+from myriad.kernels.choice import in_interpreter
 from myriad.kernels.triton.launch import launch
 
 __all__ = ["product_kernel", "product_of_blocks", "scale_kernel", "scaled_in_blocks"]

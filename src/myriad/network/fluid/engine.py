@@ -171,21 +171,8 @@ def _steps(
 def _kept(stamp: int) -> Any:
     """All steps, kept between processes (`kept_code`)."""
 
-    def run(
-        net: Net,
-        queues: Queues,
-        senders: Senders,
-        size: Any,
-        begin: Any,
-        settings: Any,
-        kind: int,
-        numbers: Any,
-        seed: int,
-        deepest: Any,
-    ) -> Any:
-        if stamp < 0:
-            return 0, 0.0
-        return _steps(net, queues, senders, size, begin, settings, kind, numbers, seed, deepest)
+    def run(*arguments: Any) -> Any:
+        return _steps(*arguments) if stamp >= 0 else (0, 0.0)
 
     return numba.njit(cache=True)(run)
 

@@ -121,7 +121,7 @@ class Senders(NamedTuple):
     acked: Any
     finish: Any
     signals: Any
-    """(D, 5, F) By step: bytes acknowledged, wait, probability of a mark, U, and when it was sent back."""
+    """(D, 4, F) By step: bytes acknowledged, wait, probability of a mark, U."""
 
 
 def travel_seconds(fabric: Fabric, paths: Paths) -> Any:

@@ -21,9 +21,7 @@ from myriad.network.packets.loop import FULL, PAUSED, run
 from myriad.network.packets.problem import Problem, bin_bytes, needs_of
 from myriad.network.packets.records import ABORTED, NONE
 from myriad.network.packets.setup import arena, new_state, with_records
-from myriad.network.packets.state import (
-    State,
-)
+from myriad.network.packets.state import State
 from myriad.network.switch_settings import SwitchSettings
 
 __all__ = ["PacketResult", "Samples", "simulate_packets"]

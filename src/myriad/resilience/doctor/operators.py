@@ -32,11 +32,11 @@ def try_operators(device: "torch.device") -> Iterator[Reading]:
         return
     import torch
 
-    from myriad.kernels.agreement import LIMITS, disagreements
+    from myriad.kernels.agreement import beyond_limits, disagreements
 
     for dtype in (torch.float32, torch.bfloat16):
         found = disagreements(dtype, device)
-        wrong = [f"{name} by {share:.1g}" for name, share in found.items() if not share <= LIMITS[dtype]]
+        wrong = beyond_limits(found, dtype)
         yield Reading(
             name=f"GPU {device.index} Triton kernels, {str(dtype).removeprefix('torch.')}",
             value=max(found.values()),
