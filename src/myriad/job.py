@@ -9,7 +9,7 @@ No torch here: a job can be read, checked and explained on a machine that cannot
 import difflib
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -34,12 +34,16 @@ from myriad.recipes import read_recipe, recipe_names
 from myriad.telemetry.config import TelemetryConfig, is_address
 from myriad.toml_text import dump_toml, parse_override, set_dotted
 
+if TYPE_CHECKING:
+    from myriad.planner.work import Work
+
 __all__ = [
     "CheckpointConfig",
     "Job",
     "ResilienceConfig",
     "TrainConfig",
     "dump_toml",
+    "held_by",
     "job_keys",
     "load_job",
     "parse_job",
@@ -374,13 +378,23 @@ def _check_memory_budget(job: Job) -> None:
     if budget is None:
         return
     from myriad.planner.budget import check_budget  # numpy: for jobs with a budget alone
+
+    check_budget(held_by(job), budget, job.train.device, job.train.precision)
+
+
+def held_by(job: Job, value_bytes: int = 2) -> "Work":
+    """What decides how much memory its ranks need."""
     from myriad.planner.work import Work
 
-    optimizer = job.optimizer.name
-    work = Work(
-        job.model, job.layout, job.train.global_batch, job.overlap, comm=job.comm, optimizer=optimizer
+    return Work(
+        job.model,
+        job.layout,
+        job.train.global_batch,
+        job.overlap,
+        comm=job.comm,
+        optimizer=job.optimizer.name,
+        value_bytes=value_bytes,
     )
-    check_budget(work, budget, job.train.device, job.train.precision)
 
 
 def _check_kernels(job: Job) -> None:

@@ -1,9 +1,8 @@
 """A job's memory budget, turned into what its layout computes again: by the planner's formula, before
 anything is built, so that every rank and every attempt finds the same."""
 
-from myriad.job import Job
+from myriad.job import Job, held_by
 from myriad.planner.budget import layout_within
-from myriad.planner.work import Work
 from myriad.units import format_bytes
 
 __all__ = ["within_budget"]
@@ -15,16 +14,7 @@ def within_budget(job: Job, *, on_cpu: bool, value_bytes: int) -> tuple[Job, str
     budget = job.train.memory_budget
     if budget is None:
         return job, ""
-    work = Work(
-        job.model,
-        job.layout,
-        job.train.global_batch,
-        overlap=job.overlap,
-        comm=job.comm,
-        optimizer=job.optimizer.name,
-        value_bytes=value_bytes,
-    )
-    layout = layout_within(work, budget, on_cpu=on_cpu)
+    layout = layout_within(held_by(job, value_bytes), budget, on_cpu=on_cpu)
     share = f" of {layout.recompute_ratio:.0%} of the layers" if layout.recompute == "full" else ""
     line = f"recompute {layout.recompute}{share}, to hold at most {format_bytes(budget)}"
     return job.model_copy(update={"layout": layout}), line
