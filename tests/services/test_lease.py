@@ -168,6 +168,26 @@ def test_redis_that_is_away_holds_up_nothing_and_hears_of_all_when_it_is_back(se
     assert "plan" in reader.read()[0]
 
 
+def test_a_decision_brings_the_plan_that_the_server_forgot_with_it(server, leased) -> None:
+    """Whoever takes over in that instant reads both, or neither."""
+    leased.replay()
+    assert leased.allows(entry(leased, 1))
+    server.client.delete(leased._lease.keys["plan"], leased._lease.keys["entries"])
+    assert leased.allows(entry(leased, 2))
+    plan, decision = leased._lease.read()
+    assert "plan" in plan and decision["number"] == 2
+
+
+def test_the_plan_of_an_earlier_start_goes_with_its_decisions(server, leased) -> None:
+    """The server kept them; the file has a newer start that it never heard of."""
+    assert leased.allows(entry(leased, 1))
+    leased._journal.begin(Plan(2, 1, first_epoch=5), leased.term + 1)
+    plan, state = leased.replay()
+    assert plan == Plan(2, 1, first_epoch=5) and state is None
+    leased._scribe.settle()
+    assert [line["plan"]["first_epoch"] for line in leased._lease.read()] == [5]
+
+
 def test_a_watched_driver_that_cannot_reach_redis_acts_no_more(server, leased, tmp_path) -> None:
     other = lease_of(server, tmp_path, "b", 1.5)
     other.take()

@@ -82,7 +82,7 @@ class Leased:
     def _append(self, record: dict[str, Any]) -> None:
         """However long Redis is away; what comes later waits."""
         while not self._hold.is_lost:
-            if self._try(partial(self._lease.append, record)):
+            if self._try(partial(self._lease.append, record, self._plan)):
                 return
             self._renew()  # it may have run out while Redis was away, or be another's
             time.sleep(_AGAIN_SECONDS)
@@ -109,9 +109,8 @@ class Leased:
             self._tell_again()
 
     def _tell_again(self) -> None:
-        for record in (self._plan, self._newest):
-            if record is not None:
-                self._scribe.enter("what was decided before", partial(self._append, record))
+        if record := self._newest or self._plan:
+            self._scribe.enter("what was decided before", partial(self._append, record))
 
     def _try(self, ask: Callable[[], Any]) -> Any:
         """The answer; ``None`` when there is none."""

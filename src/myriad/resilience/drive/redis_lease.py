@@ -80,6 +80,10 @@ if ARGV[3] == 'plan' then
   redis.call('SET', KEYS[4], ARGV[2], 'EX', ARGV[4])
   redis.call('DEL', KEYS[5])
 else
+  if ARGV[6] ~= '' and redis.call('GET', KEYS[4]) ~= ARGV[6] then
+    redis.call('SET', KEYS[4], ARGV[6])
+    redis.call('DEL', KEYS[5])
+  end
   redis.call('RPUSH', KEYS[5], ARGV[2])
   redis.call('LTRIM', KEYS[5], -ARGV[5], -1)
   redis.call('EXPIRE', KEYS[5], ARGV[4])
@@ -192,11 +196,18 @@ class RedisLease:
             raise LeaseLostError
         return bool(more[0]), bool(more[1])
 
-    def append(self, record: dict[str, Any]) -> bool:
-        """A line of the journal. False: the lease is not renewed. Raises `StoreAwayError`."""
-        kind = "plan" if "plan" in record else "decision"
-        text = json.dumps(record)
-        return bool(self._run("append", self._mine, text, kind, _KEEP_SECONDS, _MOST_ENTRIES))
+    def append(self, record: dict[str, Any], plan: dict[str, Any] | None = None) -> bool:
+        """A line of the journal. ``plan``: the line that a decision follows; the server, which may have
+        forgotten it, has both or neither. False: the lease is not renewed. Raises `StoreAwayError`."""
+        kind, follows = ("plan", None) if "plan" in record else ("decision", plan)
+        texts = (
+            json.dumps(record),
+            kind,
+            _KEEP_SECONDS,
+            _MOST_ENTRIES,
+            json.dumps(follows) if follows else "",
+        )
+        return bool(self._run("append", self._mine, *texts))
 
     def release(self) -> None:
         """It is over: whoever stands by need not wait. Raises `StoreAwayError`."""
