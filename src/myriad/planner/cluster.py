@@ -36,6 +36,7 @@ class Float32(Config):
     launch_seconds: float | None = Field(None, ge=0)
     stream_bytes_per_second: float | None = Field(None, gt=0)
     loss_bytes_per_second: float | None = Field(None, gt=0)
+    weights_bytes_per_second: float | None = Field(None, gt=0)
     flash_ratio: float | None = Field(None, gt=0, le=1)
     flash_half_length: float | None = Field(None, ge=0)
     flash_backward: float | None = Field(None, gt=0)
@@ -91,6 +92,10 @@ class Accelerator(Config):
     loss_bytes_per_second: float | None = Field(None, gt=0)
     """The same of the loss over the vocabulary, by the bytes of its logits that a fused one moves; off: as
     stream_bytes_per_second."""
+    weights_bytes_per_second: float | None = Field(None, gt=0)
+    """At which the weights of products come from memory, and sums of gradients from there and back, for each
+    micro-batch, where products wait for that (a CPU core's do); off: it happens beside their compute, at
+    memory_bytes_per_second."""
     float32: Float32 = Float32()
     """What is different in float32."""
 
@@ -114,7 +119,9 @@ class Link(Config):
     """Ranks of a tensor-parallel group wait so long for the last of them at each collective that nothing
     hides: fit to what the parallel block gained in MegaScale's table 3, which halves their number."""
     achievable_ratio: float | None = Field(None, gt=0, le=1)
-    """Share of the rate that large messages reach; off: 0.77 in a node, 0.90 between nodes."""
+    """Share of the rate that large messages reach; off: 0.79 in a node, 0.90 between nodes."""
+    small_group_loss: float = Field(0.37, ge=0, le=1)
+    """What a group of n ranks inside a node loses of that, times n (NCCL's kernels, as above)."""
     busy_ratio: float = Field(0.15, ge=0, le=2)
     """Of the time that communication is hidden, what it takes from the compute it hides behind: NCCL's
     kernels hold 8 to 24 of some 110 multiprocessors, and memory bandwidth. Of a CPU core: what it spends on

@@ -27,10 +27,6 @@ __all__ = [
 ]
 
 
-_SMALL_LOSS = 0.37
-"""What small groups lose inside a node: see `Cluster.ratio`'s default."""
-
-
 @dataclass(frozen=True)
 class Group:
     """Ranks that talk, and what each gets of the links between them."""
@@ -52,7 +48,7 @@ def group_along(cluster: Cluster, size: Number, stride: Number) -> Group:
     per_node = cluster.accelerators_per_node
     inside = np.clip(np.floor(per_node / np.asarray(stride)), 1, size)
     crosses = np.asarray(size) * stride > per_node
-    within = node.bytes_per_second * cluster.ratio("node") * (1 - _SMALL_LOSS / np.asarray(size))
+    within = node.bytes_per_second * cluster.ratio("node") * (1 - node.small_group_loss / np.asarray(size))
     across = inside * network.bytes_per_second * cluster.ratio("network")
     if cluster.links.spine is not None and cluster.nodes_per_switch is not None:
         beyond = np.asarray(size) * stride > per_node * cluster.nodes_per_switch

@@ -22,7 +22,14 @@ from myriad.model.config import ModelConfig
 from myriad.model.parts import num_parts
 from myriad.planner.cluster import Accelerator, Cluster
 from myriad.planner.collectives import begin_seconds, half_sum_seconds, sum_seconds, tensor_group
-from myriad.planner.operators import Number, flash_seconds, matmul_seconds, peak_flops, stream_seconds
+from myriad.planner.operators import (
+    Number,
+    flash_seconds,
+    matmul_seconds,
+    peak_flops,
+    stream_seconds,
+    weights_seconds,
+)
 from myriad.planner.parts import Parts
 from myriad.planner.work import Practice
 from myriad.program.config import OverlapConfig
@@ -180,7 +187,9 @@ def _three_turns(
     weights = sum(
         matmul_seconds(accelerator, n, k, tokens, value_bytes=value, out_bytes=summed) for n, k in shapes
     )
-    return forward, inputs, weights
+    matrices = sum(n * k for n, k in shapes)
+    fetch, add = (weights_seconds(accelerator, each * matrices) for each in (float(value), summed))
+    return forward + fetch, inputs + fetch, weights + add
 
 
 def _attention(model: ModelConfig, where: Slice, pairs: float) -> tuple[Parts, Parts]:

@@ -4,16 +4,17 @@ Relative errors count, so that a small operator weighs as much as a large one:
 
     products     rate, saturation               2 m n k / rate, slower for short k, and a call
     attention    rate, half length, backward    by attended pairs, slower for short sequences
-    layers       launch, stream rate            what whole layers take above their products and attention
+    layers       launch, stream and weights     what whole layers take above their products and attention
     heads        loss rate                      what the head takes above its product and norm
     transfers    seconds of an empty one, rate  a line through sizes
 
-Layers are fitted last and through `layers` itself: seconds there are linear in the launch and in the inverse
-of the stream rate, so both come out as whatever makes real layers take what they take.
+Layers are fitted last and through `layers` itself: seconds there are linear in the launch and in the inverses
+of the rates of streams and of weights, so these come out as whatever makes real layers take what they take.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, combinations
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +117,7 @@ class TypeFit:
     saturation: float
     launch_seconds: float
     stream_bytes_per_second: float
+    weights_bytes_per_second: float
     loss_bytes_per_second: float
     flash_ratio: float
     flash_half_length: float
@@ -185,11 +187,20 @@ def fit_type(times: TypeTimes, sweep_bytes_per_second: float) -> TypeFit:
         flash_backward=backward,
         launch_seconds=0.0,
         stream_bytes_per_second=_ENDLESS,
+        weights_bytes_per_second=_ENDLESS,
     )
-    launch, stream = _fit_layers(times.layers, times.value_bytes, known)
-    known = known.model_copy(update={"launch_seconds": launch, "stream_bytes_per_second": stream})
+    layers = _fit_layers(times.layers, times.value_bytes, known)
+    known = known.model_copy(update=layers)
     loss = _fit_loss(times.heads, times.value_bytes, known)
-    return TypeFit(rate, saturation, launch, stream, loss, known.flash_ratio, half, backward)
+    return TypeFit(
+        flops_per_second=rate,
+        saturation=saturation,
+        **layers,
+        loss_bytes_per_second=loss,
+        flash_ratio=known.flash_ratio,
+        flash_half_length=half,
+        flash_backward=backward,
+    )
 
 
 def fit_accelerator(
@@ -200,6 +211,7 @@ def fit_accelerator(
         saturation=float32.saturation,
         launch_seconds=float32.launch_seconds,
         stream_bytes_per_second=float32.stream_bytes_per_second,
+        weights_bytes_per_second=float32.weights_bytes_per_second,
         loss_bytes_per_second=float32.loss_bytes_per_second,
         flash_ratio=float32.flash_ratio,
         flash_half_length=float32.flash_half_length,
@@ -219,6 +231,7 @@ def fit_accelerator(
         saturation=bfloat16.saturation,
         launch_seconds=bfloat16.launch_seconds,
         stream_bytes_per_second=bfloat16.stream_bytes_per_second,
+        weights_bytes_per_second=bfloat16.weights_bytes_per_second,
         loss_bytes_per_second=bfloat16.loss_bytes_per_second,
         flash_ratio=bfloat16.flash_ratio,
         flash_half_length=bfloat16.flash_half_length,
@@ -228,20 +241,21 @@ def fit_accelerator(
 
 
 def _non_negative(columns: _Floats, seconds: _Floats) -> _Floats:
-    """Least squares of relative errors; a coefficient that would be negative is 0."""
-    weighted = columns / seconds[:, None]
-    ones = np.ones(len(seconds))
-    found: _Floats = np.asarray(np.linalg.lstsq(weighted, ones, rcond=None)[0], float)
-    if (found >= 0).all() or len(found) == 1:
-        return np.maximum(found, 0.0)
-    best: _Floats = np.zeros(len(found))
-    least = np.inf
-    for kept in range(len(found)):
-        alone = np.zeros(len(found))
-        alone[kept] = max(0.0, np.linalg.lstsq(weighted[:, [kept]], ones, rcond=None)[0][0])
-        error = float(((weighted @ alone - 1) ** 2).sum())
-        if error < least:
-            best, least = alone, error
+    """Least squares of relative errors, of coefficients that are not negative."""
+    return _least_squares(columns / seconds[:, None], np.ones(len(seconds)))
+
+
+def _least_squares(columns: _Floats, values: _Floats) -> _Floats:
+    """The best whose coefficients are not negative: one of those that are positive for some columns and 0
+    for the others. There are few columns."""
+    count = columns.shape[1]
+    best, least = np.zeros(count), float((values**2).sum())
+    for kept in chain.from_iterable(combinations(range(count), size) for size in range(1, count + 1)):
+        found = np.zeros(count)
+        found[list(kept)] = np.linalg.lstsq(columns[:, kept], values, rcond=None)[0]
+        error = float(((columns @ found - values) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            best, least = found, error
     return best
 
 
@@ -265,29 +279,39 @@ def _fit_products(products: Sequence[ProductTime]) -> tuple[float, float]:
 
 
 def _fit_attention(attentions: Sequence[AttentionTime]) -> tuple[float, float, float]:
-    """Rate of endless sequences, length of half that rate, seconds of the backward for one of the forward."""
+    """Rate of endless sequences, length of half that rate, seconds of the backward for one of the forward. A
+    call is fitted beside them, as with products."""
     slower = np.array([min(1.0, one.head_width / 128) ** 0.35 for one in attentions])
     flops = np.array([one.flops for one in attentions]) / slower
     lengths = np.array([float(one.sequence) for one in attentions])
-    forward = np.array([one.forward_seconds for one in attentions])
-    each, short = _non_negative(np.stack([flops, flops / lengths], 1), forward)
+    forward, backward = (
+        np.array([getattr(one, name) for one in attentions])
+        for name in ["forward_seconds", "backward_seconds"]
+    )
+    each, short, call = _non_negative(np.stack([flops, flops / lengths, np.ones(len(flops))], 1), forward)
     each = max(each, short / 4096, 1 / _ENDLESS)
-    backward = float(np.median([one.backward_seconds / one.forward_seconds for one in attentions]))
-    return float(1 / each), float(short / each), backward
+    ratios = (backward - call) / np.maximum(forward - call, 0.1 * forward)
+    return float(1 / each), float(short / each), float(max(1.0, np.median(ratios)))
 
 
-def _fit_layers(layers: Sequence[LayerTime], value_bytes: int, known: Accelerator) -> tuple[float, float]:
-    """Launch and stream rate, from what is left when the rest is ``known`` and both are nothing."""
-    rows, left, seconds = [], [], []
-    for one in layers:
-        base = block_seconds(one, value_bytes, known)
-        launches = block_seconds(one, value_bytes, known.model_copy(update={"launch_seconds": 1.0})) - base
-        streams = block_seconds(one, value_bytes, known.model_copy(update={"stream_bytes_per_second": 1.0}))
-        rows.append((launches, streams - base))
-        left.append(max(one.seconds - base, 0.01 * one.seconds))
-        seconds.append(one.seconds)
-    launch, each = _weighted(np.asarray(rows), np.asarray(left), np.asarray(seconds))
-    return float(launch), float(1 / max(each, 1 / _ENDLESS))
+def _fit_layers(layers: Sequence[LayerTime], value_bytes: int, known: Accelerator) -> dict[str, float]:
+    """Launch and rates of streams and of weights, from what is left when the rest is ``known`` and all three
+    are nothing. Errors count against the whole layer: a part that is small in it matters little."""
+    units = {"launch_seconds": 1.0, "stream_bytes_per_second": 1.0, "weights_bytes_per_second": 1.0}
+    seconds = np.array([one.seconds for one in layers])
+    base = np.array([block_seconds(one, value_bytes, known) for one in layers])
+    columns = [
+        np.array([block_seconds(one, value_bytes, known.model_copy(update={name: unit})) for one in layers])
+        for name, unit in units.items()
+    ]
+    left = np.maximum(seconds - base, 0.01 * seconds)
+    rows = np.stack([column - base for column in columns], 1)
+    launch, stream, weights = _least_squares(rows / seconds[:, None], left / seconds)
+    return {
+        "launch_seconds": float(launch),
+        "stream_bytes_per_second": float(1 / max(stream, 1 / _ENDLESS)),
+        "weights_bytes_per_second": float(1 / max(weights, 1 / _ENDLESS)),
+    }
 
 
 def _fit_loss(heads: Sequence[LayerTime], value_bytes: int, known: Accelerator) -> float:
@@ -298,14 +322,6 @@ def _fit_loss(heads: Sequence[LayerTime], value_bytes: int, known: Accelerator) 
         slow = head_seconds(one, value_bytes, known.model_copy(update={"loss_bytes_per_second": 1.0}))
         each.append(max(one.seconds - free, 0.01 * one.seconds) / (slow - free))
     return float(1 / np.median(each))
-
-
-def _weighted(columns: _Floats, values: _Floats, whole: _Floats) -> _Floats:
-    """Least squares of errors against the whole layer: a part that is small in it matters little."""
-    found: _Floats = np.asarray(
-        np.linalg.lstsq(columns / whole[:, None], values / whole, rcond=None)[0], float
-    )
-    return found if (found >= 0).all() else _non_negative(columns, values)
 
 
 def block_seconds(one: LayerTime, value_bytes: int, accelerator: Accelerator) -> float:

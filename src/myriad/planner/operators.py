@@ -6,6 +6,7 @@ Every function takes numbers or arrays of them, so that a million layouts cost o
                      at the edges and the last, partly filled wave are lost; so is the start and end of each
                      tile, which weighs more the shorter k is. Reading and writing the matrices overlaps with
                      that, but not wholly: the two are joined by a p-norm.
+                     Where products wait for weights, these come on top, once for each micro-batch.
     memory-bound     bytes over the bandwidth that streams reach
     attention        with a flash kernel, counted by attended pairs (without one: `layers`)
 """
@@ -17,7 +18,15 @@ import numpy.typing as npt
 
 from myriad.planner.cluster import Accelerator
 
-__all__ = ["Number", "flash_seconds", "matmul_seconds", "peak_flops", "stream_seconds", "sweep_seconds"]
+__all__ = [
+    "Number",
+    "flash_seconds",
+    "matmul_seconds",
+    "peak_flops",
+    "stream_seconds",
+    "sweep_seconds",
+    "weights_seconds",
+]
 
 Number: TypeAlias = float | npt.NDArray[np.float64]
 
@@ -88,6 +97,15 @@ def sweep_seconds(accelerator: Accelerator, num_bytes: Number, num_operators: Nu
     """Of going over large memory, as an optimizer does."""
     rate = accelerator.memory_bytes_per_second * accelerator.memory_ratio
     return num_bytes / rate + num_operators * accelerator.launch_seconds
+
+
+def weights_seconds(accelerator: Accelerator, num_bytes: Number) -> Number:
+    """For which products wait until weights, or sums of their gradients, have been moved."""
+    return (
+        0.0
+        if accelerator.weights_bytes_per_second is None
+        else num_bytes / accelerator.weights_bytes_per_second
+    )
 
 
 def flash_seconds(

@@ -1,18 +1,16 @@
 """Times operators and layers on one core while other ranks do the same on theirs.
 
 What counts is the processor time of this thread: the same as the clock's on a core of one's own, and little
-moved by what else the machine does. Of several the median: the smallest is of a moment in which the other
-ranks, who share caches and often a core's parts, had just ended. Cores drift by a third within a minute
-(clock, neighbours of a virtual machine): whatever is timed is timed against one block of a model just before
-and after it. A block, not one product: what neighbours take is caches and memory's bandwidth too, and of
-those blocks use alike.
+moved by what else the machine does. Of several the mean: a training meets the slow calls as well. Cores drift
+by a third within a minute (clock, neighbours of a virtual machine): whatever is timed is timed against some
+blocks of a model, which no cache of a core holds, just before and after it. Blocks, not one product: what
+neighbours take is caches and memory's bandwidth too, and of those blocks use alike.
 
 Legend: m, n, k of a product ``[m, k] x [k, n]``.
 """
 
 import os
 import signal
-import statistics
 import time
 from collections.abc import Callable, Iterator
 
@@ -40,6 +38,7 @@ _LAYERS = (
     (64, 64, 1),
     (64, 64, 8),
     (128, 128, 1),
+    (256, 128, 1),
     (256, 256, 1),
     (256, 256, 4),
     (512, 256, 1),
@@ -49,7 +48,8 @@ _LAYERS = (
 _HEADS = ((64, 64, 8, 512), (256, 256, 1, 1024), (256, 256, 4, 1024), (256, 256, 1, 8192))
 """Hidden, sequence, micro-batch, vocabulary."""
 _STACK = 3
-"""Blocks that are timed together."""
+"""Blocks that are timed together: a training goes over more memory than a block, and finds nothing of it in
+a core's caches."""
 _HEAD_WIDTH = 64
 _LEAST_ROUNDS, _ROUNDS, _ENOUGH_SECONDS = 3, 9, 0.3
 _SLOW_FLOPS = 2e10
@@ -58,7 +58,7 @@ _SWEEP_ELEMENTS = 2**23
 _TURNS_LAYER, _TURNS_SECONDS = (256, 256, 4), 0.2
 _PACE_BLOCK = (256, 128, 1)
 """Hidden, sequence, micro-batch."""
-_PACE_SECONDS, _PACE_SHORT_SECONDS = 1.0, 0.015
+_PACE_SECONDS, _PACE_SHORT_SECONDS = 1.0, 0.04
 
 
 def _model(hidden: int, sequence: int) -> ModelConfig:
@@ -70,31 +70,36 @@ class Pace:
 
     def __init__(self) -> None:
         hidden, sequence, micro_batch = _PACE_BLOCK
-        x = torch.randn(micro_batch, sequence, hidden)
-        self._compute = stack_of_blocks(_model(hidden, sequence), torch.float32, Boundary(), x)
+        x, model = torch.randn(micro_batch, sequence, hidden), _model(hidden, sequence)
+        stack = model.model_copy(update={"layers": _STACK})
+        self._compute = stack_of_blocks(stack, torch.float32, Boundary(), x)
         self.nominal_seconds = self.seconds(_PACE_SECONDS)
         """What other times are told for."""
+        self._latest = self.nominal_seconds
 
     def seconds(self, least_seconds: float) -> float:
         """Of one, measured for so long."""
-        return _mean(self._compute, least_seconds)
+        return _mean(self._compute, least_seconds) / _STACK
 
     def usual(self, function: Callable[[], object], least_seconds: float = 1.5e-3) -> float:
-        """Seconds of one call, the median of some, had the core its nominal pace."""
+        """Seconds of one call, had the core its nominal pace. Its own: the mean of what it was when this was
+        asked last, and is just after the calls."""
         function()
-        before = self.seconds(_PACE_SHORT_SECONDS)
-        start = time.thread_time()
+        calls = max(1, int(least_seconds / max(_thread_seconds(function), 1e-7)))
+        taken, rounds = 0.0, 0
+        while rounds < _LEAST_ROUNDS or (rounds < _ROUNDS and taken < _ENOUGH_SECONDS):
+            taken += _thread_seconds(function, calls)
+            rounds += 1
+        before, self._latest = self._latest, self.seconds(_PACE_SHORT_SECONDS)
+        return taken / rounds / calls * self.nominal_seconds / ((before + self._latest) / 2)
+
+
+def _thread_seconds(function: Callable[[], object], calls: int = 1) -> float:
+    """Of so many, by the processor time of this thread."""
+    start = time.thread_time()
+    for _ in range(calls):
         function()
-        once = time.thread_time() - start
-        calls = max(1, int(least_seconds / max(once, 1e-7)))
-        found = [once] if calls == 1 else []
-        while len(found) < _LEAST_ROUNDS or (len(found) < _ROUNDS and sum(found) * calls < _ENOUGH_SECONDS):
-            start = time.thread_time()
-            for _ in range(calls):
-                function()
-            found.append((time.thread_time() - start) / calls)
-        paced = (before + self.seconds(_PACE_SHORT_SECONDS)) / 2
-        return statistics.median(found) * self.nominal_seconds / paced
+    return time.thread_time() - start
 
 
 def _mean(function: Callable[[], object], least_seconds: float = 0.5) -> float:

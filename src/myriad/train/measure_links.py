@@ -1,6 +1,7 @@
 """Times transfers between pairs of ranks, all pairs at once, by the functions that training uses.
 
 The clock's seconds, the median of several: a rank that waits for its peer has no processor time to count.
+What is sent comes from memory and not from a core's caches, as when a training has computed meanwhile.
 """
 
 import statistics
@@ -25,6 +26,9 @@ _WIDTH = 256
 _TAG = 2**21
 _BESIDE_ELEMENTS, _BESIDE_SECONDS, _COMPUTES = 2**20, 0.3, 20
 """Size of transfers and for how long something computes beside them, and how many times alone."""
+_BESIDE_BUFFERS, _SWEPT_ELEMENTS = 8, 2**22
+"""How many of that size take turns, and what is gone over before a transfer that is timed: more than caches
+of a core hold."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,9 @@ def _swap(outgoing: torch.Tensor, incoming: torch.Tensor, pair: Group) -> None:
 def _usual(function: Callable[[], object], pair: Group) -> float:
     """Seconds of the median repeat; the first one opens connections."""
     function()
-    found = []
+    found, swept = [], torch.zeros(_SWEPT_ELEMENTS)
     for _ in range(_REPEATS):
+        swept.add_(1.0)
         dist.barrier(pair)
         found.append(_clocked(function))
     return statistics.median(found)
@@ -94,10 +99,12 @@ def _usual(function: Callable[[], object], pair: Group) -> float:
 def _taken_ratio(pair: Group) -> float:
     """What transfers take from compute is more than their threads' processor time: interrupts, and caches
     that hold other data after each."""
-    whole, part = torch.zeros(_BESIDE_ELEMENTS), torch.zeros(_BESIDE_ELEMENTS // 2)
+    wholes = torch.zeros(_BESIDE_BUFFERS, _BESIDE_ELEMENTS)
+    parts = torch.zeros(_BESIDE_BUFFERS, _BESIDE_ELEMENTS // 2)
 
     def transfer(times: int = 1) -> None:
-        for _ in range(times):
+        for index in range(times):
+            whole, part = wholes[index % _BESIDE_BUFFERS], parts[index % _BESIDE_BUFFERS]
             _scatter(whole, part, pair)
             _gather(whole, part, pair)
 

@@ -28,7 +28,7 @@ SWEEP = 12e9
 LAYERS = ((64, 64, 1), (64, 64, 8), (256, 256, 1), (256, 256, 4), (512, 512, 2))
 
 
-def make_core(rate, saturation, launch, stream, flash, half, backward, loss):
+def make_core(rate, saturation, launch, stream, flash, half, backward, loss, weights=1e30):
     return Accelerator(
         name="core",
         peak_flops_per_second=rate,
@@ -47,6 +47,7 @@ def make_core(rate, saturation, launch, stream, flash, half, backward, loss):
         flash_half_length=half,
         flash_backward=backward,
         loss_bytes_per_second=loss,
+        weights_bytes_per_second=weights,
     )
 
 
@@ -87,18 +88,19 @@ def timings(core, call_seconds=0.0):
     backward=st.floats(1.0, 9.0),
     call=st.floats(0.0, 1e-5),
     loss=st.floats(1e8, 1e9),
+    weights=st.floats(2e9, 1e11),
 )
 def test_constants_come_back_from_the_timings_that_they_give(
-    rate, saturation, launch, stream, flash, half, backward, call, loss
+    rate, saturation, launch, stream, flash, half, backward, call, loss, weights
 ):
-    core = make_core(rate, saturation, launch, stream, flash, half, backward, loss)
+    core = make_core(rate, saturation, launch, stream, flash, half, backward, loss, weights)
     found = fit_type(timings(core, call), SWEEP)
     assert found.flops_per_second == pytest.approx(rate, rel=0.05)
     assert found.saturation == pytest.approx(saturation, rel=0.2, abs=1)
     assert found.flash_ratio * found.flops_per_second == pytest.approx(flash * rate, rel=0.05)
     assert found.flash_half_length == pytest.approx(half, rel=0.05)
     assert found.flash_backward == pytest.approx(backward, rel=0.01)
-    # launch and streams share what the products' small error leaves: together they must say the layers' time
+    # launch, streams and weights share the products' small error: together they must say the layers' time
     again = make_core(
         found.flops_per_second,
         found.saturation,
@@ -108,11 +110,25 @@ def test_constants_come_back_from_the_timings_that_they_give(
         found.flash_half_length,
         found.flash_backward,
         found.loss_bytes_per_second,
+        found.weights_bytes_per_second,
     )
     for layer in timings(core).layers:
         assert block_seconds(layer, 4, again) == pytest.approx(layer.seconds, rel=0.05)
     for head in timings(core).heads:
         assert head_seconds(head, 4, again) == pytest.approx(head.seconds, rel=0.05)
+
+
+def test_a_block_of_few_tokens_waits_for_its_weights():
+    """A micro-batch of one sequence adds as many gradients to memory as one of eight."""
+    core = make_core(2e11, 4.0, 3e-5, 8e9, 0.5, 200.0, 2.0, 5e8, weights=1e10)
+    free = core.model_copy(update={"weights_bytes_per_second": None})
+    model = ModelConfig(layers=1, hidden=256, heads=4, sequence=256)
+    one, eight = (
+        block_seconds(LayerTime(model, micro_batch, 1.0), 4, core)
+        - block_seconds(LayerTime(model, micro_batch, 1.0), 4, free)
+        for micro_batch in (1, 8)
+    )
+    assert one == pytest.approx(eight) and one == pytest.approx(12 * 256**2 * 16 / 1e10)
 
 
 @given(empty=st.floats(1e-6, 1e-3), rate=st.floats(1e7, 1e11))
