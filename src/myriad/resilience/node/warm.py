@@ -135,11 +135,12 @@ def main(arguments: list[str]) -> int:
     signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # a COMMAND that does not know it shall live
     channel = socket.socket(fileno=int(arguments[1]))
     run, command = arguments[2], arguments[3:]
+    gc.disable()  # an import makes much that stays: to look for garbage in it takes a fifth of its time
     worker = None if command else importlib.import_module(_WORKER)
     if worker is not None and Run(run).job().layout.pp > 1:
         importlib.import_module("torch._dynamo")  # to find the shapes between stages; half a second
-    gc.collect()
     gc.freeze()  # a collection in a rank need not copy the pages of what all share
+    gc.enable()
     request = _Warm(channel).serve()
     if request is None:
         return 0
