@@ -5,7 +5,6 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from myriad.comm.free_port import free_port
 
 __all__ = ["Crew", "CrewError", "die_with", "run_crew"]
 
@@ -46,7 +47,7 @@ class Crew:
     ) -> None:
         """``group``: with a process group of gloo; ``quiet``: what ranks write on stderr is lost."""
         context = multiprocessing.get_context("fork")
-        base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world)}
+        base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world):
@@ -103,12 +104,6 @@ def run_crew(world: int, function: Callable[[int], Any], timeout_seconds: float,
         return crew.results(timeout_seconds)
     finally:
         crew.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _be_rank(

@@ -6,7 +6,6 @@ meta device, which every rank of a layout with messages does, and that costs 0.5
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +13,8 @@ from typing import Any
 import torch
 import torch._dynamo
 
+from myriad.comm.free_port import free_port
 from myriad.comm.groups import local_rank
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def enter(

@@ -12,7 +12,6 @@ has more accelerators than there are cores.
 import multiprocessing
 import os
 import queue
-import socket
 import statistics
 import time
 import traceback
@@ -24,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from myriad.comm.free_port import free_port
 from myriad.comm.groups import close_world, local_rank, open_world
 from myriad.comm.layout import Layout
 from myriad.errors import RunFailedError
@@ -156,9 +156,7 @@ def _ask_processes(world: int, tell: Tell) -> list[_Answer]:
     """Starts them afresh, as a rank is started; gives what each measured."""
     context = multiprocessing.get_context("spawn")
     messages: Any = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = [
         context.Process(target=_be_rank, args=(rank, world, port, messages), daemon=True)
         for rank in range(world)

@@ -8,7 +8,6 @@ import json
 import os
 import select
 import signal
-import socket
 import statistics
 import time
 import traceback
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from myriad.comm.collectives import start_all_to_all
+from myriad.comm.free_port import free_port
 from myriad.comm.groups import close_world, local_rank, open_world
 from myriad.comm.layout import Layout
 from myriad.errors import RunFailedError
@@ -101,10 +101,7 @@ def _bits(cores: list[int], answers: list[Answer]) -> Reading:
 def _ask(cores: list[int]) -> list[Answer]:
     """One forked process on each core. Raises `RunFailedError` that names the first that gave no answer."""
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pipes, pids = {}, []
+    port, pipes, pids = free_port(), {}, []
     for rank, core in enumerate(cores):
         reader, writer = os.pipe()
         pid = os.fork()

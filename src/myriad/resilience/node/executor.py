@@ -12,12 +12,12 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from myriad.comm.free_port import free_port
 from myriad.resilience.clocks import ClockComparison
 from myriad.resilience.doctor.devices import has_driver
 from myriad.resilience.facts import (
@@ -159,7 +159,7 @@ class _Executor:
         (a rank's end) comes by itself."""
         while True:
             seen, links, devices = self.crew.look(), self._links.look(), self._devices.found
-            port, known = _free_port(self._reach.host), self._news(seen)
+            port, known = free_port(self._reach.host), self._news(seen)
             self._tell(Beat(self._node, self.crew.epoch, port, known, links, devices, time.time()))
             self._counters.look()
             await asyncio.sleep(_LOOK_SECONDS)
@@ -240,7 +240,7 @@ class _Executor:
             node=self._node,
             epoch=crew.epoch,
             host=self._reach.host,
-            port=_free_port(self._reach.host),
+            port=free_port(self._reach.host),
             cores=len(os.sched_getaffinity(0)),
             memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
             running=tuple(crew.living()),
@@ -279,10 +279,3 @@ class _Executor:
             self.crew.send_signal(order.ranks, DUMP_SIGNAL)
         elif isinstance(order, Agreed):
             self.crew.tell_agreed(order.step)
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
