@@ -96,7 +96,7 @@ def steps_in_memory(made: Hosts, run: Run) -> list[dict[tuple[int, bool], list[i
     return [{(one["rank"], one["copied"]): one["steps"] for one in snapshots} for snapshots in hosts]
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 30) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"
@@ -240,7 +240,7 @@ def copy_once(path: Path, main_host: str, copies_every: int) -> tuple[int, int]:
 
 def wait_for_copies(path: Path) -> int:
     """Bytes of the copies that this host keeps for others; 0: none has come."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if copies := [one["bytes"] for one in look(path) if one["copied"] and one["steps"] == [1]]:
             return sum(copies)

@@ -175,7 +175,7 @@ def test_ctrl_c_lets_every_rank_save_once_and_ends_the_run_as_interrupted(tmp_pa
     wait_until(lambda: len(rank_pids(run)) == 2)
     time.sleep(0.2)
     os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does: to the launcher's whole group
-    output, _ = launcher.communicate(timeout=30)
+    output, _ = launcher.communicate(timeout=60)
     assert output.split() == ["saving", "interrupted"]
     assert [(run.path / f"saved-{rank}").read_text() for rank in range(2)] == ["1", "1"]
     assert_none_left(run)
@@ -189,7 +189,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path):
     launcher.send_signal(signal.SIGINT)
     assert launcher.stdout is not None and launcher.stdout.readline().strip() == "saving"
     launcher.send_signal(signal.SIGINT)
-    output, _ = launcher.communicate(timeout=30)
+    output, _ = launcher.communicate(timeout=60)
     assert "failed killed before the checkpoint" in output
     assert_none_left(run)
 
@@ -242,7 +242,7 @@ def test_ctrl_c_while_the_ranks_begin_again_stops_the_run(tmp_path):
     launcher = start_launcher(run, worker(tmp_path, _DIES_ONCE))
     wait_until(lambda: any(event["event"] == "fault" for event in run.read_events()))
     launcher.send_signal(signal.SIGINT)
-    output, _ = launcher.communicate(timeout=30)
+    output, _ = launcher.communicate(timeout=60)
     assert output.split() == ["saving", "interrupted"]
     assert_none_left(run)
 

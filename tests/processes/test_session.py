@@ -16,7 +16,8 @@ from ranks import enter, free_port, run_ranks
 
 from myriad.checkpoint.config import CheckpointConfig
 from myriad.checkpoint.folder import CheckpointFolder, verify
-from myriad.checkpoint.keeper_client import list_in_memory
+from myriad.checkpoint.keeper_client import KeeperClient, keeper_name, list_in_memory
+from myriad.checkpoint.keeper_start import keeper_names
 from myriad.checkpoint.manifest import Manifest, encode_manifest
 from myriad.checkpoint.session import Loaded, Session, Settings
 from myriad.checkpoint.store import load_model
@@ -138,7 +139,7 @@ def events(path: Path, name: str) -> list[dict[str, Any]]:
     return [event for event in JsonlTail(path / "events.jsonl").poll() if event["event"] == name]
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 30) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"
@@ -200,8 +201,6 @@ def test_when_the_keeper_dies_too_storage_is_gone_on_from(tmp_path: Path) -> Non
 
 def damage_memory(path: Path, step: int, rank: int) -> None:
     """Another byte in the snapshot that a keeper holds of a rank."""
-    from myriad.checkpoint.keeper_client import KeeperClient, keeper_name
-
     client = KeeperClient(keeper_name(path), starts=False, log=path / "log")
     (one,) = (one for one in client.snapshots() if one["rank"] == rank and step in one["steps"])
     opened = client.open(one["attempt"], rank, step, copied=False)
@@ -228,6 +227,13 @@ def test_a_bad_chunk_in_storage_is_had_from_memory(tmp_path: Path) -> None:
     assert first.step == 3 and first.set_aside == ()
 
 
+def copied(path: Path, step: int) -> set[int]:
+    """Ranks of whose snapshot another node has a copy."""
+    clients = [KeeperClient(name, starts=False, log=path / "log") for name in keeper_names(path)]
+    found = [one for client in clients for one in client.snapshots()]
+    return {one["rank"] for one in found if one["copied"] and step in one["steps"]}
+
+
 def lose_a_node(path: Path, last: int) -> None:
     """Four ranks on two nodes; afterwards those of node 1 are gone, its keeper with them."""
     run = Run(path, 4, 2, copies_every=2, memory_every=1)
@@ -235,7 +241,8 @@ def lose_a_node(path: Path, last: int) -> None:
     for step in range(1, last + 1):
         run.step(step)
         run.session.settle()
-        time.sleep(0.5 if step % 2 == 0 else 0)  # until the copies are there
+        if run.rank == 0 and step % 2 == 0:
+            wait_until(lambda step=step: copied(path, step) == {0, 1, 2, 3})
         dist.barrier()
     if run.rank == 2:
         for pid in keepers(path):

@@ -59,7 +59,7 @@ def events(run: Run, *names: str) -> list[dict[str, Any]]:
     return [event for event in run.read_events() if event["event"] in names]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

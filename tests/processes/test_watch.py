@@ -14,7 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from ranks import free_port
 from watched_server import NAMES, WORLD, Watching, make_run, spans_of
+from watching import wait_until
 
 from myriad.dashboard.server import listen_at, make_server
 from myriad.dashboard.tile import unpack_tile
@@ -87,10 +89,7 @@ def test_a_batch_that_comes_twice_counts_once_and_what_was_lost_meanwhile_is_tol
 def test_what_is_sent_is_kept_where_it_was_asked_for(watching: Watching) -> None:
     assert watching.send(spans_of(1)).status_code == 204
     folder = Path(watching.options[1])
-    end = time.monotonic() + 10
-    while not any(folder.glob("*.parquet")):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: any(folder.glob("*.parquet")))
 
 
 def wrong(**fields: int) -> bytes:
@@ -135,8 +134,10 @@ def test_a_batch_that_is_too_large_is_refused_before_it_is_sent(watching: Watchi
 
 
 def begun(port: int, length: int, keep: list[socket.socket] | None = None) -> bytes:
-    """What the collector says when only the head of a batch has come; nothing, if it waits for the rest."""
-    sender = socket.create_connection(("127.0.0.1", port), timeout=0.5)
+    """What the collector says when only the head of a batch has come; nothing, if it waits for the rest: of
+    senders that are to be kept."""
+    sender = socket.create_connection(("127.0.0.1", port), timeout=60)
+    sender.settimeout(60 if keep is None else 0.5)
     head = f"POST /api/spans HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {length}\r\n\r\n"
     sender.sendall(head.encode())
     try:
@@ -155,10 +156,7 @@ def test_a_flood_is_refused_counted_and_over_when_it_is_over(watching: Watching)
     assert watching.ask("run")["dropped"]["batches_flooded"] == 1
     for sender in senders:
         sender.close()
-    end = time.monotonic() + 10
-    while watching.send(spans_of(1)).status_code == 429:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: watching.send(spans_of(1)).status_code != 429)
 
 
 def test_a_half_written_file_is_told_and_read_when_it_is_whole(watching: Watching, run: Run) -> None:
@@ -239,7 +237,7 @@ def test_a_wrong_question_gets_one_line(watching: Watching, question: str) -> No
     ],
 )
 def test_no_address_leads_out_of_the_page(watching: Watching, path: str) -> None:
-    with socket.create_connection(("127.0.0.1", watching.port), timeout=10) as asker:
+    with socket.create_connection(("127.0.0.1", watching.port), timeout=60) as asker:
         asker.sendall(f"GET {path} HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n".encode())
         answer = b"".join(iter(lambda: asker.recv(65536), b""))
     assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 307")), answer[:200]
@@ -296,36 +294,35 @@ def test_a_run_that_begins_anew_with_more_ranks_is_followed_by_page_and_collecto
         assert watching.send(spans_of(41, range(3 * WORLD))).status_code == 400
 
 
-def changes(client: httpx.Client, count: int) -> list[dict[str, int]]:
-    """The first so many that a page hears of."""
-    found: list[dict[str, int]] = []
+def hear(client: httpx.Client, count: int, heard: list[dict[str, int]]) -> list[dict[str, int]]:
+    """``heard`` gets the first so many changes that a page hears of, as they come."""
     with client.stream("GET", "/api/stream") as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
         for line in stream.iter_lines():
             if line.startswith("data: "):
-                found.append(json.loads(line.removeprefix("data: ")))
-            if len(found) == count:
+                heard.append(json.loads(line.removeprefix("data: ")))
+            if len(heard) == count:
                 break
-    return found
+    return heard
 
 
 def test_a_page_hears_of_changes_also_after_the_server_began_anew(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run.path / "spans").mkdir()
     write_span_file(run.path / "spans" / "attempt-1-node-0-0.parquet", spans_of(3))
-    with Watching(run) as first:
+    with Watching(run, ("--port", str(free_port()))) as first:
         first.until(lambda told: told["last_step"] == 3)
         heard: list[dict[str, int]] = []
-        page = threading.Thread(target=lambda: heard.extend(changes(first.client, 2)))
+        page = threading.Thread(target=hear, args=(first.client, 2, heard))
         page.start()
-        time.sleep(0.6)
+        wait_until(lambda: bool(heard))
         assert first.send(spans_of(4)).status_code == 204
-        page.join(10)
+        page.join(60)
         assert [each["last_step"] for each in heard] == [3, 4]
         assert heard[0].keys() == {"last_step", "events", "metrics"}
     with Watching(run, ("--port", str(first.port))) as again:
         again.until(lambda told: told["last_step"] == 3)
-        assert changes(again.client, 1)[0]["last_step"] == 3
+        assert hear(again.client, 1, [])[0]["last_step"] == 3
 
 
 def test_ctrl_c_ends_it_at_once_and_without_a_word_while_a_page_is_open(tmp_path: Path) -> None:
@@ -333,7 +330,7 @@ def test_ctrl_c_ends_it_at_once_and_without_a_word_while_a_page_is_open(tmp_path
         with watching.client.stream("GET", "/api/stream") as page:
             assert next(page.iter_lines()).startswith("retry")
             watching.process.send_signal(signal.SIGINT)
-            assert watching.process.wait(10) == 0
+            assert watching.process.wait(60) == 0
         assert watching.errors.read_text() == ""
 
 
@@ -374,18 +371,18 @@ def test_a_client_that_takes_nothing_is_cut_off_and_others_are_not() -> None:
     server = make_server(app, begun.set, lambda: None, stall_seconds=0.3)
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
     thread.start()
-    begun.wait(10)
-    with socket.create_connection(listener.getsockname(), timeout=10) as stalled:
+    begun.wait(60)
+    with socket.create_connection(listener.getsockname(), timeout=60) as stalled:
         stalled.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         address = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        assert len(httpx.get(address, timeout=30).content) == size
+        assert len(httpx.get(address, timeout=60).content) == size
         time.sleep(1.5)
         with pytest.raises(OSError):  # what was on its way comes, then it is over
             while stalled.recv(2**20):
                 pass
             raise ConnectionResetError
     server.should_exit = True
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

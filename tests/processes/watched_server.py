@@ -65,7 +65,7 @@ class Watching:
         assert self.process.stdout is not None
         self.told = json.loads(self.process.stdout.readline())
         self.port = int(self.told["url"].rpartition(":")[2])
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20.0)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60.0)
 
     def __enter__(self) -> "Watching":
         return self
@@ -74,7 +74,7 @@ class Watching:
         """With SIGTERM, as a service manager does."""
         self.client.close()
         self.process.terminate()
-        assert self.process.wait(10) is not None
+        assert self.process.wait(60) is not None
 
     def ask(self, question: str) -> Any:
         """JSON of an answer that must be one."""
@@ -89,7 +89,7 @@ class Watching:
 
     def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """What is told of the run, once that is so."""
-        end = time.monotonic() + 20.0
+        end = time.monotonic() + 60.0
         while not holds(told := self.ask("run")):
             assert time.monotonic() < end, told
             time.sleep(0.05)
