@@ -1,5 +1,7 @@
 """What breaks for the user: no plan for the machine at hand, or one from a file that cannot be read again."""
 
+from typing import Any
+
 import pytest
 
 from myriad.cli.measure import cluster_path, measure_to_file
@@ -10,11 +12,20 @@ from myriad.planner.costs import Costs
 from myriad.planner.sharing import predict
 from myriad.planner.work import Work
 from myriad.recipes.cluster import load_cluster
+from myriad.train import measure, measure_compute, measure_tensor
 
 
-@pytest.mark.timeout(240)
+def be_hasty_rank(*arguments: Any) -> None:
+    """In a process of its own, where nothing else is replaced: everything is timed three times."""
+    measure_compute._ENOUGH_SECONDS = 0.0
+    measure_compute._PACE_SECONDS, measure_compute._PACE_SHORT_SECONDS = 0.1, 0.004
+    measure_tensor._ROUNDS, measure_tensor._CALLS = 3, 1
+    measure._be_rank(*arguments)
+
+
 def test_this_machine_is_measured_kept_and_planned_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measure, "_be_rank", be_hasty_rank)
     cluster = load_cluster(cluster_path("this-machine", quiet=True))
     core, link = cluster.accelerator, cluster.links.node
     for core_in in (core, core.of(4)):
