@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
+# Some containers set this, and each of hundreds of processes would compile all modules anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: train test check clean services
 .DEFAULT_GOAL := help
 
@@ -18,14 +21,16 @@ train: $(VENV)/.installed
 	@$(BIN)/myriad train
 
 # A file of tests/unit needs one core, with one thread: as many run at once as there are cores. Files whose tests start
-# processes wait for them half of the time: three at once. All others (links of tests/hosts carry what they carry, and
-# whether a rank is slow is told by its pace) have the machine for themselves. What fails ends it; `pytest` alone runs
-# everything, one after another.
-ALONE := tests/processes/test_slow_rank.py
+# processes wait for them half of the time: three at once, those with the longest tests first, so that none is last. Files
+# that look at rates (of links, and of ranks: who is slow is told by its pace) have the machine for themselves. What fails
+# ends it; `pytest` alone runs everything, one after another.
+ALONE := tests/processes/test_slow_rank.py $(addprefix tests/hosts/test_, contenders.py doctor_on_hosts.py \
+	hierarchy_on_hosts.py hosts.py network_hosts.py node_order_on_hosts.py timeline.py)
 test: check services
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile tests/unit
-	@$(BIN)/python -m pytest tests/browser tests/gpu tests/hosts $(ALONE)
-	@$(BIN)/python -m pytest -n 3 --dist loadfile $(addprefix --deselect ,$(ALONE)) tests/processes tests/services
+	@$(BIN)/python -m pytest tests/gpu $(ALONE)
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(addprefix --deselect ,$(ALONE)) \
+		tests/services tests/hosts tests/browser tests/processes
 
 # tests/services and tests/browser use these; where they cannot be installed the tests are skipped and say so. No
 # service is started.
