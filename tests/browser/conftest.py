@@ -35,7 +35,7 @@ def tab(browser: "Browser") -> Iterator[Callable[..., "Page"]]:
         )
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)
 
         def say(text: str) -> None:
             if not any(part in text for part in allowed):

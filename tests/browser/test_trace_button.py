@@ -58,7 +58,7 @@ def test_button_traces_the_rank_and_offers_the_file(
     told.get_by_text("tracing for 5 s").wait_for()
     assert page.get_by_role("button", name="Trace it for 5 s").is_disabled(), "one at a time"
     link = told.get_by_role("link", name="traces/rank-1-step-")
-    link.wait_for(timeout=60_000)
+    link.wait_for()
     with page.expect_download() as download:
         link.click()
     download.value.save_as(tmp_path / "trace.json.gz")
@@ -71,9 +71,9 @@ def test_button_traces_the_rank_and_offers_the_file(
 
     page.get_by_label("Look at").select_option("stacks")
     page.get_by_role("button", name="Ask the rank").click()
-    told.get_by_role("link", name="-stacks.txt").wait_for(timeout=30_000)
+    told.get_by_role("link", name="-stacks.txt").wait_for()
 
     end()
     page.get_by_role("button", name="Ask the rank").click()
-    told.get_by_text("driver").wait_for(timeout=60_000)
+    told.get_by_text("driver").wait_for()
     assert told.get_by_role("link").count() == 0

@@ -19,17 +19,19 @@ GOOD = "20mbit"
 """So slow that a busy machine has no trouble to keep the links full."""
 
 
-def take_part(links: bool) -> Findings | None:
+def take_part(links: bool, wait_seconds: float) -> Findings | None:
     nodes = [Node(f"10.77.0.{host + 1}") for host in range(int(os.environ["WORLD_SIZE"]))]
     try:
         rank = int(os.environ["RANK"])
-        return pairwise(nodes, rank, SECRET, seconds=0.3, wait_seconds=1, links=links)
+        return pairwise(nodes, rank, SECRET, seconds=0.3, wait_seconds=wait_seconds, links=links)
     except RunFailedError:
         return None
 
 
-def findings(made: Hosts, size: int = SIZE, *, links: bool = False) -> list[Findings | None]:
-    return made.run_ranks(take_part, links, world=size, timeout_seconds=60)
+def findings(
+    made: Hosts, size: int = SIZE, *, links: bool = False, wait_seconds: float = 30.0
+) -> list[Findings | None]:
+    return made.run_ranks(take_part, links, wait_seconds, world=size, timeout_seconds=120)
 
 
 def named(found: Findings) -> list[tuple[str, tuple[str, ...]]]:
@@ -61,7 +63,7 @@ def test_the_slow_the_lost_and_the_badly_connected_are_told_apart(hosts):
     made.set_rate(GOOD)
 
     made.set_link(5, up=False)
-    *others, lost = findings(made)
+    *others, lost = findings(made, wait_seconds=3.0)
     assert lost is None
     assert [named(found) for found in others] == [[("node", ("10.77.0.6",))]] * (SIZE - 1)
     assert others[0].missing == ("10.77.0.6",)
