@@ -95,7 +95,7 @@ def test_a_run_that_stopped_where_replicas_agreed_goes_on_with_the_same_bits(tmp
         np.testing.assert_array_equal(values, resumed[name], err_msg=name)
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"dp": 2, "tp": 2, "micro_batch": 2}], ids=str)
 def test_it_works_in_layouts_with_more_than_data_parallelism(layout: dict[str, int]) -> None:
     asked = Case(layout=layout, comm={"sync_every": 2}, steps=4)
     losses = run_ranks(4, losses_of, asked)

@@ -22,7 +22,7 @@ LAYOUTS = (
     {"dp": 2, "zero": 3},
     {"dp": 2, "zero": 1},
     {"pp": 2, "virtual_stages": 2, "schedule": "interleaved"},
-    {"tp": 2},
+    {"tp": 2, "micro_batch": 4},
 )
 MORE_STEPS = 10
 

@@ -55,7 +55,7 @@ def trains(case: Case, culprit: int) -> tuple[str, bool]:
         {"dp": 3, "zero": 2},
         {"dp": 3, "zero": 3},
         {"dp": 2, "pp": 2, "zero": 1},
-        {"dp": 2, "tp": 2},
+        {"dp": 2, "tp": 2, "micro_batch": 2},
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from myriad.parallel.digest import digest_of, reduce_bits
 
 CASES = [
     *(Case(layout={"dp": 4, "zero": zero}, steps=4) for zero in (0, 1, 2)),
-    *(Case(layout={"dp": 2, "zero": zero, "tp": 2}, steps=3) for zero in (0, 1, 2)),
+    *(Case(layout={"dp": 2, "zero": zero, "tp": 2, "micro_batch": 2}, steps=3) for zero in (0, 1, 2)),
     *(Case(layout={"dp": 2, "zero": zero, "pp": 2}, steps=3) for zero in (0, 1, 2)),
     Case(layout={"dp": 2, "zero": 1, "pp": 2, "virtual_stages": 2}, steps=3),
     Case(layout={"dp": 2, "zero": 0}, steps=3, dtype=torch.bfloat16),
