@@ -41,7 +41,7 @@ class Attempt:
         self._folder: CheckpointFolder | None = None
         self._copies: Copies | None = None
         self._storing: Storing | None = None
-        self._last_skipped = -1
+        self._last_skipped, self._released = -1, -1
         self._is_over = False
 
     def join(self, member: Member) -> None:
@@ -161,6 +161,7 @@ class Attempt:
                 is_free = not self._busy[step]
                 if is_free:
                     del self._busy[step]
+                    self._released = max(self._released, step)
             if is_free:
                 self._release(step)
                 if self._copies is not None:
@@ -262,9 +263,12 @@ class Attempt:
 
     def move(self, node: int, host: str, port: int) -> None:
         """The keeper of another node has died, and a new one is there. That of rank 0's node will not say any
-        more that it needs what it had asked for."""
+        more that it needs what it had asked for. It itself says again which step nobody needs any more: the
+        new keeper has ranks since before it could be told, and they may be out of memory."""
         if self._copies is not None:
             self._copies.move(node, (host, port))
+            if self._released >= 0:
+                self._copies.ask(node, self._order("release", step=self._released))
         if node == 0:
             self._release_before(max((max(one.steps(), default=-1) for one in self.members()), default=-1))
 

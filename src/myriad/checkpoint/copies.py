@@ -118,7 +118,11 @@ class Copies:
     def ask_all(self, message: Message) -> list[Callable[[], Message]]:
         """Asks every other keeper at once; each call waits for an answer, or raises ``OSError``."""
         others = (node for node in range(len(self._addresses)) if node != self._node)
-        return [_Asking(self, node, message) for node in others]
+        return [self.ask(node, message) for node in others]
+
+    def ask(self, node: int, message: Message) -> Callable[[], Message]:
+        """One of them."""
+        return _Asking(self, node, message)
 
     def send_own(self, step: int, members: Sequence[Member]) -> None:
         """The snapshots of a step to where their copies are kept. Raises ``OSError``."""

@@ -1,6 +1,7 @@
 """If these fail, a run that died twice loses what it had in memory, or goes on from a past it had left."""
 
 import os
+import socket
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from myriad.checkpoint.keeper import Keeper
 from myriad.checkpoint.piece import join_pieces, snapshot_bytes
 from myriad.checkpoint.progress import progress_rectangle, write_progress
 from myriad.checkpoint.store import constant_manifest
+from myriad.checkpoint.wire import Wire
 
 PIECES = make_pieces([progress_rectangle()])
 SIZE = snapshot_bytes(PIECES)
@@ -26,12 +28,12 @@ def join(keeper, attempt, resumed=None):
     return keeper.join(message, memoryview(envelopes))
 
 
-def take(keeper, member, *steps):
+def take(keeper, member, *steps, copies=False):
     for step in steps:
         slot = member.memory.begin(step)
         write_progress(torch.frombuffer(member.memory.view(slot, 0, SIZE), dtype=torch.uint8), {"step": step})
         member.memory.end(slot, hold=False)
-        wants = {"durable": False, "copies": False, "last": False}
+        wants = {"durable": False, "copies": copies, "last": False}
         keeper.whole(member, {"step": step, "slot": slot, **wants})
 
 
@@ -76,11 +78,13 @@ def test_ranks_of_an_older_attempt_are_turned_away():
     assert known(keeper) == []
 
 
-def configure(keeper, attempt, folder):
+def configure(keeper, attempt, folder, *others):
+    """``others``: ports of the other nodes' keepers."""
     message = {
         "events": str(folder / "events.jsonl"), "linger_seconds": 0, "url": str(folder / "checkpoints"),
-        "keep": 2, "max_age_seconds": None, "alarm_after": 3, "node": 0, "nodes": [["", 0]], "token": "",
-        "target_of": {}, "moved": False, "files": [], "constant": constant_manifest([PIECES], {}),
+        "keep": 2, "max_age_seconds": None, "alarm_after": 3, "node": 0, "token": "", "target_of": {},
+        "nodes": [["", 0], *(["127.0.0.1", port] for port in others)], "moved": False, "files": [],
+        "constant": constant_manifest([PIECES], {}),
     }  # fmt: skip
     keeper.configure(attempt, message, memoryview(b""))
 
@@ -141,3 +145,21 @@ def test_a_dead_attempt_stores_nothing_once_another_has_taken_the_run_over(tmp_p
     flush(keeper)
     assert folder.steps() == []
     assert "attempt 2 of the run has taken over" in (tmp_path / "events.jsonl").read_text()
+
+
+def test_a_keeper_that_takes_anothers_place_is_told_what_was_over_before_it_was_known(tmp_path):
+    """Its ranks hold what nobody will ask for; without memory they would never come to the last step."""
+    keeper = Keeper()
+    member = join(keeper, 1)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        configure(keeper, 1, tmp_path, nobody.getsockname()[1])
+        take(keeper, member, 7, copies=True)
+        while not keeper.is_idle:
+            time.sleep(0.001)
+        keeper.attempt(1).move(1, *server.getsockname())
+        server.settimeout(60)
+        with server.accept()[0] as connection:
+            wire = Wire(connection)
+            assert wire.receive()[0]["op"] == "keeper"
+            assert wire.receive()[0] == {"op": "release", "attempt": 1, "step": 7}
