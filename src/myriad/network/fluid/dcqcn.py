@@ -25,6 +25,7 @@ def hear_dcqcn(senders: Senders, control: Any, flow: int, now: float) -> None:
         return
     senders.heard_at[flow] = now
     senders.is_waiting[flow] = True
+    _age(senders, control, flow, now)
     _cut_if_due(senders, control, flow, now)
     senders.estimate[flow] += control.gain * (1 - senders.estimate[flow])
     senders.aged_at[flow] = now
@@ -49,9 +50,7 @@ def tick_dcqcn(senders: Senders, control: Any, flow: int, now: float, sent: floa
     """What timers and the byte counter do in one step."""
     if senders.is_waiting[flow]:
         _cut_if_due(senders, control, flow, now)
-    while now - senders.aged_at[flow] >= control.alpha_timer_seconds:
-        senders.aged_at[flow] += control.alpha_timer_seconds
-        senders.estimate[flow] *= 1 - control.gain
+    _age(senders, control, flow, now)
     if now - senders.raised_at[flow] >= control.increase_timer_seconds:
         senders.raised_at[flow] += control.increase_timer_seconds
         senders.timer_stage[flow] += 1
@@ -61,6 +60,13 @@ def tick_dcqcn(senders: Senders, control: Any, flow: int, now: float, sent: floa
         senders.since[flow] -= control.increase_bytes
         senders.byte_stage[flow] += 1
         _raise(senders, control, flow, line)
+
+
+@numba.njit()
+def _age(senders: Senders, control: Any, flow: int, now: float) -> None:
+    while now - senders.aged_at[flow] >= control.alpha_timer_seconds:
+        senders.aged_at[flow] += control.alpha_timer_seconds
+        senders.estimate[flow] *= 1 - control.gain
 
 
 @numba.njit()

@@ -149,8 +149,6 @@ def _steps(
     deepest: Any,
 ) -> Any:
     np.random.seed(seed)
-    for flow in range(len(size)):
-        senders.patience[flow] = np.random.exponential(1.0)
     trip, marks = np.max(net.base_seconds), 0.0
     if kind == 2:
         senders.since[:] = net.line * trip
@@ -249,15 +247,14 @@ def _hear(net: Net, senders: Senders, kind: int, numbers: Any, step: int, trip: 
 
 @numba.njit()
 def _sees_mark(senders: Senders, flow: int, probability: float, packets: float) -> bool:
-    """Whether one of them is marked: marks come at random, at the rate that the probability gives."""
-    if probability <= 0:
-        return False
-    senders.hazard[flow] -= np.log(max(1 - probability, 1e-12)) * packets
-    if senders.hazard[flow] < senders.patience[flow]:
-        return False
-    senders.hazard[flow] = 0.0
-    senders.patience[flow] = np.random.exponential(1.0)
-    return True
+    """Whether a marked packet is among those that are whole now: a packet is marked or not, as often as the
+    probability says, and nothing is heard between two packets."""
+    senders.unheard[flow] += packets
+    is_marked = False
+    while senders.unheard[flow] >= 1 - 1e-9:
+        senders.unheard[flow] -= 1
+        is_marked |= probability > 0 and np.random.random() < probability
+    return is_marked
 
 
 @numba.njit()

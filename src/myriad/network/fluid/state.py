@@ -110,10 +110,8 @@ class Senders(NamedTuple):
     byte_stage: Any
     is_waiting: Any
     """A CNP came and the rate may not be cut yet."""
-    hazard: Any
-    """Marked packets expected since the last that was seen as such."""
-    patience: Any
-    """And how many are expected till the next: drawn from an exponential distribution."""
+    unheard: Any
+    """Part of a packet of which its acknowledgement, and whether it is marked, is not heard yet."""
     wanted: Any
     """Bytes that it would send in this step if its port were its own."""
     sent: Any
@@ -228,8 +226,7 @@ def make_senders(net: Net, control: Control, start_packets: float | None) -> Sen
         timer_stage=zeros[3],
         byte_stage=zeros[4],
         is_waiting=np.zeros(num_flows, dtype=np.bool_),
-        hazard=zeros[5],
-        patience=np.ones(num_flows),
+        unheard=zeros[5],
         wanted=zeros[6],
         sent=zeros[7],
         arrived=zeros[8],
