@@ -201,6 +201,8 @@ class Hpcc:
     max_stage: int
     additive_bytes: float
     """W_AI."""
+    min_bytes_per_second: float
+    """Least rate; so much a round trip is the least window."""
 
     @classmethod
     def published(cls) -> Self:
@@ -209,6 +211,7 @@ class Hpcc:
             target_utilization_ratio=0.95,  # [HS] utgt
             max_stage=0,  # [HS] mi; its authors call the paper's 5 a typo
             additive_bytes=80,  # [HS] ai = 10 * bw / 25 Mbit/s: at 200 Gbit/s in a round trip of 8 us
+            min_bytes_per_second=1000 * _MBIT,  # [HS] MIN_RATE
         )
 
 

@@ -52,8 +52,8 @@ def begin(flow: Any, knobs: Any, now: Any) -> None:
     flow.round_trip_ps, flow.utilization = flow.base_ps, 1.0
     held = flow.base_ps / flow.line_ps_per_byte
     if knobs.kind == HPCC:
-        flow.reference = held
-        _set_bytes(flow, knobs, held)
+        flow.reference = knobs.trip_ps / flow.line_ps_per_byte
+        _set_bytes(flow, knobs, flow.reference)
     elif knobs.kind == SWIFT or knobs.kind == HYBRID:
         _set_packets(flow, knobs, held / knobs.full_bytes)
         flow.former_window = flow.window
@@ -185,11 +185,11 @@ def _set_packets(flow: Any, knobs: Any, window: Any) -> None:
 
 @compiled
 def _set_bytes(flow: Any, knobs: Any, window: Any) -> None:
-    most = flow.base_ps / flow.line_ps_per_byte
-    window = min(max(window, knobs.min_rate * flow.base_ps * 1e-12), most)
+    most = knobs.trip_ps / flow.line_ps_per_byte
+    window = min(max(window, knobs.min_rate * knobs.trip_ps * 1e-12), most)
     flow.window = window
     flow.limit_packets = min(int(np.ceil(window / knobs.full_bytes)), knobs.most_packets)
-    flow.pace_ps_per_byte = 0.0 if window >= most else flow.base_ps / window
+    flow.pace_ps_per_byte = 0.0 if window >= most else knobs.trip_ps / window
 
 
 @compiled
@@ -247,6 +247,7 @@ def _hpcc(s: Any, f: Any, p: Any) -> None:
     flow, knobs = flow_at(s, f), knobs_of(s)
     utilization = _measure(s, f, p)
     if utilization < 0:
+        flow.renewed_sequence = flow.next_sequence
         return
     renews = packet_at(s, p).sequence >= flow.renewed_sequence
     if utilization >= knobs.eta or flow.stage >= knobs.max_stage:
@@ -264,20 +265,20 @@ def _hpcc(s: Any, f: Any, p: Any) -> None:
 @compiled
 def _measure(s: Any, f: Any, p: Any) -> Any:
     """The fullest link of the path, averaged over a round trip; -1 with the first acknowledgement."""
-    flow = flow_at(s, f)
+    flow, knobs = flow_at(s, f), knobs_of(s)
     most, most_span = 0.0, 1.0
     for hop in range(1, flow.num_hops):
         ps_per_byte = link_at(s, hop_at(s, flow.first_hop + hop).value).ps_per_byte
         now, then = written_at(s, p * s.num_hops + hop), read_at(s, f * s.num_hops + hop)
         span = max(now.at_ps - then.at_ps, 1)
         sent = (now.sent_bytes - then.sent_bytes) * ps_per_byte / span
-        waiting = min(now.queue_bytes, then.queue_bytes) * ps_per_byte / flow.base_ps
+        waiting = min(now.queue_bytes, then.queue_bytes) * ps_per_byte / knobs.trip_ps
         if waiting + sent > most:
             most, most_span = waiting + sent, float(span)
         then.queue_bytes, then.sent_bytes, then.at_ps = now.queue_bytes, now.sent_bytes, now.at_ps
     if not flow.is_measured:
         flow.is_measured = 1
         return -1.0
-    share = min(most_span, flow.base_ps) / flow.base_ps
+    share = min(most_span, knobs.trip_ps) / knobs.trip_ps
     flow.utilization += share * (most - flow.utilization)
     return flow.utilization

@@ -36,7 +36,7 @@ def control_knobs(control: Control | None) -> dict[str, float]:
                 "eta": control.target_utilization_ratio,
                 "max_stage": control.max_stage,
                 "additive": control.additive_bytes,
-                "min_rate": Dcqcn.paper().min_bytes_per_second,
+                "min_rate": control.min_bytes_per_second,
             }
 
 

@@ -245,6 +245,7 @@ KNOBS = np.dtype(
         ("min_window", "f8"),
         ("max_window", "f8"),
         ("eta", "f8"),
+        ("trip_ps", "f8"),  # HPCC's T, the same for all flows
     ],
     align=True,
 )

@@ -32,6 +32,7 @@ def new_state(problem: Problem, num_records: int) -> State:
     knobs = _knobs(problem)
     links, outages = _links(problem)
     records = _flows(problem, links, knobs)
+    knobs["trip_ps"] = records["base_ps"].max(initial=0)
     clock, heap = _clock(problem, records)
     ring = int(problem.ring_sizes.sum())
     bins = queue_bins(problem)
