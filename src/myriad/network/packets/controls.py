@@ -256,7 +256,10 @@ def _hpcc(s: Any, f: Any, p: Any) -> None:
     else:
         window = flow.reference + knobs.additive
         stage = flow.stage + 1
+    before = flow.pace_ps_per_byte
     _set_bytes(flow, knobs, window)
+    # What is left of the wait since the last packet follows the rate (rdma-hw.cc, ChangeRate).
+    flow.next_send_ps += int(knobs.full_bytes * (flow.pace_ps_per_byte - before))
     if renews:
         flow.stage, flow.reference = stage, flow.window
         flow.renewed_sequence = flow.next_sequence

@@ -20,7 +20,7 @@ from myriad.network.packets.input import Faults, Series, Transport
 from myriad.network.packets.loop import FULL, PAUSED, run
 from myriad.network.packets.problem import Problem, bin_bytes, needs_of
 from myriad.network.packets.records import ABORTED, NONE
-from myriad.network.packets.setup import arena, new_state, with_records
+from myriad.network.packets.setup import arena, new_state, with_more
 from myriad.network.packets.state import State
 from myriad.network.switch_settings import SwitchSettings
 
@@ -161,7 +161,7 @@ def _run(problem: Problem, state: State, max_seconds: float, recorder: _Recorder
     while True:
         why = run(arena(problem, state), min(until, last))
         if why == FULL:
-            state = with_records(problem, state, 2 * len(state.packets))
+            state = with_more(problem, state)
         elif why == PAUSED and recorder and until < last:
             recorder.take(state, until)
             until += recorder.period_ps

@@ -3,8 +3,9 @@
 A slot is one thing that can happen next: link 3's transmitter falls free, link 3's first packet arrives,
 flow 7's first acknowledgement arrives. What comes behind the first waits in the order in which it will
 happen, in a list of its own: so the heap holds at most a few entries per link and flow however many packets
-there are, each slot once, and nothing is ever taken out of its middle. Ties are settled by the slot: the
-same input gives the same run.
+there are, and nothing is ever taken out of its middle. Ties are settled by the slot: the same input gives
+the same run. Each slot is pending once, but for flows that are woken sooner than was thought: the event that
+came too late stays (`FLOW.wake_ps` says which counts), and the heap grows if there are many of those.
 
 Most events cause their own successor. The root is therefore left as a gap when it is taken, and the next
 push fills it and sinks once, where a pop and a push would walk the heap twice. Four children a node: half

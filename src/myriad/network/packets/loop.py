@@ -42,7 +42,7 @@ from myriad.network.packets.state import (
 __all__ = ["FINISHED", "FULL", "PAUSED", "run"]
 
 FINISHED, PAUSED, FULL = range(3)
-"""Nothing is left to do; the time asked for is reached; there are no packet records left."""
+"""Nothing is left to do; the time asked for is reached; there are no packet records, or no events, left."""
 _SPARE = 4
 """Records that one event can need."""
 
@@ -54,7 +54,7 @@ def _loop(s: Any, until_ps: Any) -> Any:
     num_links = s.num_links
     slot_mask = (1 << clock.slot_bits) - 1
     while clock.num_pending > 0 and clock.num_open > 0:
-        if clock.num_free < _SPARE:
+        if clock.num_free < _SPARE or clock.num_pending > clock.most_pending:
             return FULL
         now = key_at(s, 0).value >> clock.slot_bits
         if now > until_ps:

@@ -56,14 +56,32 @@ def _line_up(s: Any, f: Any) -> None:
 def go_on(s: Any, f: Any, now: Any) -> Any:
     """A flow that was blocked may be so no longer. Says which link has work, or NONE."""
     flow = flow_at(s, f)
+    if flow.state == PACED:
+        return _sooner(s, f, now)
     if flow.state != BLOCKED or not _may_send(flow, knobs_of(s).is_selective):
         return NONE
     if flow.next_send_ps > now:
         flow.state = PACED
-        push(s, waiting(flow, knobs_of(s), now), s.first_wake + f)
+        flow.wake_ps = waiting(flow, knobs_of(s), now)
+        push(s, flow.wake_ps, s.first_wake + f)
         return NONE
     _line_up(s, f)
     return flow.nic
+
+
+@compiled
+def _sooner(s: Any, f: Any, now: Any) -> Any:
+    """A flow that waits for its rate, which may have risen: the event that would have woken it stays, and is
+    of no use when it comes. Says which link has work, or NONE."""
+    flow = flow_at(s, f)
+    if flow.next_send_ps >= flow.wake_ps:
+        return NONE
+    if flow.next_send_ps <= now:
+        _line_up(s, f)
+        return flow.nic
+    flow.wake_ps = flow.next_send_ps
+    push(s, flow.wake_ps, s.first_wake + f)
+    return NONE
 
 
 @compiled

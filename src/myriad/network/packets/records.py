@@ -112,6 +112,7 @@ FLOW = _row(
         ("num_retries", "i4"),
         ("pace_ps_per_byte", "f8"),
         ("next_send_ps", "i8"),
+        ("wake_ps", "i8"),  # of a flow that waits for its rate: when it is woken
         # another: the receiver, the answers, the timer
         ("received", "i4"),  # all before have arrived
         ("num_received", "i4"),  # different ones that arrived
@@ -192,6 +193,7 @@ CLOCK = np.dtype(
     [
         ("now_ps", "i8"),
         ("num_pending", "i8"),
+        ("most_pending", "i8"),  # with room for one event more of each slot
         ("has_gap", "i8"),  # the root of the heap has been taken and not replaced
         ("slot_bits", "i8"),
         ("last_ps", "i8"),  # the latest time that a key can say

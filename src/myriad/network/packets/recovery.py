@@ -48,7 +48,7 @@ def wake(s: Any, f: Any, now: Any) -> Any:
             clock_of(s).num_open -= 1
             _arrive(s, f, now)
             return NONE
-    elif flow.state != PACED:
+    elif flow.state != PACED or flow.wake_ps != now:
         return NONE
     flow.state = BLOCKED
     return go_on(s, f, now)

@@ -21,7 +21,7 @@ from myriad.network.packets.records import (
 )
 from myriad.network.packets.state import Arena, Records, State, arena_of
 
-__all__ = ["arena", "new_state", "with_records"]
+__all__ = ["arena", "new_state", "with_more"]
 
 _PS = 1e12
 
@@ -56,11 +56,18 @@ def new_state(problem: Problem, num_records: int) -> State:
         bins=bins,
         spent=np.zeros(fabric.num_links * (int(bins[-1]) + 1), np.int64),
     )
-    return with_records(problem, state, num_records)
+    return _with_records(problem, state, num_records)
 
 
-def with_records(problem: Problem, state: State, num_records: int) -> State:
-    """The same with more packet records."""
+def with_more(problem: Problem, state: State) -> State:
+    """The same with room for more events, if it lacks that, else with more packet records."""
+    if state.clock["num_pending"][0] <= state.clock["most_pending"][0]:
+        return _with_records(problem, state, 2 * len(state.packets))
+    state.clock["most_pending"] += problem.num_slots
+    return state._replace(heap=np.concatenate([state.heap, np.zeros(problem.num_slots, np.int64)]))
+
+
+def _with_records(problem: Problem, state: State, num_records: int) -> State:
     old, clock = len(state.packets), state.clock[0]
     packets, written = rows(num_records, PACKET), np.zeros(num_records * problem.num_written, WRITTEN)
     packets[:old], written[: len(state.written)] = state.packets, state.written
@@ -155,7 +162,8 @@ def _clock(problem: Problem, records: Records) -> tuple[Records, npt.NDArray[np.
     clock["timer_head"] = NONE
     begin = np.arange(num_flows) if problem.after is None else np.flatnonzero(problem.after < 0)
     slots = 3 * num_links + num_pipes + begin
-    heap = np.zeros(num_slots, np.int64)
+    heap = np.zeros(2 * num_slots, np.int64)
+    clock["most_pending"] = num_slots
     heap[: len(begin)] = np.sort((records["start_ps"][begin] << bits) | slots)
     clock["num_pending"] = len(begin)
     return clock, heap

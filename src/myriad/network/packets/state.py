@@ -69,7 +69,7 @@ class State(NamedTuple):
     knobs: Records
     """(1) What does not change."""
     heap: Records
-    """Pending events: time << slot_bits | slot; each slot is pending at most once."""
+    """Pending events: time << slot_bits | slot; see `packets.heap`."""
     links: Records
     """(L)"""
     flows: Records
