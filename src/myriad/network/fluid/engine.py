@@ -232,29 +232,31 @@ def _hear(net: Net, senders: Senders, kind: int, numbers: Any, step: int, trip: 
             continue
         senders.acked[flow] += acked
         marks += signal[2, flow] * acked / PACKET_BYTES
-        is_marked = _sees_mark(senders, flow, signal[2, flow], acked / PACKET_BYTES)
+        num, is_marked = _whole(senders, flow, acked / PACKET_BYTES, signal[2, flow])
         if kind == 0 and is_marked:
             hear_dcqcn(senders, numbers[0], flow, now)
         elif kind == 1:
             hear_swift(senders, numbers[1], flow, now, acked, delay, net.hops[flow])
         elif kind == 2:
             hear_hpcc(senders, numbers[2], flow, now, delay, signal[3, flow], trip, net.step_seconds / trip)
-        elif kind == 3:
-            hear_hybrid(senders, numbers[3], flow, now, acked, delay, net.base_seconds[flow], is_marked)
+        elif kind == 3 and num > 0:
+            acked, base = num * float(PACKET_BYTES), net.base_seconds[flow]
+            hear_hybrid(senders, numbers[3], flow, now, acked, delay, base, is_marked)
         signal[0, flow] = 0.0
     return marks
 
 
 @numba.njit()
-def _sees_mark(senders: Senders, flow: int, probability: float, packets: float) -> bool:
-    """Whether a marked packet is among those that are whole now: a packet is marked or not, as often as the
-    probability says, and nothing is heard between two packets."""
+def _whole(senders: Senders, flow: int, packets: float, probability: float) -> tuple[int, bool]:
+    """How many packets are whole now, and whether any of them is marked, which the probability says: nothing
+    is heard between two packets."""
     senders.unheard[flow] += packets
-    is_marked = False
+    num, is_marked = 0, False
     while senders.unheard[flow] >= 1 - 1e-9:
         senders.unheard[flow] -= 1
+        num += 1
         is_marked |= probability > 0 and np.random.random() < probability
-    return is_marked
+    return num, is_marked
 
 
 @numba.njit()

@@ -52,13 +52,16 @@ def hear_swift(
 def hear_hpcc(
     senders: Senders, control: Any, flow: int, now: float, delay: float, load: float, base: float, part: float
 ) -> None:
-    """An acknowledgement with what switches wrote; ``part``: the share of a round trip since the last."""
+    """An acknowledgement with what switches wrote; ``part``: the share of a round trip since the last. The
+    rate is that of the window; on its way is what packets make of it, the last of which need not fit."""
     senders.estimate[flow] += part * (load - senders.estimate[flow])
     times = senders.estimate[flow] / control.target_utilization_ratio
     is_full = times >= 1 or senders.timer_stage[flow] >= control.max_stage
     window = senders.reference[flow] / times if is_full else senders.reference[flow]
-    window = min(window + control.additive_bytes, senders.since[flow])
-    senders.window[flow], senders.rate[flow] = window, window / base
+    least = control.min_bytes_per_second * base
+    window = min(max(window + control.additive_bytes, least), senders.since[flow])
+    senders.window[flow] = math.ceil(window / PACKET_BYTES) * PACKET_BYTES
+    senders.rate[flow] = window / base
     if now - senders.raised_at[flow] >= delay:
         senders.raised_at[flow] = now
         senders.reference[flow] = window
