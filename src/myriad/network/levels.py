@@ -94,11 +94,9 @@ def _packet(case: Scenario, control: Control, horizon: float, seed: int) -> _Fou
         raise BadInputError(
             "hosts", case.fabric.num_ports, f"at most {MOST_PACKET_HOSTS} at the packet level"
         )
-    if case.start_packets is not None:
-        raise BadInputError("level", "packet", f"not for {case.name}: senders begin with a full window there")
     found = simulate_packets(
         case.fabric, case.flows, case.paths, control, settings_for(control, case.fabric, case.paths),
-        seed=seed, max_seconds=horizon,
+        start_packets=case.start_packets, seed=seed, max_seconds=horizon,
     )  # fmt: skip
     switches = case.fabric.tier[case.fabric.source] > 0
     median, p99 = (float(q[switches].max()) for q in (found.queue_p50_bytes, found.queue_p99_bytes))

@@ -44,15 +44,20 @@ LINE_RATE, DCQCN, SWIFT, HPCC, HYBRID = range(5)
 
 @compiled
 def begin(flow: Any, knobs: Any, now: Any) -> None:
-    """A flow starts at line rate, and with a window of what an empty network holds (HPCC, section 3.2)."""
+    """A flow starts at line rate, and with a window of what an empty network holds (HPCC, section 3.2), or
+    with as many bytes on their way as is asked for."""
     flow.limit_packets = knobs.most_packets
     flow.pace_ps_per_byte = 0.0
     flow.alpha, flow.rate, flow.target_rate = 1.0, flow.line_rate, flow.line_rate
     flow.told_ps, flow.cut_ps, flow.step_ps = -(1 << 60), -(1 << 60), now
     flow.round_trip_ps, flow.utilization = flow.base_ps, 1.0
-    held = flow.base_ps / flow.line_ps_per_byte
-    if knobs.kind == HPCC:
-        flow.reference = knobs.trip_ps / flow.line_ps_per_byte
+    held = min(flow.base_ps / flow.line_ps_per_byte, knobs.start_bytes)
+    if knobs.kind == DCQCN and knobs.start_bytes < np.inf:
+        flow.is_cut, flow.alpha_from_ps, flow.timer_from_ps = 1, now, now
+        _set_rate(flow, held / flow.base_ps * 1e12)
+        flow.target_rate = flow.rate
+    elif knobs.kind == HPCC:
+        flow.reference = min(knobs.trip_ps / flow.line_ps_per_byte, knobs.start_bytes)
         _set_bytes(flow, knobs, flow.reference)
     elif knobs.kind == SWIFT or knobs.kind == HYBRID:
         _set_packets(flow, knobs, held / knobs.full_bytes)

@@ -104,6 +104,7 @@ def simulate_packets(
     transport: Transport | None = None,
     faults: Faults | None = None,
     after: npt.NDArray[np.int32] | None = None,
+    start_packets: float | None = None,
     series: Series | None = None,
     max_seconds: float = 1e3,
     max_bytes: float = 4e9,
@@ -111,12 +112,13 @@ def simulate_packets(
     """Until every flow has arrived or given up, or for ``max_seconds``.
 
     ``control`` None: every flow at line rate. ``after[f]``: the flow whose arrival starts f (-1: none), as
-    the steps of a ring wait for each other. ``max_bytes``: of memory; more is refused beforehand. Raises
-    `BadInputError`.
+    the steps of a ring wait for each other. ``start_packets``: what a sender with a control has on its way in
+    its first round trip; off: as much as its port can send in one. ``max_bytes``: of memory; more is refused
+    beforehand. Raises `BadInputError`.
     """
     problem = Problem(
         fabric, flows, paths, control, switch_settings,
-        transport or Transport(), faults or Faults(), after, seed,
+        transport or Transport(), faults or Faults(), after, start_packets or np.inf, seed,
     )  # fmt: skip
     needs = needs_of(problem.check())
     needs.check(len(flows), max_bytes)

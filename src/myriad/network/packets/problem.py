@@ -37,6 +37,7 @@ class Problem:
     transport: Transport
     faults: Faults
     after: npt.NDArray[np.int32] | None
+    start_packets: float
     seed: int
 
     @property

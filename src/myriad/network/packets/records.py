@@ -210,6 +210,7 @@ CLOCK = np.dtype(
 KNOBS = np.dtype(
     [
         ("full_bytes", "i8"),  # payload and headers
+        ("start_bytes", "f8"),  # most that a flow has on its way in its first round trip
         ("ecn_min_bytes", "f8"),
         ("ecn_max_bytes", "f8"),
         ("ecn_max_ratio", "f8"),

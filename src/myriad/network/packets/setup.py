@@ -174,6 +174,7 @@ def _knobs(problem: Problem) -> Records:
     settings, transport, control = problem.switch_settings, problem.transport, problem.control
     values = {
         "full_bytes": problem.full_bytes,
+        "start_bytes": problem.start_packets * problem.full_bytes,
         "ecn_min_bytes": settings.ecn_min_bytes,
         "ecn_max_bytes": settings.ecn_max_bytes,
         "ecn_max_ratio": settings.ecn_max_ratio,
