@@ -185,7 +185,12 @@ def _set_packets(flow: Any, knobs: Any, window: Any) -> None:
     window = min(max(window, knobs.min_window), knobs.max_window)
     flow.window = window
     flow.limit_packets = min(max(1, int(window)), knobs.most_packets)
-    flow.pace_ps_per_byte = 0.0 if window >= 1 else flow.round_trip_ps / (window * knobs.full_bytes)
+    if window < 1:
+        flow.pace_ps_per_byte = flow.round_trip_ps / (window * knobs.full_bytes)
+    else:
+        # A time to send at is kept while the window is below one packet, and void from there on (swift.cpp,
+        # send_packets).
+        flow.pace_ps_per_byte, flow.next_send_ps = 0.0, 0
 
 
 @compiled
