@@ -10,9 +10,10 @@ It goes from the decisions by journal and wire to the ranks, which find it in `A
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from myriad.comm.layout import Layout
+if TYPE_CHECKING:
+    from myriad.comm.layout import Layout  # a driver starts without pydantic: it starts while ranks have none
 
 __all__ = ["AS_THE_JOB", "ATTEMPT_LAYOUT", "AttemptLayout", "equal_shares"]
 
@@ -47,7 +48,7 @@ class AttemptLayout:
         changes = json.loads(text or "{}")
         return AttemptLayout(**changes | {"shares": tuple(changes.get("shares", ()))})
 
-    def of(self, layout: Layout) -> Layout:
+    def of(self, layout: "Layout") -> "Layout":
         """The layout that the ranks of the attempt have. Shares of other replicas say nothing of these."""
         other = {"shares": None} if self.dp is not None else {}
         return layout.model_copy(update=other | self.changes)

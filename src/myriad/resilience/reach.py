@@ -29,6 +29,10 @@ from myriad.resilience.wire import Link, run_secret
 __all__ = ["DriverLostError", "Reach", "executor_name", "interface_of"]
 
 _CONNECT_SECONDS = 2.0
+_PAUSE_RATIO, _MOST_PAUSE_SECONDS = 0.2, 0.1
+"""Another driver is looked for when this executor has been alone for so much longer: one takes a sixth of a
+second to come where its engine lives, and a rank that has ended meanwhile is told by then."""
+_LEAST_PAUSE_SECONDS = 0.01
 _BEAT_SECONDS = 1.0
 """Between two beats."""
 _NO_ANSWER = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT)
@@ -110,6 +114,10 @@ class Reach:
         lost, for as long as another takes to come."""
         patience = self._silent_seconds if self._lives else self._alone_seconds
         return time.monotonic() - self._answered_at >= patience
+
+    def pause_seconds(self) -> float:
+        """Until a driver is looked for again."""
+        return min(_MOST_PAUSE_SECONDS, max(_LEAST_PAUSE_SECONDS, self.seconds_alone() * _PAUSE_RATIO))
 
     def seconds_alone(self) -> float:
         """Since there was a driver."""

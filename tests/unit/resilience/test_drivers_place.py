@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -123,3 +125,10 @@ def test_what_an_older_driver_wrote_late_does_not_hide_the_newer_one(tmp_path: P
     wait_until(lambda: lost)
     assert read_address(tmp_path)["term"] == 5, "a newer one stays"
     is_over = True
+
+
+def test_another_driver_has_come_before_it_has_imported_what_it_does_not_need() -> None:
+    """Nobody tells what happens to ranks until it is there, and pydantic takes as long as all the rest."""
+    code = "import sys, myriad.resilience.drive.driver; print({'pydantic', 'numpy', 'torch'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
+    assert done.stdout == "set()\n", done.stdout + done.stderr

@@ -15,12 +15,9 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from myriad.model.config import ModelConfig
-from myriad.program.partition import partition_layers
-from myriad.program.schedules import stage_owners
-
 if TYPE_CHECKING:
     from myriad.job import Job
+    from myriad.model.config import ModelConfig
 
 __all__ = ["Moved", "Pipeline", "best_cuts", "layer_seconds", "pipeline_seconds"]
 
@@ -47,6 +44,9 @@ class Pipeline:
     @staticmethod
     def of(job: "Job") -> "Pipeline | None":
         """``None`` where there is one stage, or its cuts depend on what a rank measures (profile)."""
+        from myriad.program.partition import partition_layers  # for a start: a driver does without
+        from myriad.program.schedules import stage_owners
+
         layout, model = job.layout, job.model
         if layout.pp == 1 or layout.partition == "profile":
             return None
@@ -102,7 +102,7 @@ class Moved:
     """How many times as long each rank of the pipeline took."""
 
 
-def _parameters(model: ModelConfig) -> list[float]:
+def _parameters(model: "ModelConfig") -> list[float]:
     """Of each layer; what two of them share counts where it is first."""
     from myriad.planner.costs import layer_parameters  # a driver does without numpy where it can
 

@@ -63,7 +63,6 @@ __all__ = ["execute"]
 
 _LOG = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
-_RETRY_SECONDS = 0.1
 
 
 def execute(
@@ -198,7 +197,7 @@ class _Executor:
                 self._reach.failed(error)
             self._link = None
             self._be_alone()
-            await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(self._reach.pause_seconds())
 
     async def _linked(self) -> None:
         async with self._reach.link() as link:
