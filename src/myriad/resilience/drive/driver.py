@@ -145,7 +145,8 @@ class Driver:
             tell_at = 0.0
             while not self._over.is_set():
                 if not self.tenure.holds():
-                    return self._lose()
+                    self._lose()
+                    break
                 self._act(self._decider.due(time.monotonic()))
                 self._tell_agreed()
                 if time.monotonic() >= tell_at:
