@@ -1,8 +1,18 @@
 """Sizes and numbers as people write and read them: ``"64 MiB"`` in a config, ``1.2 GB`` on the screen."""
 
 import re
+from collections.abc import Iterable
+from itertools import groupby
 
-__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes", "parse_ranges", "parse_rate"]
+__all__ = [
+    "format_bytes",
+    "format_count",
+    "format_ranges",
+    "format_seconds",
+    "parse_bytes",
+    "parse_ranges",
+    "parse_rate",
+]
 
 _FACTORS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -28,6 +38,14 @@ def parse_ranges(text: str, end: int) -> list[range]:
             raise ValueError(f"{part!r} is no number below {end}, nor two with - between them")
         found.append(range(first, last + 1))
     return found
+
+
+def format_ranges(numbers: Iterable[int], most: int = 12) -> str:
+    """``0-15, 20``: each number once, in order; of more parts than ``most`` the first ones."""
+    ordered = enumerate(sorted(set(numbers)))
+    runs = [[n for _, n in run] for _, run in groupby(ordered, key=lambda pair: pair[1] - pair[0])]
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:most]]
+    return ", ".join(parts) + (" and others" if len(runs) > most else "")
 
 
 def parse_rate(text: object) -> float:

@@ -1,10 +1,11 @@
 """What ``myriad simulate --cluster --flap --congested`` tells besides: what it costs, and who waits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from myriad.errors import BadInputError
+from myriad.units import format_ranges
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -28,6 +29,7 @@ class WantedNetwork:
 
     def events(self, job: "Job", cluster: "Cluster") -> "NetworkEvents | None":
         """Raises `BadInputError`."""
+        from myriad.cli.forecast import nodes_of
         from myriad.planner.network_events import NetworkEvents, read_timers
 
         if self.timers is not None and not self.flaps:
@@ -40,6 +42,7 @@ class WantedNetwork:
             flaps=self.flaps,
             congested=self.congested,
             timers=read_timers(self.timers or _DEFAULT_TIMERS),
+            order=nodes_of(job, cluster),
         )
 
 
@@ -93,10 +96,8 @@ _WORDS = {
 }
 
 
-def _nodes(nodes: range) -> str:
-    if len(nodes) == 1:
-        return f"node {nodes.start} has"
-    return f"nodes {nodes.start} to {nodes.stop - 1} have"
+def _nodes(nodes: Sequence[int]) -> str:
+    return f"node {nodes[0]} has" if len(nodes) == 1 else f"nodes {format_ranges(nodes)} have"
 
 
 def _flap_as_json(events: "NetworkEvents", node: int, down_seconds: float) -> dict[str, float]:

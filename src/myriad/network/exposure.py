@@ -25,7 +25,7 @@ from myriad.network.max_min import max_min
 from myriad.network.memory import check_memory
 from myriad.network.routing import Routes, adaptive, ecmp, into_queue_pairs, spray
 
-__all__ = ["Exposure", "Placement", "expose", "node_order", "ring_flows"]
+__all__ = ["FlowExposure", "Placement", "expose", "node_order", "ring_flows"]
 
 Placement = Literal["packed", "spread", "random"]
 
@@ -37,7 +37,7 @@ _FULL = 1 - 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class Exposure:
+class FlowExposure:
     """Of each draw (K); ratios of what a flow has when it is alone."""
 
     slowest_ratio: Numbers
@@ -85,7 +85,7 @@ def ring_flows(fabric: Fabric, order: npt.NDArray[np.int64], ring_nodes: int) ->
 
 def expose(
     routes: Routes, flows: Flows, *, rule: Rule = "hash", queue_pairs: int = 1, draws: int = 1, seed: int = 0
-) -> Exposure:
+) -> FlowExposure:
     """Of flows that are all under way. Raises `BadInputError` for more than there is memory for."""
     if queue_pairs < 1 or draws < 1:
         key = "--queue-pairs" if queue_pairs < 1 else "--draws"
@@ -101,7 +101,7 @@ def expose(
         ratio = np.minimum(1.0, parts * rates.min(1) / most)
         columns.append((ratio.min(initial=1.0), _mean(ratio), _mean(ratio < _FULL)))
     slowest, mean, held_up = np.array(columns).T
-    return Exposure(slowest, mean, held_up)
+    return FlowExposure(slowest, mean, held_up)
 
 
 def _mean(values: npt.NDArray[np.float64] | npt.NDArray[np.bool_]) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from myriad.network.conflicts import MOST_BALLS, Conflicts, conflicts
-from myriad.network.exposure import Exposure, expose, node_order, ring_flows
+from myriad.network.exposure import FlowExposure, expose, node_order, ring_flows
 from myriad.network.fabric import Fabric
 from myriad.network.routing import Routes
 from myriad.network.shape import FabricShape
@@ -149,7 +149,7 @@ def _drawn(
     return _of_fabric(name, expose(routes, flows, rule=rule, **given), is_asked)  # type: ignore[arg-type]
 
 
-def _of_fabric(name: str, found: Exposure, is_asked: bool) -> Row:
+def _of_fabric(name: str, found: FlowExposure, is_asked: bool) -> Row:
     low, middle, high = np.percentile(found.slowest_ratio, [5, 50, 95])
     return Row(
         name=name,

@@ -32,7 +32,7 @@ from myriad.planner.job_flows import Axis, Phase, phases_of
 from myriad.planner.work import Work
 from myriad.program.schedules import stage_owners
 
-__all__ = ["Draw", "Exposure", "FabricCosts", "Routing", "Stretch", "Tenant", "fabric_costs", "without_spine"]
+__all__ = ["Draw", "JobExposure", "FabricCosts", "Routing", "Stretch", "Tenant", "fabric_costs", "without_spine"]
 
 Routing = Literal["ecmp", "adaptive"]
 _AXES: tuple[Axis, ...] = ("dp", "pp", "tp")
@@ -190,7 +190,7 @@ class Draw:
     """Of each job."""
 
 
-class Exposure:
+class JobExposure:
     """Jobs on a fabric."""
 
     def __init__(

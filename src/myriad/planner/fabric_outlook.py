@@ -16,7 +16,7 @@ from myriad.network.routing import Routes
 from myriad.planner.cluster import Cluster
 from myriad.planner.cluster_fabric import fabric_of
 from myriad.planner.costs import Costs
-from myriad.planner.exposure import Exposure, Tenant
+from myriad.planner.exposure import JobExposure, Tenant
 from myriad.planner.fabric_placement import num_slots, optimised_order, seats_of
 from myriad.planner.placement import Placement
 
@@ -71,7 +71,7 @@ class OnFabric:
         """``nodes``: slot by slot; off: where the job is."""
         if nodes is not None:
             tenant = tenant.at(seats_of(tenant.costs, self.routes, nodes))
-        exposure = Exposure(self.routes, [tenant])
+        exposure = JobExposure(self.routes, [tenant])
         seconds, rings = [], []
         for draw in exposure.draws(self.seeds):
             seconds += exposure.judged(self.judge, draw)

@@ -17,7 +17,7 @@ from myriad.network.exchange import Seats
 from myriad.network.placement import Neighbourhoods
 from myriad.network.routing import Routes
 from myriad.planner.costs import Costs
-from myriad.planner.exposure import Exposure, Routing, Tenant
+from myriad.planner.exposure import JobExposure, Routing, Tenant
 from myriad.planner.fabric import Fabric
 from myriad.planner.placement import block_orders, place
 from myriad.planner.traffic import fills_nodes, traffic_of
@@ -59,7 +59,7 @@ def optimised_order(
         return list(nodes)
 
     def seconds(order: _Ints) -> float:
-        moved = Exposure(
+        moved = JobExposure(
             routes, [tenant.at(seats_of(costs, routes, order))], queue_pairs=queue_pairs, routing=routing
         )
         return float(np.mean(moved.seconds(judge, range(_SEEDS))))

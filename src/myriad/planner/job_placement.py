@@ -22,7 +22,7 @@ from myriad.network.fabric import Numbers
 from myriad.network.placement import Neighbourhoods, packed, shared_ratio, tier_bytes
 from myriad.network.routing import Routes, ecmp
 from myriad.planner.costs import Costs
-from myriad.planner.exposure import Exposure, Routing, Tenant
+from myriad.planner.exposure import JobExposure, Routing, Tenant
 from myriad.planner.fabric_placement import num_slots, optimised_order, seats_of
 
 __all__ = ["Arrangement", "ArrangementName", "JobsOnFabric", "Verdict"]
@@ -144,12 +144,12 @@ class JobsOnFabric:
             for job, tenant in enumerate(moved)
         ]
 
-    def _exposure(self, nodes: Sequence[Sequence[int]]) -> Exposure:
+    def _exposure(self, nodes: Sequence[Sequence[int]]) -> JobExposure:
         moved = [
             tenant.at(seats_of(tenant.costs, self.routes, own))
             for tenant, own in zip(self.tenants, nodes, strict=True)
         ]
-        return Exposure(self.routes, moved, queue_pairs=self.queue_pairs, routing=self.routing)
+        return JobExposure(self.routes, moved, queue_pairs=self.queue_pairs, routing=self.routing)
 
     def _tier_bytes(self, tenant: Tenant) -> Numbers:
         """Of all that a job's ranks send in an iteration."""

@@ -11,8 +11,9 @@ as slow as its slowest link, so a whole data-parallel group waits, and a pipelin
     link     ───────┐ down ┌──────────────────
     transfer ███████.............███████          rest of it, from the first resend that is answered
 
-Ranks fill nodes in order, as in `stragglers`. Of a node with several NICs one is hit: all tensor-parallel
-ranks of a rank of the pipeline wait for the one that has it.
+Ranks fill nodes in order, or in that of `comm.node_order`: node 17 is the cluster's, wherever the job has it.
+Of a node with several NICs one is hit: all tensor-parallel ranks of a rank of the pipeline wait for the one
+that has it.
 """
 
 import re
@@ -32,6 +33,7 @@ from myriad.network.retransmission import (
     lost_probability,
     mean_wait_seconds,
 )
+from myriad.units import format_ranges
 
 if TYPE_CHECKING:
     from myriad.planner.cluster import Cluster
@@ -61,7 +63,7 @@ class Flap:
 class Congested:
     """The links of some nodes to the others."""
 
-    nodes: range
+    nodes: tuple[int, ...]
     ratio: float
     """Of their rate that is left."""
 
@@ -87,11 +89,13 @@ class NetworkEvents:
         flaps: Sequence[str] = (),
         congested: Sequence[str] = (),
         timers: Timers,
+        order: Sequence[int] | None = None,
     ) -> None:
-        """As a person writes them. Raises `BadInputError`."""
+        """As a person writes them. ``order``: the nodes that the job has, slot by slot; off: the first ones.
+        Raises `BadInputError`."""
         self.layout, self.per_node, self.timers = layout, cluster.accelerators_per_node, timers
         self.nodes_per_switch = cluster.nodes_per_switch
-        self.num_nodes = -(-layout.world // self.per_node)
+        self.order = tuple(range(-(-layout.world // self.per_node)) if order is None else order)
         self.begin_seconds = 0.0
         """Of the iteration that is looked at, by the simulator's clock."""
         self.flaps = tuple(map(self._flap, flaps))
@@ -105,12 +109,13 @@ class NetworkEvents:
     @property
     def replicas(self) -> set[int]:
         """That have ranks on nodes which are hit."""
-        nodes = [range(one.node, one.node + 1) for one in self.flaps] + [one.nodes for one in self.congested]
+        nodes = {one.node for one in self.flaps}.union(*(one.nodes for one in self.congested))
         ranks_of_replica = self._width * self.layout.pp
         found: set[int] = set()
-        for some in nodes:
-            first, last = some.start * self.per_node, some.stop * self.per_node - 1
-            found.update(range(first // ranks_of_replica, last // ranks_of_replica + 1))
+        for slot, node in enumerate(self.order):
+            if node in nodes:
+                first, last = slot * self.per_node, (slot + 1) * self.per_node - 1
+                found.update(range(first // ranks_of_replica, last // ranks_of_replica + 1))
         return {replica for replica in found if replica < self.layout.dp}
 
     def travel(self, begin: float, seconds: float, lanes: Sequence[tuple[int, int]]) -> float:
@@ -149,13 +154,13 @@ class NetworkEvents:
     def _width(self) -> int:
         return self.layout.cp * self.layout.tp * self.layout.ep
 
-    def _places(self, lane: tuple[int, int]) -> range:
+    def _places(self, lane: tuple[int, int]) -> tuple[int, ...]:
         """Nodes of its ranks."""
         replica, rank = lane
         if replica < 0:
-            return range(_ELSEWHERE, _ELSEWHERE + 1)
+            return (_ELSEWHERE,)
         first = (replica * self.layout.pp + rank) * self._width
-        return range(first // self.per_node, (first + self._width - 1) // self.per_node + 1)
+        return self.order[first // self.per_node : (first + self._width - 1) // self.per_node + 1]
 
     def _flap(self, text: str) -> Flap:
         match = _FLAP.fullmatch(text)
@@ -179,19 +184,18 @@ class NetworkEvents:
             raise BadInputError("--congested", text, allowed)
         number, ratio = int(match[2]), float(match[3])
         if match[1] == "node":
-            node = self._node("--congested", text, number)
-            return Congested(range(node, node + 1), ratio)
-        below = self.nodes_per_switch or self.num_nodes
-        num_switches = -(-self.num_nodes // below)
-        if number >= num_switches:
-            where = f"the job's {self.num_nodes} nodes are under {num_switches} of them"
-            raise BadInputError("--congested", text, f"switch 0 to {num_switches - 1}: {where}")
-        return Congested(range(number * below, min((number + 1) * below, self.num_nodes)), ratio)
+            return Congested((self._node("--congested", text, number),), ratio)
+        below = self.nodes_per_switch or max(self.order) + 1
+        under = {node: node // below for node in self.order}
+        if number not in under.values():
+            where = f"the job's {len(self.order)} nodes are under {format_ranges(under.values())}"
+            raise BadInputError("--congested", text, f"a switch that the job uses: {where}")
+        return Congested(tuple(sorted(node for node, switch in under.items() if switch == number)), ratio)
 
     def _node(self, key: str, text: str, number: int) -> int:
-        if self.num_nodes < 2:
+        if len(self.order) < 2:
             raise BadInputError(key, text, "a job on several nodes: this one is on one, and uses no network")
-        if number >= self.num_nodes:
-            allowed = f"node 0 to {self.num_nodes - 1}: the job's {self.layout.world} ranks are on them"
+        if number not in self.order:
+            allowed = f"one of nodes {format_ranges(self.order)}: the job's {self.layout.world} ranks are there"
             raise BadInputError(key, text, allowed)
         return number

@@ -13,7 +13,7 @@ from myriad.network.routing import Routes
 from myriad.planner.cluster import Cluster
 from myriad.planner.cluster_fabric import fabric_of
 from myriad.planner.costs import Costs
-from myriad.planner.exposure import Exposure, Stretch, Tenant, fabric_costs
+from myriad.planner.exposure import JobExposure, Stretch, Tenant, fabric_costs
 from myriad.planner.fabric_placement import num_slots, optimised_order, seats_of
 from myriad.planner.job_placement import JobsOnFabric
 from myriad.planner.rescore import Simulations
@@ -44,7 +44,7 @@ def _job(layout: Layout, nodes: int, *changes: str, overlapped: bool = True) -> 
 
 def _stretch(layout: Layout, nodes: list[int], *changes: str) -> Stretch:
     costs, routes = _job(layout, len(nodes), *changes)
-    return Exposure(routes, [Tenant(costs, seats_of(costs, routes, nodes))]).draw(0).stretches[0]
+    return JobExposure(routes, [Tenant(costs, seats_of(costs, routes, nodes))]).draw(0).stretches[0]
 
 
 def test_a_ring_waits_for_the_cable_that_its_steps_share() -> None:
@@ -105,7 +105,7 @@ def test_more_queue_pairs_and_adaptive_switches_even_out() -> None:
     tenant = Tenant(costs, seats_of(costs, routes, nodes))
 
     def mean(**how: object) -> float:
-        exposure = Exposure(routes, [tenant], **how)  # type: ignore[arg-type]
+        exposure = JobExposure(routes, [tenant], **how)  # type: ignore[arg-type]
         return float(np.mean([draw.stretches[0].slowest_ring for draw in exposure.draws(range(16))]))
 
     plain = mean()
@@ -118,12 +118,12 @@ def test_more_queue_pairs_and_adaptive_switches_even_out() -> None:
 @settings(max_examples=15, deadline=None)
 def test_nothing_is_quicker_than_its_ports(order: list[int], seed: int) -> None:
     costs, routes = _job(Layout(dp=4, tp=4, pp=2, zero=2), 8, *SPLIT)
-    exposure = Exposure(routes, [Tenant(costs, seats_of(costs, routes, order))])
+    exposure = JobExposure(routes, [Tenant(costs, seats_of(costs, routes, order))])
     draw = exposure.draw(seed)
     stretch = draw.stretches[0]
     assert min([*stretch.data, *stretch.tensor, *stretch.messages.values()]) >= 1.0
     assert exposure.judged(Simulations().seconds, draw)[0] >= Simulations().seconds(costs) * (1 - 1e-9)
-    again = Exposure(routes, [Tenant(costs, seats_of(costs, routes, order))]).draw(seed)
+    again = JobExposure(routes, [Tenant(costs, seats_of(costs, routes, order))]).draw(seed)
     assert again.stretches == draw.stretches
 
 
@@ -136,7 +136,7 @@ def test_the_order_that_is_found_is_never_worse(nodes: list[int]) -> None:
     order = optimised_order(tenant, nodes, routes, judge)
     assert sorted(order) == list(range(8))
     means = [
-        float(np.mean(Exposure(routes, [tenant.at(seats_of(costs, routes, one))]).seconds(judge, range(4))))
+        float(np.mean(JobExposure(routes, [tenant.at(seats_of(costs, routes, one))]).seconds(judge, range(4))))
         for one in (nodes, order)
     ]
     assert means[1] <= means[0] * (1 + 1e-9)

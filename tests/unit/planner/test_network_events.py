@@ -29,9 +29,14 @@ def costs() -> Costs:
 
 
 def events(
-    *flaps: str, congested: tuple[str, ...] = (), timers: str = "18x7", layout: Layout = LAYOUT
+    *flaps: str,
+    congested: tuple[str, ...] = (),
+    timers: str = "18x7",
+    layout: Layout = LAYOUT,
+    order: tuple[int, ...] | None = None,
 ) -> NetworkEvents:
-    return NetworkEvents(layout, CLUSTER, flaps=flaps, congested=congested, timers=read_timers(timers))
+    found = read_timers(timers)
+    return NetworkEvents(layout, CLUSTER, flaps=flaps, congested=congested, timers=found, order=order)
 
 
 def run(found: NetworkEvents | None) -> Prediction:
@@ -66,6 +71,18 @@ def test_only_what_leaves_a_congested_switch_is_slower() -> None:
     assert found.travel(0, 1, [(0, 0), (0, 1)]) == 1  # none
     assert found.travel(0, 1, [(1, 0), (-1, 0)]) == 4
     assert events(congested=("node=2:0.25",)).travel(0, 1, [(1, 0), (1, 1)]) == 4
+
+
+def test_nodes_are_the_clusters_wherever_the_job_has_them() -> None:
+    order = (5, 1, 2, 3, 4, 0, 7, 6)
+    found = events("node=5:2s@10s", congested=("switch=0:0.25",), order=order)
+    assert found.replicas == {0, 2}  # nodes 5 and 0, 1: the first replica's, and the third one's second
+    assert found.travel(9, 3, [(0, 0), (1, 0)]) == pytest.approx(3 + found.wait_seconds(2))
+    assert found.travel(9, 3, [(2, 0), (3, 0)]) == 3  # nodes 4 and 7
+    assert found.travel(20, 1, [(0, 1), (2, 1)]) == 1  # nodes 1 and 0, under one switch
+    assert found.travel(20, 1, [(0, 1), (1, 1)]) == 4
+    with pytest.raises(BadInputError, match="nodes 2-7"):
+        events("node=0:1s@0s", layout=Layout(dp=3, tp=8, pp=2), order=(2, 3, 4, 5, 6, 7))
 
 
 @settings(max_examples=25, deadline=None)
@@ -109,13 +126,13 @@ def test_a_congested_uplink_lengthens_gathers_and_sums() -> None:
 @pytest.mark.parametrize(
     ("flaps", "congested", "said"),
     [
-        (["node=8:1s@0s"], [], "node 0 to 7"),
+        (["node=8:1s@0s"], [], "nodes 0-7"),
         (["node=1:1s"], [], "like node=17:2s@1.5s"),
         (["node=1:0s@1s"], [], "above 0 s"),
         (["node=1:100s@1s"], [], "the job ends of it"),
         ([], ["node=1:0"], "above 0, at most 1"),
         ([], ["node=1:1.5"], "above 0, at most 1"),
-        ([], ["switch=4:0.5"], "switch 0 to 3"),
+        ([], ["switch=4:0.5"], "under 0-3"),
     ],
 )
 def test_what_cannot_be_is_refused(flaps, congested, said) -> None:
