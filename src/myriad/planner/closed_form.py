@@ -56,7 +56,7 @@ def _stalls(times: PlotTimes, seconds: Array) -> Array | float:
     shards = np.array([plot.dp if zero else 1 for zero, _ in plot.shards])
     layout, overlap = plot.at((0,) * 7)
     costs = Costs(Candidate(layout, overlap, 0.0, 0.0, 1.0).work(problem), problem.cluster)
-    updated = held[:, None] / shards * optimizer_bytes(costs.work)
+    updated = held[:, None] / shards * optimizer_bytes(costs.work.optimizer, costs.work.value_bytes)
     update = np.asarray(sweep_seconds(problem.cluster.accelerator, updated, 2.0))
     wide = (slice(None), slice(None), *(None,) * 4)
     copied = held[:, None, None, None, None, None] / plot.dp

@@ -47,10 +47,10 @@ def stage_layers(work: Work) -> list[range]:
     return partition_layers(work.layout.partition, work.layout.num_stages, kinds, costs)
 
 
-def optimizer_bytes(work: Work) -> float:
+def optimizer_bytes(optimizer: str, value_bytes: int) -> float:
     """Read and written for each parameter: float32 master value and two moments both ways, the gradient, the
     value that is computed with; LAMB goes over values and updates once more for their norms."""
-    return 24.0 + 4.0 + work.value_bytes + (16.0 if work.optimizer == "lamb" else 0.0)
+    return 24.0 + 4.0 + value_bytes + (16.0 if optimizer == "lamb" else 0.0)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,9 @@ class Costs:
         gather = sums.half_seconds(parameters * work.value_bytes) if zero else 0.0
         reduced = sums.half_seconds(gradients) if zero else sums.whole_seconds(gradients)
         own = parameters / (dp if zero else 1)
-        update = sweep_seconds(self.cluster.accelerator, own * optimizer_bytes(work), 2.0)
+        update = sweep_seconds(
+            self.cluster.accelerator, own * optimizer_bytes(work.optimizer, work.value_bytes), 2.0
+        )
         return float(gather), float(reduced), float(update)
 
     @cached_property
@@ -214,7 +216,9 @@ class Costs:
             return 0.0
         held = self.most_parameters
         updated = held / (work.layout.dp if work.layout.zero else 1)
-        update = sweep_seconds(self.cluster.accelerator, updated * optimizer_bytes(work), 2.0)
+        update = sweep_seconds(
+            self.cluster.accelerator, updated * optimizer_bytes(work.optimizer, work.value_bytes), 2.0
+        )
         return float(self.saving.stall_seconds(seconds, float(update), held / work.layout.dp))
 
     @cached_property

@@ -16,10 +16,10 @@ from dataclasses import replace
 import numpy as np
 
 from myriad.planner.collectives import group_along, sum_seconds
-from myriad.planner.costs import Costs, optimizer_bytes
+from myriad.planner.costs import optimizer_bytes
 from myriad.planner.data_sums import DataSums
 from myriad.planner.operators import sweep_seconds
-from myriad.planner.space import Candidate, Plot, Shards
+from myriad.planner.space import Plot, Shards
 from myriad.planner.stage_times import Array, PlotTimes
 from myriad.program.build import count_chunks
 
@@ -128,13 +128,11 @@ class _Form:
     def _update(self) -> Array:
         """Norm, optimizer, and the batch if it is waited for."""
         problem, own = self.plot.problem, self.own
-        layout, overlap = self.plot.at((0,) * 7)
-        work = Candidate(layout, overlap, 0.0, 0.0, 1.0).work(problem)
         accelerator = problem.cluster.accelerator
-        step = sweep_seconds(accelerator, own * optimizer_bytes(work), 2.0)
+        step = sweep_seconds(accelerator, own * optimizer_bytes(problem.optimizer, problem.value_bytes), 2.0)
         norm = sweep_seconds(accelerator, 4 * own, 2.0)
         everybody = group_along(problem.cluster, float(problem.cluster.world), 1.0)
-        return np.asarray(step + norm + sum_seconds(everybody, 8.0) + Costs(work, problem.cluster).load)
+        return np.asarray(step + norm + sum_seconds(everybody, 8.0) + problem.practice.host_seconds)
 
 
 def _tied_seconds(plot: Plot) -> float:

@@ -10,6 +10,9 @@ of its tensor-parallel peers' rings; its pipeline is the slowest replica's.
 With hashes that fall otherwise, other flows share a link: one seed is one draw, and the prediction becomes a
 distribution.
 
+Layouts that differ in schedules, sizes or shards often have the same flows between the same ports, and their
+draws are the same: `Known` keeps them.
+
 Arrays: E transfers, P pipeline ranks, D replicas.
 """
 
@@ -17,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from typing import Literal
 
 import numpy as np
@@ -32,7 +36,17 @@ from myriad.planner.job_flows import Axis, Phase, phases_of
 from myriad.planner.work import Work
 from myriad.program.schedules import stage_owners
 
-__all__ = ["Draw", "JobExposure", "FabricCosts", "Routing", "Stretch", "Tenant", "fabric_costs", "without_spine"]
+__all__ = [
+    "Draw",
+    "FabricCosts",
+    "JobExposure",
+    "Known",
+    "Routing",
+    "Stretch",
+    "Tenant",
+    "fabric_costs",
+    "without_spine",
+]
 
 Routing = Literal["ecmp", "adaptive"]
 _AXES: tuple[Axis, ...] = ("dp", "pp", "tp")
@@ -180,6 +194,13 @@ class _AtOnce:
     free: Numbers
     """Rates of the paces on ports alone."""
 
+    @cached_property
+    def digest(self) -> bytes:
+        """Of all that routes and rates depend on."""
+        flows = self.flows
+        every = (flows.source, flows.target, flows.entropy, self.pace)
+        return sha256(b"".join(one.tobytes() for one in every)).digest()
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -190,24 +211,45 @@ class Draw:
     """Of each job."""
 
 
+Known = dict[tuple[bytes, int], tuple[Paths, Numbers]]
+"""By flows and seed: how they were routed, and the rates of their paces."""
+
+
 class JobExposure:
     """Jobs on a fabric."""
 
     def __init__(
-        self, routes: Routes, tenants: Sequence[Tenant], *, queue_pairs: int = 1, routing: Routing = "ecmp"
+        self,
+        routes: Routes,
+        tenants: Sequence[Tenant],
+        *,
+        queue_pairs: int = 1,
+        routing: Routing = "ecmp",
+        known: Known | None = None,
     ) -> None:
-        """``queue_pairs``: that each transfer is spread over (NCCL_IB_QPS_PER_CONNECTION)."""
+        """``queue_pairs``: that each transfer is spread over (NCCL_IB_QPS_PER_CONNECTION). ``known``: what is
+        kept of the same fabric, queue pairs and routing."""
         self.routes, self.tenants = routes, tuple(tenants)
         self.queue_pairs, self.routing = queue_pairs, routing
+        self.known = known
 
     @property
     def is_drawn(self) -> bool:
         """Whether seeds matter."""
         return self.routing == "ecmp"
 
-    def paths(self, flows: Flows, seed: int) -> Paths:
-        """As the fabric routes them."""
-        return ecmp(self.routes, flows, seed) if self.is_drawn else adaptive(self.routes, flows)
+    def _routed(self, axis: Axis, seed: int) -> tuple[Paths, Numbers]:
+        """As the fabric routes an axis, and rates of its paces."""
+        here, known = self.at_once(axis), self.known
+        key = here.digest, seed
+        if known is not None and key in known:
+            return known[key]
+        flows, rates = here.flows, self.routes.fabric.bytes_per_second
+        paths = ecmp(self.routes, flows, seed) if self.is_drawn else adaptive(self.routes, flows)
+        found = paths, pace_rates(rates, paths, here.pace, self.queue_pairs)
+        if known is not None:
+            known[key] = found
+        return found
 
     def at_once(self, axis: Axis) -> _AtOnce:
         """Flows of an axis."""
@@ -232,25 +274,23 @@ class JobExposure:
             free = port_rates(self.routes.fabric, both, pace, self.queue_pairs)
         return _AtOnce(both, pace, numbers, tuple(counts), free)
 
-    def _slower(self, axis: Axis, paths: Paths) -> list[Numbers]:
+    def _slower(self, axis: Axis, reached: Numbers) -> list[Numbers]:
         """Stretch of every pace of an axis, by job; 1 where nothing leaves a node."""
         here = self.at_once(axis)
         found = np.ones(sum(here.counts))
         if len(here.flows):
-            rates = self.routes.fabric.bytes_per_second
-            reached = pace_rates(rates, paths, here.pace, self.queue_pairs)
             found[here.paces] = np.maximum(1.0, here.free / reached)
         return np.split(found, np.cumsum(here.counts)[:-1])
 
     def draw(self, seed: int) -> Draw:
         """Under one seed."""
-        paths = {axis: self.paths(self.at_once(axis).flows, seed) for axis in _AXES}
-        slower = {axis: self._slower(axis, paths[axis]) for axis in _AXES}
+        routed = {axis: self._routed(axis, seed) for axis in _AXES}
+        slower = {axis: self._slower(axis, reached) for axis, (_, reached) in routed.items()}
         stretches = (
             tenant.stretch({axis: slower[axis][number] for axis in _AXES})
             for number, tenant in enumerate(self.tenants)
         )
-        return Draw(paths, tuple(stretches))
+        return Draw({axis: paths for axis, (paths, _) in routed.items()}, tuple(stretches))
 
     def draws(self, seeds: Sequence[int]) -> Iterator[Draw]:
         """Under each; where nothing is drawn, once."""

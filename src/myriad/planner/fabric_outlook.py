@@ -16,7 +16,7 @@ from myriad.network.routing import Routes
 from myriad.planner.cluster import Cluster
 from myriad.planner.cluster_fabric import fabric_of
 from myriad.planner.costs import Costs
-from myriad.planner.exposure import JobExposure, Tenant
+from myriad.planner.exposure import JobExposure, Known, Tenant
 from myriad.planner.fabric_placement import num_slots, optimised_order, seats_of
 from myriad.planner.placement import Placement
 
@@ -62,6 +62,7 @@ class OnFabric:
         """``judge``: the simulator's word on costs. Raises `BadInputError` where there is no fabric."""
         self.routes, self.judge = Routes(fabric_of(cluster)), judge
         self.seeds = range(first_seed, first_seed + _SEEDS)
+        self._known: Known = {}
 
     def tenant(self, costs: Costs) -> Tenant:
         """On nodes as they are numbered."""
@@ -71,7 +72,7 @@ class OnFabric:
         """``nodes``: slot by slot; off: where the job is."""
         if nodes is not None:
             tenant = tenant.at(seats_of(tenant.costs, self.routes, nodes))
-        exposure = JobExposure(self.routes, [tenant])
+        exposure = JobExposure(self.routes, [tenant], known=self._known)
         seconds, rings = [], []
         for draw in exposure.draws(self.seeds):
             seconds += exposure.judged(self.judge, draw)
@@ -82,7 +83,7 @@ class OnFabric:
         """The best order of nodes that is found, with the mean of iterations; where none is better, as they
         are numbered. ``slower``: factor on the compute of single nodes."""
         nodes = list(range(num_slots(tenant.costs)))
-        order = optimised_order(tenant, nodes, self.routes, self.judge, slower=slower)
+        order = optimised_order(tenant, nodes, self.routes, self.judge, slower=slower, known=self._known)
         plain = float(self.outlook(tenant).seconds.mean())
         seconds = plain if order == nodes else float(self.outlook(tenant, order).seconds.mean())
         return Placement(tuple(order if seconds < plain else nodes), min(seconds, plain), plain)

@@ -17,7 +17,7 @@ from myriad.network.exchange import Seats
 from myriad.network.placement import Neighbourhoods
 from myriad.network.routing import Routes
 from myriad.planner.costs import Costs
-from myriad.planner.exposure import JobExposure, Routing, Tenant
+from myriad.planner.exposure import JobExposure, Known, Routing, Tenant
 from myriad.planner.fabric import Fabric
 from myriad.planner.placement import block_orders, place
 from myriad.planner.traffic import fills_nodes, traffic_of
@@ -50,8 +50,10 @@ def optimised_order(
     queue_pairs: int = 1,
     routing: Routing = "ecmp",
     slower: dict[int, float] | None = None,
+    known: Known | None = None,
 ) -> list[int]:
-    """Of a job's nodes, slot by slot; as given where none of those that are tried is better."""
+    """Of a job's nodes, slot by slot; as given where none of those that are tried is better. ``known``: of
+    `JobExposure`."""
     costs, own = tenant.costs, np.asarray(nodes, dtype=np.int64)
     layout, cluster = costs.work.layout, costs.cluster
     per_node = cluster.accelerators_per_node
@@ -59,9 +61,8 @@ def optimised_order(
         return list(nodes)
 
     def seconds(order: _Ints) -> float:
-        moved = JobExposure(
-            routes, [tenant.at(seats_of(costs, routes, order))], queue_pairs=queue_pairs, routing=routing
-        )
+        own_tenant = [tenant.at(seats_of(costs, routes, order))]
+        moved = JobExposure(routes, own_tenant, queue_pairs=queue_pairs, routing=routing, known=known)
         return float(np.mean(moved.seconds(judge, range(_SEEDS))))
 
     tried = [own, *_blocks(costs, own, routes)]

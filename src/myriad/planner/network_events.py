@@ -196,6 +196,8 @@ class NetworkEvents:
         if len(self.order) < 2:
             raise BadInputError(key, text, "a job on several nodes: this one is on one, and uses no network")
         if number not in self.order:
-            allowed = f"one of nodes {format_ranges(self.order)}: the job's {self.layout.world} ranks are there"
+            allowed = (
+                f"one of nodes {format_ranges(self.order)}: the job's {self.layout.world} ranks are there"
+            )
             raise BadInputError(key, text, allowed)
         return number

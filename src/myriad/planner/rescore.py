@@ -25,6 +25,7 @@ from myriad.planner.space import Candidate, Problem
 from myriad.planner.steady import short_counts, steady_parts
 from myriad.planner.straight_line import Figures, StraightLine
 from myriad.program.actions import Program
+from myriad.program.build import Lowered
 
 __all__ = ["Plan", "Simulations", "rescore"]
 
@@ -75,6 +76,7 @@ class Simulations:
 
     def __init__(self) -> None:
         self._programs: dict[_Shape, Program] = {}
+        self._lowered: Lowered = {}
         self._lines: dict[_Shape, StraightLine] = {}
         self._seconds: dict[tuple[_Shape, Figures], float] = {}
 
@@ -124,7 +126,8 @@ class Simulations:
         shape = _shape(costs, num_micro_batches)
         if shape not in self._programs:
             _make_room(self._programs)
-            self._programs[shape] = program_of(costs, num_micro_batches)
+            _make_room(self._lowered)
+            self._programs[shape] = program_of(costs, num_micro_batches, lowered=self._lowered)
         return self._programs[shape]
 
     def _line(self, costs: Costs, num_micro_batches: int) -> StraightLine:

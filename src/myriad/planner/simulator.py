@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from myriad.planner.costs import Costs
 from myriad.program.actions import COMPUTE, Action, Kind, Payload, Program, Transfer
-from myriad.program.build import build_program
+from myriad.program.build import Lowered, build_program
 
 if TYPE_CHECKING:
     from myriad.planner.network_events import NetworkEvents
@@ -114,9 +114,11 @@ def programs_of(costs: Costs) -> list[Program]:
     return [made[count] for count in shares]
 
 
-def program_of(costs: Costs, num_micro_batches: int, most_micro_batches: int = 0) -> Program:
+def program_of(
+    costs: Costs, num_micro_batches: int, most_micro_batches: int = 0, lowered: Lowered | None = None
+) -> Program:
     """What the ranks run in one iteration of so many micro-batches; ``most_micro_batches``: of any replica,
-    where they differ."""
+    where they differ. ``lowered``: what is kept between calls."""
     work = costs.work
     program = build_program(
         work.layout,
@@ -126,6 +128,7 @@ def program_of(costs: Costs, num_micro_batches: int, most_micro_batches: int = 0
         training=True,
         num_chunks=costs.num_chunks,
         most_micro_batches=most_micro_batches,
+        lowered=lowered,
     )
     if work.practice.at_the_ends:
         program = replace(program, ranks=tuple(map(_at_the_ends, program.ranks)))

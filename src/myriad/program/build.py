@@ -14,7 +14,10 @@ from myriad.program.passes import apply_passes
 from myriad.program.schedules import schedule
 from myriad.program.shorten import shorten
 
-__all__ = ["Shape", "build_program", "count_chunks"]
+__all__ = ["Lowered", "Shape", "build_program", "count_chunks"]
+
+Lowered = dict[tuple[object, ...], Program]
+"""Programs before passes, by what they depend on: those that differ only in overlaps and chunks share one."""
 
 _MOST_CHUNKS = 8
 """Of a stage, unless told otherwise: finer ones cost more than they hide."""
@@ -46,18 +49,28 @@ def build_program(
     training: bool,
     num_chunks: int = 1,
     most_micro_batches: int = 0,
+    lowered: Lowered | None = None,
 ) -> Program:
     """A checked program for one iteration, or (not ``training``) for one validation. Each stage of the layout
-    is ``num_chunks`` stages of the program. ``most_micro_batches``: of any replica, where they differ."""
+    is ``num_chunks`` stages of the program. ``most_micro_batches``: of any replica, where they differ.
+    ``lowered``: what is kept between calls."""
     most = max(num_micro_batches, most_micro_batches)
-    program = schedule(shape.schedule_name, shape.pp, shape.virtual_stages, most)
-    program = lower(program, zero=shape.zero, reduce=shape.reduce, tied=tied, training=training)
+    program = _lowered(shape, most, tied, training, {} if lowered is None else lowered)
     program = apply_passes(program, overlap, num_chunks)
     check(program)
     if num_micro_batches < most:
         program = shorten(program, num_micro_batches)
         check(program)
     return program
+
+
+def _lowered(shape: Shape, num_micro_batches: int, tied: bool, training: bool, kept: Lowered) -> Program:
+    of = (shape.schedule_name, shape.pp, shape.virtual_stages, num_micro_batches)
+    key = (*of, shape.zero, shape.reduce, tied, training)
+    if key not in kept:
+        computes = schedule(*of)
+        kept[key] = lower(computes, zero=shape.zero, reduce=shape.reduce, tied=tied, training=training)
+    return kept[key]
 
 
 def count_chunks(shape: Shape, overlap: OverlapConfig, layers_of_stage: Sequence[range]) -> int:
