@@ -112,7 +112,7 @@ def _predict(
     from myriad.planner.stragglers import slower_lanes
 
     slower = slower_lanes(wanted.stragglers, job.layout, cluster.accelerators_per_node)
-    events = wanted.network.events(job, cluster)
+    events = wanted.network.events(job, cluster, nodes_of(job, cluster))
     costs = Costs(_work_of(job, cluster), cluster)
     given = partial(simulate, costs, slower=slower, jitter=wanted.jitter, seed=wanted.seed)
     prediction = given(every_replica=wanted.full, network=events)
@@ -134,7 +134,7 @@ def _on_fabric(wanted: Wanted, job: "Job", cluster: "Cluster") -> "FabricOutlook
 
     slower = slower_lanes(wanted.stragglers, job.layout, cluster.accelerators_per_node)
 
-    events = wanted.network.events(job, cluster)
+    events = wanted.network.events(job, cluster, nodes_of(job, cluster))
     given = partial(simulate, slower=slower, jitter=wanted.jitter, seed=wanted.seed, spans=False)
 
     def disturbed(costs: "Costs") -> float:

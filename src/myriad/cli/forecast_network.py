@@ -27,9 +27,8 @@ class WantedNetwork:
     congested: tuple[str, ...] = ()
     timers: str | None = None
 
-    def events(self, job: "Job", cluster: "Cluster") -> "NetworkEvents | None":
-        """Raises `BadInputError`."""
-        from myriad.cli.forecast import nodes_of
+    def events(self, job: "Job", cluster: "Cluster", order: Sequence[int] | None) -> "NetworkEvents | None":
+        """``order``: the nodes that the job has, slot by slot. Raises `BadInputError`."""
         from myriad.planner.network_events import NetworkEvents, read_timers
 
         if self.timers is not None and not self.flaps:
@@ -42,7 +41,7 @@ class WantedNetwork:
             flaps=self.flaps,
             congested=self.congested,
             timers=read_timers(self.timers or _DEFAULT_TIMERS),
-            order=nodes_of(job, cluster),
+            order=order,
         )
 
 

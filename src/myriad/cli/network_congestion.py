@@ -62,7 +62,9 @@ def congestion(
     if out is not None:
         from myriad.cli.network_congestion_chart import draw
 
-        write_picture("--out", out, draw(rows, hosts))
+        write_picture(
+            "--out", out, draw(rows, f"Congestion controls on one fabric of {hosts} hosts ({level} level)")
+        )
     if as_json:
         typer.echo(json.dumps(_as_json(rows, hosts, level)))
     else:

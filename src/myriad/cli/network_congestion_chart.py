@@ -13,7 +13,7 @@ _WIDTH, _LEFT, _COLUMN, _BAR = 980, 170, 200, 120
 _COLOURS = {"dcqcn": "#1f5fa8", "swift": "#3a8f5c", "hpcc": "#b07c1e", "hybrid": "#d1495b"}
 
 
-def draw(rows: Sequence[Row], hosts: int) -> str:
+def draw(rows: Sequence[Row], title: str) -> str:
     """Self-contained, readable on light and dark pages."""
     parts, top = [], 78.0
     for _, group in groupby(rows, key=lambda row: row.scenario):
@@ -24,7 +24,6 @@ def draw(rows: Sequence[Row], hosts: int) -> str:
         for place, row in enumerate(each):
             parts.append(text(_LEFT - 10, top + 26 + 18 * place, row.control, anchor="end"))
         top += 18 * len(each) + 44
-    title = f"Congestion controls on one fabric of {hosts} hosts ({rows[0].level} level)"
     return _document(title, parts, int(top))
 
 

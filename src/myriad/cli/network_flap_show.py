@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from myriad.network.flaps import Fate, Habits
 
-__all__ = ["Answer", "as_json_object", "show"]
+__all__ = ["COLUMNS", "Answer", "advice", "as_json_object", "cells", "notes", "show"]
 
-_COLUMNS = ("timeout", "T", "survives", "ends job", "waits", "gone", "ended", "lost h")
+COLUMNS = ("timeout", "T", "survives", "ends job", "waits", "gone", "ended", "lost h")
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,23 @@ def show(found: Answer, cluster: str, seconds: float | None, out: Path | None) -
     head = f"{cluster}: {habits.num_links:,} links, {count:,.3g} flaps a month, down for {habits.down.name}"
     console.print(Text(head, style="bold"), soft_wrap=True)
     table = Table(box=None)
-    for name in _COLUMNS:
+    for name in COLUMNS:
         table.add_column(name, justify="left" if name == "timeout" else "right", no_wrap=True)
     for one in found.shown:
-        table.add_row(*_cells(one), style="bold" if one == best else "")
+        table.add_row(*cells(one), style="bold" if one == best else "")
     console.print(table)
-    for line in _notes(found, seconds):
+    for line in notes(found, seconds):
         console.print(Text(line, style="dim"), soft_wrap=True)
     console.print(Text("set", style="bold"))
-    for setting, why in _advice(found):
+    for setting, why in advice(found):
         console.print(Text(f"  {setting}"), soft_wrap=True)
         console.print(Text(f"      {why}", style="dim"), soft_wrap=True)
     if out is not None:
         console.print(str(out), soft_wrap=True)
 
 
-def _cells(one: "Fate") -> list[str]:
+def cells(one: "Fate") -> list[str]:
+    """A row of the table."""
     timers = one.timers
     return [
         f"{timers.timeout} x {timers.retries}" + (" adaptive" if timers.adaptive else ""),
@@ -70,7 +71,8 @@ def _short(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms" if seconds < 0.1 else f"{seconds:.3g} s"
 
 
-def _notes(found: Answer, seconds: float | None) -> list[str]:
+def notes(found: Answer, seconds: float | None) -> list[str]:
+    """What its columns are, and under which conditions."""
     habits, least, most = found.habits, *found.best.timers.longer
     lines = [
         "survives: a link down for so long at least (T x retries); ends job: share of flaps; waits: all "
@@ -95,7 +97,7 @@ def _longer_share(habits: "Habits") -> float:
     return float((habits.down.seconds > habits.driver_seconds).mean())
 
 
-def _advice(found: Answer) -> list[tuple[str, str]]:
+def advice(found: Answer) -> list[tuple[str, str]]:
     """What to set, and why."""
     from myriad.resilience.decide.health import TOLERATED_SECONDS
 
@@ -151,7 +153,7 @@ def as_json_object(found: Answer, cluster: str, seconds: float | None, out: Path
         "timers": [_fate_as_json(one) for one in found.shown],
         "best": _fate_as_json(found.best),
         "best_without_adaptive": _fate_as_json(found.best_plain),
-        "set": [{"setting": setting, "reason": why} for setting, why in _advice(found)],
+        "set": [{"setting": setting, "reason": why} for setting, why in advice(found)],
         "out": None if out is None else str(out),
     }
 

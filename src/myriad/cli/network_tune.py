@@ -3,11 +3,16 @@
 import json
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from myriad.cli.files import check_picture, write_picture
+from myriad.errors import BadInputError
+
 if TYPE_CHECKING:
+    from myriad.network.flaps import Habits
     from myriad.planner.cluster import Cluster
     from myriad.planner.tuning import Line
 
@@ -39,6 +44,10 @@ def tune(
         Literal["sh", "env", "json"] | None,
         typer.Option(help="Only what is set: for `eval` and job scripts, as an env file, or as JSON."),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg|png", help="Draw what queue pairs and timeout are chosen by."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print every line with its reason as JSON.")
     ] = False,
@@ -54,15 +63,32 @@ def tune(
     from myriad.planner import tuning
     from myriad.recipes.cluster import load_cluster
 
+    if out is not None:
+        check_picture("--out", out)
     found = load_cluster(cluster, what_if or ())
-    lines = tuning.tune(found, habits_of(found, down, Rates(), Care(driver, patience, None)))
+    habits = habits_of(found, down, Rates(), Care(driver, patience, None))
+    lines = tuning.tune(found, habits)
+    if out is not None:
+        _draw(out, found, habits, lines)
     if as_json or export == "json":
         typer.echo(_as_json(found, lines, only_set=not as_json))
     elif export is None:
-        _print(found, lines)
+        _print(found, lines, out)
     else:
         for text in _exported(lines, export):
             typer.echo(text)
+
+
+def _draw(out: Path, cluster: "Cluster", habits: "Habits", lines: "Sequence[Line]") -> None:
+    from myriad.cli.network_tune_chart import draw
+    from myriad.planner.tuning_grounds import grounds
+
+    found = grounds(cluster, habits, lines)
+    if found is None:
+        raise BadInputError(
+            "--out", str(out), "of a cluster with RDMA: sockets have neither of what is drawn"
+        )
+    write_picture("--out", out, draw(cluster.name, found))
 
 
 def _exported(lines: "Sequence[Line]", form: Literal["sh", "env"]) -> list[str]:
@@ -92,7 +118,7 @@ def _nic_settings(cluster: "Cluster") -> list[str]:
     return [_RETRANSMISSION]
 
 
-def _print(cluster: "Cluster", lines: "Sequence[Line]") -> None:
+def _print(cluster: "Cluster", lines: "Sequence[Line]", out: Path | None) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -103,7 +129,7 @@ def _print(cluster: "Cluster", lines: "Sequence[Line]") -> None:
         if some:
             console.print(Text(title, style="bold"))
         for line in some:
-            console.print(Text(f"  {line.name}" + (f"={line.value}" if line.value else "")), soft_wrap=True)
+            console.print(Text(f"  {line.assignment}"), soft_wrap=True)
             console.print(Text(f"      {line.reason}", style="dim"), soft_wrap=True)
     if settings := _nic_settings(cluster):
         console.print(Text("and on every NIC, by its administrator", style="bold"))
@@ -113,3 +139,5 @@ def _print(cluster: "Cluster", lines: "Sequence[Line]") -> None:
             console.print(Text(f"      {why}", style="dim"), soft_wrap=True)
     note = "Names and defaults: NCCL's documentation. Nothing was run: check with NCCL_DEBUG=INFO."
     console.print(Text(note, style="dim"), soft_wrap=True)
+    if out is not None:
+        console.print(str(out), soft_wrap=True)

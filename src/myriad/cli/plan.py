@@ -143,7 +143,7 @@ def plan(
 
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """A plan makes millions of small objects and hardly a cycle: to look for cycles is a fifth of its time."""
+    """A plan makes millions of small objects and hardly a cycle; to look for some is a fifth of its time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -40,7 +40,7 @@ def _report(
         str | None,
         typer.Option(
             metavar="CLUSTER",
-            help="Beside each loss, what is predicted on this cluster; and ranks on its switches.",
+            help="Beside each loss, what is predicted on this cluster; and what its network does to the run.",
         ),
     ] = None,
     without: Annotated[
@@ -75,11 +75,11 @@ def _report(
     folder = Run(existing_run(run))
     facts, look = facts_of(folder), RunWatch(folder).look()
     ranks = ranks_asked(without, look)
-    predicted, placement = (None, "") if cluster is None else _predicted(look, cluster)
+    predicted, network = (None, "") if cluster is None else _predicted(look, cluster, quiet=as_json)
     path = facts.run.report_path if out is None else out
     told = f"the page: {path}"
     try:
-        write_whole(path, page(facts, [*span_parts(look, predicted, ranks), placement]))
+        write_whole(path, page(facts, [*span_parts(look, predicted, ranks), network]))
     except OSError as error:
         if out is not None:
             raise BadInputError("--out", str(out), f"cannot be written: {error.strerror}") from None
@@ -91,17 +91,19 @@ def _report(
         _show(facts, look, told)
 
 
-def _predicted(look: "Look", name: str) -> "tuple[Losses, str]":
-    """Losses, and the picture of the run's placement."""
+def _predicted(look: "Look", name: str, *, quiet: bool) -> "tuple[Losses, str]":
+    """Losses, and what the cluster's network does to the run."""
+    from myriad.cli.bars import share_bar
     from myriad.cli.forecast import costs_of
     from myriad.cli.measure import cluster_path
-    from myriad.cli.report_placement import placement_parts
+    from myriad.cli.report_network import network_parts
     from myriad.dashboard.insight.predicted import predicted_losses
     from myriad.recipes.cluster import load_cluster
 
     cluster = load_cluster(cluster_path(name))
     losses = predicted_losses(costs_of(look.job, cluster))
-    return losses, "\n".join(placement_parts(look.job, cluster))
+    with share_bar("the network", quiet=quiet) as progress:
+        return losses, "\n".join(network_parts(look.job, cluster, progress))
 
 
 def save_report(run: "Run") -> None:

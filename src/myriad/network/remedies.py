@@ -15,6 +15,7 @@ import numpy as np
 from myriad.network.conflicts import MOST_BALLS, Conflicts, conflicts
 from myriad.network.exposure import FlowExposure, expose, node_order, ring_flows
 from myriad.network.fabric import Fabric
+from myriad.network.flows import Flows
 from myriad.network.routing import Routes
 from myriad.network.shape import FabricShape
 
@@ -108,7 +109,7 @@ def _slowest(question: SwitchQuestion, num_flows: int) -> float:
 
 @dataclass(frozen=True)
 class FabricQuestion:
-    """Rings over all nodes of a fabric."""
+    """Rings over all nodes of a fabric, or what a job sends on it."""
 
     build: Callable[[FabricShape], Fabric]
     shape: FabricShape
@@ -118,6 +119,15 @@ class FabricQuestion:
     queue_pairs: int = 1
     draws: int = 20
     seed: int = 0
+    lay: Callable[[Routes, str, int], Flows] | None = None
+    """What flows under a placement, of which a seed may be drawn; off: the rings."""
+
+    def flows(self, routes: Routes) -> Flows:
+        """On such a fabric. Raises `BadInputError` for an unknown placement."""
+        if self.lay is not None:
+            return self.lay(routes, self.placement, self.seed)
+        order = node_order(routes, self.placement, self.seed)
+        return ring_flows(routes.fabric, order, self.ring_nodes or len(order))
 
 
 def fabric_rows(question: FabricQuestion) -> list[Row]:
@@ -143,10 +153,8 @@ def fabric_rows(question: FabricQuestion) -> list[Row]:
 def _drawn(
     question: FabricQuestion, name: str, routes: Routes, *, rule: str = "hash", is_asked: bool = False
 ) -> Row:
-    order = node_order(routes, question.placement, question.seed)
-    flows = ring_flows(routes.fabric, order, question.ring_nodes or len(order))
     given = {"queue_pairs": question.queue_pairs, "draws": question.draws, "seed": question.seed}
-    return _of_fabric(name, expose(routes, flows, rule=rule, **given), is_asked)  # type: ignore[arg-type]
+    return _of_fabric(name, expose(routes, question.flows(routes), rule=rule, **given), is_asked)  # type: ignore[arg-type]
 
 
 def _of_fabric(name: str, found: FlowExposure, is_asked: bool) -> Row:

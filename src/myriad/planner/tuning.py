@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from myriad.network.flaps import Habits
     from myriad.network.routing import Routes
 
-__all__ = ["Line", "tune"]
+__all__ = ["DEFAULT_TIMEOUT", "Line", "is_sprayed", "most_queue_pairs", "slowest_ratio", "tune"]
 
 What = Literal["set", "left alone", "not known"]
 
-_DEFAULT_TIMEOUT, _DEFAULT_RETRIES = 20, 7
+DEFAULT_TIMEOUT = 20
+"""NCCL's own, since 2.23."""
 _BUFFER_BYTES, _STEPS = 4 * 2**20, 8
 """NCCL_BUFFSIZE's default, and the messages it is cut in (src/include/device.h: NCCL_STEPS)."""
 _CHANNEL_BYTES_PER_SECOND = 14e9
@@ -47,6 +48,11 @@ class Line:
     value: str
     """Empty where it is not set."""
     reason: str
+
+    @property
+    def assignment(self) -> str:
+        """``NAME=value``, or the name alone."""
+        return f"{self.name}={self.value}" if self.value else self.name
 
 
 def tune(cluster: Cluster, habits: "Habits") -> list[Line]:
@@ -122,15 +128,15 @@ def _timers(nics: Nics, habits: "Habits") -> Iterator[Line]:
     from myriad.network.retransmission import Timers
 
     adaptive = nics.transport == "roce" and nics.adaptive_retransmission
-    best = advise(Timers(_DEFAULT_TIMEOUT, adaptive=adaptive), habits)
-    own = fate(Timers(_DEFAULT_TIMEOUT, adaptive=adaptive), habits)
-    lost = f"{best.hours_per_month:.2g} hours a month are lost to flaps, with NCCL's {_DEFAULT_TIMEOUT} "
+    best = advise(Timers(DEFAULT_TIMEOUT, adaptive=adaptive), habits)
+    own = fate(Timers(DEFAULT_TIMEOUT, adaptive=adaptive), habits)
+    lost = f"{best.hours_per_month:.2g} hours a month are lost to flaps, with NCCL's {DEFAULT_TIMEOUT} "
     lost += (
         f"{own.hours_per_month:.2g}; all wait {best.wait_seconds:.2g} s instead of {own.wait_seconds:.2g} s"
     )
     timeout = best.timers.timeout
-    if timeout == _DEFAULT_TIMEOUT or best.hours_per_month * _WORTH_RATIO > own.hours_per_month:
-        yield Line("left alone", "NCCL_IB_TIMEOUT", "", f"{_DEFAULT_TIMEOUT} is as good as any: {lost}")
+    if timeout == DEFAULT_TIMEOUT or best.hours_per_month * _WORTH_RATIO > own.hours_per_month:
+        yield Line("left alone", "NCCL_IB_TIMEOUT", "", f"{DEFAULT_TIMEOUT} is as good as any: {lost}")
     else:
         yield Line("set", "NCCL_IB_TIMEOUT", str(timeout), f"{lost} (myriad network flap)")
     why = "7 is the most there are, and NCCL's own: of the same patience, more and shorter intervals"
@@ -140,7 +146,7 @@ def _timers(nics: Nics, habits: "Habits") -> Iterator[Line]:
 def _queue_pairs(nics: Nics, routes: "Routes") -> Iterator[Line]:
     """As many as the model of hashed flows says are worth it."""
     name, split = "NCCL_IB_QPS_PER_CONNECTION", "NCCL_IB_SPLIT_DATA_ON_QPS"
-    alone, sprayed = _slowest(routes, 1), nics.transport == "infiniband" or nics.adaptive_routing
+    alone, sprayed = slowest_ratio(routes, 1), is_sprayed(nics)
     if nics.transport == "roce" and nics.adaptive_routing:
         why = f"off by default on RoCE: hashed, the slowest flow of a ring has {alone:.2f} of its rate"
         yield Line("set", "NCCL_IB_ADAPTIVE_ROUTING", "1", why)
@@ -152,8 +158,8 @@ def _queue_pairs(nics: Nics, routes: "Routes") -> Iterator[Line]:
         return
     message = _BUFFER_BYTES // _STEPS
     count, ratio = 1, alone
-    while message // (2 * count) >= _LEAST_MESSAGE_BYTES:
-        doubled = _slowest(routes, 2 * count)
+    while 2 * count <= most_queue_pairs():
+        doubled = slowest_ratio(routes, 2 * count)
         if doubled < ratio * _WORTH_RATIO:
             break
         count, ratio = 2 * count, doubled
@@ -167,7 +173,18 @@ def _queue_pairs(nics: Nics, routes: "Routes") -> Iterator[Line]:
     yield Line("set", split, "1", why + "in turns, what is sent in few messages uses few of the queue pairs")
 
 
-def _slowest(routes: "Routes", queue_pairs: int) -> float:
+def is_sprayed(nics: Nics) -> bool:
+    """Whether switches choose for each packet."""
+    return nics.transport == "infiniband" or nics.adaptive_routing
+
+
+def most_queue_pairs() -> int:
+    """That leave a message's parts large enough."""
+    return _BUFFER_BYTES // _STEPS // _LEAST_MESSAGE_BYTES
+
+
+def slowest_ratio(routes: "Routes", queue_pairs: int) -> float:
+    """What the slowest flow of hashed rings between switches has of its rate."""
     from myriad.network.exposure import expose, node_order, ring_flows
 
     fabric = routes.fabric
