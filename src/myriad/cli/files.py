@@ -13,9 +13,12 @@ _PIXELS = 2.0
 
 
 def check_picture(option: str, path: Path) -> None:
-    """Raises `BadInputError` for a name that is no picture's, and for a PNG that cannot be made."""
+    """Raises `BadInputError` for a name that is no picture's, a folder that is not there, and for a PNG that
+    cannot be made."""
     if path.suffix not in (".svg", ".png"):
         raise BadInputError(option, str(path), "a file name that ends in .svg or .png")
+    if not path.parent.is_dir():
+        raise BadInputError(option, str(path), "in a folder that is there")
     if path.suffix == ".png" and find_spec("resvg_py") is None:
         raise BadInputError(option, str(path), "a .svg, or for PNG: pip install 'myriad[png]'")
 

@@ -111,7 +111,9 @@ def _predict(
     from myriad.planner.simulator import simulate
     from myriad.planner.stragglers import slower_lanes
 
-    slower = slower_lanes(wanted.stragglers, job.layout, cluster.accelerators_per_node)
+    slower = slower_lanes(
+        wanted.stragglers, job.layout, cluster.accelerators_per_node, nodes_of(job, cluster)
+    )
     events = wanted.network.events(job, cluster, nodes_of(job, cluster))
     costs = Costs(_work_of(job, cluster), cluster)
     given = partial(simulate, costs, slower=slower, jitter=wanted.jitter, seed=wanted.seed)
@@ -132,7 +134,9 @@ def _on_fabric(wanted: Wanted, job: "Job", cluster: "Cluster") -> "FabricOutlook
     from myriad.planner.simulator import simulate
     from myriad.planner.stragglers import slower_lanes
 
-    slower = slower_lanes(wanted.stragglers, job.layout, cluster.accelerators_per_node)
+    slower = slower_lanes(
+        wanted.stragglers, job.layout, cluster.accelerators_per_node, nodes_of(job, cluster)
+    )
 
     events = wanted.network.events(job, cluster, nodes_of(job, cluster))
     given = partial(simulate, slower=slower, jitter=wanted.jitter, seed=wanted.seed, spans=False)

@@ -87,7 +87,10 @@ def _rows(scenario: str, control: str, level: str, hosts: int, scale: float, see
         raise BadInputError("--level", level, "one of " + ", ".join(LEVELS))
     names = _chosen("--scenario", scenario, SCENARIOS)
     controls = _chosen("--control", control, CONTROLS) if level != "flow" else [next(iter(CONTROLS))]
-    cases = [make(name, hosts, scale) for name in names]
+    try:
+        cases = [make(name, hosts, scale) for name in names]
+    except BadInputError as error:
+        raise BadInputError(f"--{error.key}", error.value, error.allowed) from None
     screen = Console(stderr=True)
     rows = []
     with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:

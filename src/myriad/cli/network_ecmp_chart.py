@@ -62,7 +62,9 @@ def draw_bars(title: str, rows: Sequence[Row]) -> str:
         box = f'x="{_BAR_LEFT}" y="{top:.1f}" width="{row.slowest_ratio * scale:.1f}" height="16"'
         parts.append(f'<rect {box} fill="{colour}"><title>{escape(hint)}</title></rect>')
         low, high = (_BAR_LEFT + share * scale for share in (row.low_ratio, row.high_ratio))
-        parts.append(f'<path d="M{low:.1f} {middle:.1f}H{high:.1f}" stroke="#1a1a1a" stroke-width="1.5"/>')
+        for ink, width in (("#ffffff", 4.0), ("#1a1a1a", 1.5)):
+            line = f'd="M{low:.1f} {middle:.1f}H{high:.1f}"'
+            parts.append(f'<path {line} stroke="{ink}" stroke-width="{width:g}"/>')
         parts.append(text(max(high, _BAR_LEFT) + 8, middle + 4, f"{row.slowest_ratio:.2f}"))
         top += _ROW
     return _document(720, top + 16, title, parts)

@@ -38,8 +38,6 @@ def draw(timers: Sequence[Timers], habits: Habits) -> str:
         0, "probability that the job ends", [(f"{share:.0%}", share) for share in (0, 0.25, 0.5, 0.75, 1)]
     )
     parts += _frame(1, "all ranks wait for", [(f"{one:g} s", _height(one)) for one in _WAITS])
-    if isfinite(habits.driver_seconds):
-        parts += _driver(habits.driver_seconds)
     timeouts = sorted({one.timeout for one in timers})
     for number, one in enumerate(timers):
         colour = _COLOURS[timeouts.index(one.timeout) % len(_COLOURS)]
@@ -49,6 +47,8 @@ def draw(timers: Sequence[Timers], habits: Habits) -> str:
         survived = [(d, _height(w)) for d, w, p in zip(down, waits, lost, strict=True) if p < 0.99]
         parts.append(_line(1, survived, colour, one.adaptive))
         parts += _entry(number, colour, one)
+    if isfinite(habits.driver_seconds):
+        parts += _driver(habits.driver_seconds)
     height = _BOTTOM + 66 + 20 * -(-len(timers) // 3)
     size = f'width="872" height="{height:g}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 872 {height:g}" {size} '
@@ -88,7 +88,7 @@ def _driver(seconds: float) -> list[str]:
         x = _x(panel, seconds)
         parts.append(f'<path d="M{x:.1f} {_TOP}V{_BOTTOM}" stroke="#b3403a" stroke-dasharray="2 3"/>')
     hint = _text(_x(0, seconds) + 5, _BOTTOM - 8, "the driver ends the ranks", ink="#b3403a")
-    return [*parts, hint]
+    return [*parts, hint.replace("<text ", '<text stroke="#fff" stroke-width="4" paint-order="stroke" ')]
 
 
 def _line(panel: int, points: Sequence[tuple[float, float]], colour: str, dashed: bool) -> str:

@@ -1,5 +1,5 @@
-"""What ``myriad report --cluster`` says of the network under a run: the pictures of ``myriad network``, of the
-run's own job, where its ranks sit.
+"""What ``myriad report --cluster`` says of the network under a run: ``myriad network`` of the run's
+own job, where its ranks sit.
 
     placement    which node holds what under which switches (`myriad network place`)
     conflicts    the hashes of its heaviest traffic, as it is and with one thing different (`ecmp`)
@@ -9,9 +9,10 @@ run's own job, where its ranks sit.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from myriad.cli.report_page import html_table
 from myriad.errors import BadInputError
@@ -141,7 +142,8 @@ class _RunOnFabric:
         from myriad.planner.heaviest import AS_IT_IS
 
         of = (builder_of(self.cluster), shape_of(self.cluster), AS_IT_IS)
-        rows = fabric_rows(FabricQuestion(*of, draws=_DRAWS, lay=self.heaviest.lay))
+        asked, *others = fabric_rows(FabricQuestion(*of, draws=_DRAWS, lay=self.heaviest.lay))
+        rows = [replace(asked, name=AS_IT_IS), *others]
         count = len(self.heaviest.lay(self.routes, AS_IT_IS, 0))
         told = f"{count:,} flows of {self.heaviest.words}, all under way at once. {advice(rows)}"
         yield _head("Hash conflicts", told, "ecmp")
@@ -177,42 +179,45 @@ class _RunOnFabric:
         adaptive = nics is None or nics.adaptive_retransmission
         found = answer(self.habits, Timers(18, MOST_RETRIES, adaptive), _TIMEOUTS)
         count = self.habits.num_links * self.habits.flaps_per_month
-        told = (
-            f"{self.habits.num_links:,} links under the job, {count:.3g} flaps a month (assumed), down for "
-        )
-        yield _head("Links that flap", told + self.habits.down.name, "flap")
+        told = f"{self.habits.num_links:,} links under the job, {count:.3g} flaps a month (assumed), "
+        yield _head("Links that flap", f"{told}down for {self.habits.down.name}", "flap")
         yield _card(draw([one.timers for one in found.shown], self.habits))
         head = [*COLUMNS, "iteration with one"]
         rows = [[*cells(one), f"{self.plain_seconds + one.wait_seconds:.3g} s"] for one in found.shown]
         table = html_table(head, rows, range(1, len(head)))
         lines = "".join(_words(line) for line in notes(found, self.plain_seconds))
-        settings = html_table(None, [[f"<code>{escape(a)}</code>", escape(b)] for a, b in advice(found)], ())
+        settings = html_table(None, [[_code(setting), escape(why)] for setting, why in advice(found)], ())
         yield f'<div class="card scroll">{table}{lines}</div><div class="card scroll">{settings}</div>'
 
     def settings(self) -> Iterator[str]:
         """As `tune` says and draws them."""
         from myriad.cli.network_tune_chart import draw
-        from myriad.planner.tuning import tune
+        from myriad.planner.tuning import What, tune
         from myriad.planner.tuning_grounds import grounds
 
         lines = tune(self.cluster, self.habits)
         yield _head("Settings for NCCL and gloo", "What is set, what is better left alone, and why.", "tune")
         if (why := grounds(self.cluster, self.habits, lines)) is not None:
             yield _card(draw(self.cluster.name, why))
+        ordered = sorted(lines, key=lambda line: get_args(What).index(line.what))
         rows = [
-            [escape(line.what), f"<code>{escape(line.assignment)}</code>", escape(line.reason)]
-            for line in lines
+            [f'<span class="whole">{line.what}</span>', _code(line.assignment), escape(line.reason)]
+            for line in ordered
         ]
         yield f'<div class="card scroll">{html_table(["", "variable", "why"], rows, ())}</div>'
 
 
 def _head(title: str, told: str, command: str = "") -> str:
-    more = f" <code>myriad network {command}</code>" if command else ""
+    more = " " + _code(f"myriad network {command}") if command else ""
     return f"<h3>{escape(title)}</h3>" + _words(told, more)
 
 
 def _words(told: str, more: str = "") -> str:
     return f'<p class="dim">{escape(told)}{more}</p>'
+
+
+def _code(told: str) -> str:
+    return f"<code>{escape(told)}</code>"
 
 
 def _card(svg: str) -> str:

@@ -53,7 +53,11 @@ th { text-align: left; color: var(--dim); font-weight: 500 }
 th, td { padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top }
 td.n, th.n { text-align: right; white-space: nowrap }
 tr:last-child td { border-bottom: 0 }
-.drawn { margin-bottom: 12px }
+h3 { font-size: 15px; margin: 22px 0 4px }
+.drawn { margin: 8px 0 12px }
+.drawn svg { max-width: 880px; margin: 0 auto }
+.drawn svg > rect[rx="6"] { fill: none }
+.whole { white-space: nowrap }
 @media (prefers-color-scheme: dark) { .drawn svg { filter: invert(0.89) hue-rotate(180deg) } }
 i { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 8px }
 pre { overflow-x: auto; font-size: 13px }

@@ -25,7 +25,7 @@ class Cable(Config):
     ends: tuple[str, str]
     """A switch by its name; ports of nodes by numbers: "3" all ports of node 3, "0-7" of eight nodes, "0-7.1"
     port 1 of each."""
-    bytes_per_second: float | None = Field(None, ge=0)
+    bytes_per_second: float | None = Field(None, gt=0)
     """In each direction; off: as a NIC port."""
     count: int = Field(1, ge=1)
     """So many beside each other."""
@@ -40,7 +40,7 @@ class FabricShape(Config):
     whatever cables say."""
     ports_per_switch: int | None = Field(None, ge=2)
     """Of port_bytes_per_second each; off: as many as are needed."""
-    port_bytes_per_second: float | None = Field(None, ge=0)
+    port_bytes_per_second: float | None = Field(None, gt=0)
     """Of a switch port, in one direction: 400 Gbit/s is 50e9; off: split x what a NIC's link carries."""
     split: int = Field(1, ge=1, le=8)
     """Ports that one switch port towards servers is split in."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from myriad.network.flaps import Habits
     from myriad.network.routing import Routes
 
-__all__ = ["DEFAULT_TIMEOUT", "Line", "is_sprayed", "most_queue_pairs", "slowest_ratio", "tune"]
+__all__ = ["DEFAULT_TIMEOUT", "Line", "What", "is_sprayed", "most_queue_pairs", "slowest_ratio", "tune"]
 
 What = Literal["set", "left alone", "not known"]
 

@@ -1,5 +1,5 @@
-"""The figures that `myriad.planner.tuning` chooses by, for a picture: what the slowest flow has with one, two,
-four queue pairs and so on, and the hours that flaps cost with each timeout."""
+"""The figures that `myriad.planner.tuning` chooses by, for a picture: what the slowest flow has with 1, 2,
+4 and more queue pairs, and the hours that flaps cost with each timeout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from myriad.cli.main import main
-from myriad.cli.report_placement import placement_parts
+from myriad.cli.report_network import network_parts
 from myriad.job import load_job
 from myriad.recipes.cluster import load_cluster
 
@@ -174,11 +174,25 @@ def test_a_plan_says_what_switches_make_of_it(cluster: Path, capsys: pytest.Capt
 
 def test_a_runs_report_shows_its_ranks_on_the_switches(cluster: Path) -> None:
     """In the order of nodes that the job says; nothing where the cluster's file says of no fabric."""
-    job = load_job("tiny-3d", ["comm.node_order=[2, 1, 0, 3]"])
-    assert list(placement_parts(job, load_cluster(str(cluster)))) == []
-    heading, _, picture = placement_parts(job, load_cluster(str(cluster), ["fabric.kind=rail"]))
-    assert "Placement" in heading
-    drawn = ElementTree.fromstring(picture.removeprefix('<div class="card">').removesuffix("</div>"))
-    paths = [one.get("d", "") for one in drawn.iter("{http://www.w3.org/2000/svg}path")]
-    assert sum(path.count("z") for path in paths) == 8
-    assert "as given" in picture
+    replicas_apart = "comm.node_order=[0, 1, 4, 5, 2, 3, 6, 7]"
+    job = load_job("tiny-3d", ["layout.dp=4", "train.global_batch=32", replicas_apart])
+    assert list(network_parts(job, load_cluster(str(cluster)), lambda what, done: None)) == []
+    begun = list[str]()
+    changes = ["fabric.kind=rail", "fabric.oversubscription=8", "nics.transport=roce"]
+    on_rails = load_cluster(str(cluster), changes)
+    parts = list(network_parts(job, on_rails, lambda what, done: begun.append(what)))
+    assert begun == ["placement", "hash conflicts", "congestion", "flaps", "settings"]
+    page = ElementTree.fromstring("<page>" + "".join(parts) + "</page>")
+    svg = "{http://www.w3.org/2000/svg}"
+    placement, conflicts, congestion, flaps, settings = page.iter(f"{svg}svg")
+    assert sum(one.get("d", "").count("z") for one in placement.iter(f"{svg}path")) == 8
+    assert "as given" in "".join(placement.itertext())
+    assert "16 flows of its data-parallel rings" in "".join(conflicts.itertext())
+    assert "of 16 flows" in "".join(congestion.itertext()) and "hybrid" in "".join(congestion.itertext())
+    assert "NCCL_IB_TIMEOUT" in "".join(settings.itertext()) and "7 retries" in "".join(flaps.itertext())
+
+
+def test_a_fact_that_a_report_lacks_is_a_line_of_it(cluster: Path) -> None:
+    silent = load_cluster(str(cluster), ["fabric.kind=rail"])
+    parts = list(network_parts(load_job("tiny-3d", []), silent, lambda what, done: None))
+    assert any("No settings" in part and "nics.transport" in part for part in parts)

@@ -136,7 +136,9 @@ def test_the_order_that_is_found_is_never_worse(nodes: list[int]) -> None:
     order = optimised_order(tenant, nodes, routes, judge)
     assert sorted(order) == list(range(8))
     means = [
-        float(np.mean(JobExposure(routes, [tenant.at(seats_of(costs, routes, one))]).seconds(judge, range(4))))
+        float(
+            np.mean(JobExposure(routes, [tenant.at(seats_of(costs, routes, one))]).seconds(judge, range(4)))
+        )
         for one in (nodes, order)
     ]
     assert means[1] <= means[0] * (1 + 1e-9)

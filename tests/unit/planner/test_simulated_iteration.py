@@ -107,6 +107,9 @@ def test_nodes_are_filled_in_the_order_of_ranks() -> None:
     assert slower_lanes(["node=1:2"], layout, 8) == {(1, rank): 2.0 for rank in range(4)}
     assert slower_lanes(["node=1:2x", "rank=15:3x"], layout, 4) == {(0, 2): 2.0, (0, 3): 2.0, (1, 3): 3.0}
     assert slower_lanes(["node=1:1.5x"], layout, 12) == {(1, 2): 1.5, (1, 3): 1.5}
+    assert slower_lanes(["node=7:2x"], layout, 8, (7, 0)) == {(0, rank): 2.0 for rank in range(4)}
+    with pytest.raises(BadInputError, match="nodes, 0, 7"):
+        slower_lanes(["node=1:2x"], layout, 8, (7, 0))
 
 
 @pytest.mark.parametrize(
