@@ -1,8 +1,9 @@
 """The piece of a fabric on which flows meet most: small enough for the fluid level, with its own links.
 
-Of all links the one that is asked for the most of its rate, the flows on it, and those that these meet on
-other links which are too narrow for them, until there are enough. Cut out are the cables that they use; every
-port is a node of its own there. What else goes over these links has room beside them, and is left out.
+Of all links the one that is asked for the most of its rate by what ports send, the flows on it, and those
+that these meet on other links which are too narrow for them, until there are enough. Cut out are the cables
+that they use; every port is a node of its own there. What else goes over these links has room beside them,
+and is left out.
 
     flows    a ──┐                     a and b are held up by an uplink, b and c by a downlink: a, b and c
              b ──┴─ uplink ──┐         are the piece; what shares wide links with them is none of it
@@ -16,6 +17,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from myriad.network.exposure import on_ports
 from myriad.network.fabric import Fabric, Numbers
 from myriad.network.flows import Flows, Paths
 
@@ -25,14 +27,11 @@ _Ints = npt.NDArray[np.int64]
 _FULL = 1 + 1e-9
 
 
-def crowd(fabric: Fabric, paths: Paths, most: int) -> _Ints:
+def crowd(fabric: Fabric, flows: Flows, paths: Paths, most: int) -> _Ints:
     """Numbers of at most ``most`` flows that meet; none where all links carry all flows in full."""
     rate, owner = fabric.bytes_per_second, np.repeat(np.arange(len(paths)), np.diff(paths.first))
-    alone = np.minimum.reduceat(rate[paths.link], paths.first[:-1]) if len(paths) else np.empty(0)
-    ends = (
-        rate[paths.link[paths.first[:-1]]] if len(paths) else alone
-    )  # a NIC's own cable: what it would send
-    load: Numbers = np.bincount(paths.link, weights=ends[owner], minlength=len(rate)) / rate
+    asked = on_ports(fabric, flows)[owner]
+    load: Numbers = np.bincount(paths.link, weights=asked, minlength=len(rate)) / rate
     if not np.any(load > _FULL):
         return np.empty(0, dtype=np.int64)
     chosen: dict[int, None] = {}

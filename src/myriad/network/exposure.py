@@ -25,7 +25,7 @@ from myriad.network.max_min import max_min
 from myriad.network.memory import check_memory
 from myriad.network.routing import Routes, adaptive, ecmp, into_queue_pairs, spray
 
-__all__ = ["FlowExposure", "Placement", "expose", "node_order", "ring_flows"]
+__all__ = ["FlowExposure", "Placement", "expose", "node_order", "on_ports", "ring_flows"]
 
 Placement = Literal["packed", "spread", "random"]
 
@@ -38,7 +38,7 @@ _FULL = 1 - 1e-9
 
 @dataclass(frozen=True, eq=False)
 class FlowExposure:
-    """Of each draw (K); ratios of what a flow has when it is alone."""
+    """Of each draw (K); ratios of what a flow has where nothing is narrow but the ports."""
 
     slowest_ratio: Numbers
     """Of the slowest flow: so fast is its ring."""
@@ -92,8 +92,7 @@ def expose(
         raise BadInputError(key, min(queue_pairs, draws), "at least 1")
     parts = _WAYS if rule == "spray" else queue_pairs
     check_memory(f"{len(flows)} flows x {parts}", len(flows) * parts * routes.most_links * _ENTRY_BYTES)
-    alone = _alone(routes.fabric)
-    most = np.minimum(alone[flows.source], alone[flows.target])
+    most = on_ports(routes.fabric, flows)
     columns = []
     for draw in range(draws if rule != "adaptive" else 1):  # which has nothing to draw
         paths = _routed(routes, flows, rule, queue_pairs, seed + draw)
@@ -115,7 +114,10 @@ def _routed(routes: Routes, flows: Flows, rule: Rule, queue_pairs: int, seed: in
     return adaptive(routes, parts) if rule == "adaptive" else ecmp(routes, parts, seed, alike=rule == "alike")
 
 
-def _alone(fabric: Fabric) -> Numbers:
-    """(P) What a NIC carries over all its links."""
+def on_ports(fabric: Fabric, flows: Flows) -> Numbers:
+    """(F) What flows have that share nothing but NICs, each of which carries what all its links do."""
     rates = np.bincount(fabric.source, weights=fabric.bytes_per_second, minlength=fabric.num_vertices)
-    return rates[: fabric.num_ports].astype(np.float64)
+    alone = rates[: fabric.num_ports].astype(np.float64)
+    both = np.stack([flows.source, flows.target + fabric.num_ports], axis=1)
+    first = 2 * np.arange(len(flows) + 1, dtype=np.int64)
+    return max_min(np.concatenate([alone, alone]), Paths(first, both.reshape(-1).astype(np.int32)))

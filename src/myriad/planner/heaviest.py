@@ -61,7 +61,7 @@ class Heaviest:
         congestion controls are published for; ``None``: no link is too narrow for them."""
         flows = self.lay(routes, AS_IT_IS, seed)
         paths = ecmp(routes, flows, seed)
-        chosen = crowd(routes.fabric, paths, _MOST_FLOWS)
+        chosen = crowd(routes.fabric, flows, paths, _MOST_FLOWS)
         if not len(chosen):
             return None
         fabric, few, ways = cut_out(routes.fabric, flows, paths, chosen)
