@@ -4,7 +4,7 @@ import pytest
 
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.units import parse_ranges, parse_rate
+from myriad.units import format_ranges, parse_ranges, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,5 @@ def test_ranges_of_ranks_are_read_and_none_fills_memory() -> None:
     for text in ("", "3,", "-1", "7-3", "8", "0-999999999999", "three", "\u0663"):
         with pytest.raises(ValueError):
             parse_ranges(text, 8)
+    assert format_ranges([5, 2, 3, 3, 9]) == "2-3, 5, 9"
+    assert format_ranges(range(0, 9, 2), most=2) == "0, 2 and others"

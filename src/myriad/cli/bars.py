@@ -35,6 +35,8 @@ def share_bar(title: str, *, quiet: bool) -> Iterator[Callable[[str, float], Non
     from rich.console import Console
 
     columns = (bars.TextColumn(title + ": {task.description}"), bars.BarColumn(), bars.TimeElapsedColumn())
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+    screen = Console(stderr=True)
+    quiet = quiet or not screen.is_terminal
+    with bars.Progress(*columns, console=screen, transient=True, disable=quiet) as bar:
         task = bar.add_task("starting", total=1.0)
         yield lambda what, done: bar.update(task, description=what, completed=done)

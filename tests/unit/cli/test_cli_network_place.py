@@ -2,6 +2,7 @@
 it cannot read."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -182,10 +183,10 @@ def test_a_runs_report_shows_its_ranks_on_the_switches(cluster: Path) -> None:
     on_rails = load_cluster(str(cluster), changes)
     parts = list(network_parts(job, on_rails, lambda what, done: begun.append(what)))
     assert begun == ["placement", "hash conflicts", "congestion", "flaps", "settings"]
-    page = ElementTree.fromstring("<page>" + "".join(parts) + "</page>")
-    svg = "{http://www.w3.org/2000/svg}"
-    placement, conflicts, congestion, flaps, settings = page.iter(f"{svg}svg")
-    assert sum(one.get("d", "").count("z") for one in placement.iter(f"{svg}path")) == 8
+    pictures = re.findall("<svg.*?</svg>", "".join(parts), re.DOTALL)
+    placement, conflicts, congestion, flaps, settings = map(ElementTree.fromstring, pictures)
+    paths = placement.iter("{http://www.w3.org/2000/svg}path")
+    assert sum(one.get("d", "").count("z") for one in paths) == 8
     assert "as given" in "".join(placement.itertext())
     assert "16 flows of its data-parallel rings" in "".join(conflicts.itertext())
     assert "of 16 flows" in "".join(congestion.itertext()) and "hybrid" in "".join(congestion.itertext())

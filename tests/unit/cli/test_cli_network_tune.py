@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from xml.etree import ElementTree
 
 import pytest
 
@@ -41,6 +42,18 @@ def test_people_see_reasons_and_what_is_missing(capsys):
     assert "roce_adp_retrans_en=1" in out
     found = json.loads(run(capsys, *CLUSTER, "--json")[1])
     assert all(line["reason"] for line in found["lines"])
+
+
+def test_the_picture_marks_what_is_asked_for(capsys, tmp_path):
+    out = tmp_path / "tune.svg"
+    asked = json.loads(run(capsys, *CLUSTER, "--out", str(out), "--json")[1])["lines"]
+    (pairs,) = (line["value"] for line in asked if line["name"] == "NCCL_IB_QPS_PER_CONNECTION")
+    drawn = ElementTree.parse(out).getroot()
+    marks = ["".join(one.itertext()) for one in drawn.iter("{http://www.w3.org/2000/svg}circle")]
+    assert marks[0].startswith("1: ") and marks[1].startswith(f"{pairs}: ")
+    assert marks[2].startswith("20: ")
+    sockets = run(capsys, *CLUSTER, "--what-if", "nics.transport=tcp", "--out", str(out))
+    assert sockets[0] == 2 and "RDMA" in sockets[2]
 
 
 @pytest.mark.parametrize(
