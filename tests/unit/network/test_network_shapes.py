@@ -133,8 +133,6 @@ def test_a_switch_above_others_is_a_tier_above_them() -> None:
             {"kind": "graph", "cables": [Cable(ends=("0-2", "a")), Cable(ends=("3", "b"))]},
             "no way from node 0 to port 0 of node 3",
         ),
-        ({"kind": "graph", "cables": [Cable(ends=("0-3", "leaf"), bytes_per_second=0)]}, "above 0"),
-        ({"port_bytes_per_second": 0}, "above 0"),
         ({"ports_per_switch": 2, "nodes_per_switch": 2}, "4 NIC ports"),
         ({"kind": "clos3", "nodes_per_switch": 1}, "nodes_per_pod"),
         ({"kind": "clos3", "nodes_per_switch": 2, "nodes_per_pod": 3}, "a multiple of 2"),
@@ -145,6 +143,19 @@ def test_what_cannot_be_built_is_said_in_one_line(shape: dict[str, object], told
     with pytest.raises(BadInputError, match=told) as refused:
         make(4, 2, **shape)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "fabric.port_bytes_per_second=0",
+        'fabric.cables=[{ends = ["0-31", "leaf"], bytes_per_second = 0}]',
+        "links.network.bytes_per_second=0",
+    ],
+)
+def test_a_link_of_no_capacity_is_refused_by_its_key(change: str) -> None:
+    with pytest.raises(BadInputError, match=r"bytes_per_second = 0: .*greater than 0"):
+        load_cluster("megascale-256xa100", [change])
 
 
 def test_more_than_there_is_memory_for_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
