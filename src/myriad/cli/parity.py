@@ -61,12 +61,15 @@ def parity(
     """
     from rich.console import Console
 
+    from myriad.resilience.engines.local import check_local
+
     layouts = layout or []
     if len(layouts) < 2:
         raise BadInputError("--layout", len(layouts), "give at least two")
     overrides = OverrideCommand.of(context)
     jobs = [_job(job, text, overrides, steps, keep_every) for text in layouts]
-    _check_cores(jobs, oversubscribe)
+    for resolved in jobs:
+        check_local(resolved, oversubscribe=oversubscribe)
     console = None if as_json else Console()
     with tempfile.TemporaryDirectory() as temporary:
         runs = [
@@ -94,13 +97,6 @@ def _job(name: str, layout: str, overrides: list[str], steps: int, keep_every: i
     steady = [f"optimizer.epsilon={max(given.epsilon, 1e-6)}", "data.validation_batches=0"]
     shorter = [f"optimizer.warmup_steps={min(given.warmup_steps, steps)}"]
     return load_job(name, [*overrides, *fixed, *kept, *steady, *shorter, *(f"layout.{key}" for key in keys)])
-
-
-def _check_cores(jobs: list["Job"], oversubscribe: bool) -> None:
-    from myriad.resilience.engines.local import check_cores
-
-    for job in jobs:
-        check_cores(job.layout.world, oversubscribe=oversubscribe)
 
 
 def _train(job: "Job", path: Path, layout: str, console: "Console | None") -> "Run":

@@ -19,6 +19,7 @@ from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.resilience.engines.engine import Observer, Outcome
 from myriad.resilience.engines.kept import Kept, of_module
+from myriad.resilience.engines.local_memory import check_local_memory
 from myriad.resilience.engines.supervise import see_through
 from myriad.resilience.facts import STOP_ASKED
 from myriad.resilience.listen import check_listen
@@ -47,6 +48,7 @@ def check_cores(world: int, *, oversubscribe: bool = False) -> None:
 
 def check_local(job: Job, *, oversubscribe: bool = False) -> None:
     """Refuses what this machine cannot start. Raises `BadInputError`."""
+    check_local_memory(job)
     check_cores(job.layout.world, oversubscribe=oversubscribe)
     check_listen(job.resilience.listen)
 
