@@ -19,7 +19,9 @@ def bytes_bar(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
         bars.TransferSpeedColumn(),
         bars.TimeRemainingColumn(),
     )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+    console = Console(stderr=True)
+    off = quiet or not console.is_terminal  # where nothing moves it would leave an empty line
+    with bars.Progress(*columns, console=console, transient=True, disable=off) as bar:
         task = bar.add_task("starting", total=None)
 
         def show(stage: str, done_bytes: int, total_bytes: int) -> None:
@@ -35,8 +37,8 @@ def share_bar(title: str, *, quiet: bool) -> Iterator[Callable[[str, float], Non
     from rich.console import Console
 
     columns = (bars.TextColumn(title + ": {task.description}"), bars.BarColumn(), bars.TimeElapsedColumn())
-    screen = Console(stderr=True)
-    quiet = quiet or not screen.is_terminal
-    with bars.Progress(*columns, console=screen, transient=True, disable=quiet) as bar:
+    console = Console(stderr=True)
+    off = quiet or not console.is_terminal  # where nothing moves it would leave an empty line
+    with bars.Progress(*columns, console=console, transient=True, disable=off) as bar:
         task = bar.add_task("starting", total=1.0)
         yield lambda what, done: bar.update(task, description=what, completed=done)

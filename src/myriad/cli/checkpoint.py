@@ -87,6 +87,8 @@ def _verify(path: _Path, json: _Json = False) -> None:
     else:
         for checkpoint_path, problems in found.items():
             typer.echo("\n".join(problems) if problems else f"{checkpoint_path}: whole")
+        if not found:
+            typer.echo(f"{path}: no checkpoint yet")
     if any(found.values()):
         raise typer.Exit(1)
 

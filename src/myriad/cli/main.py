@@ -4,7 +4,9 @@ whose it is.
 0 done · 1 the run failed · 2 bad input, nothing was changed · 130 interrupted
 """
 
+import errno
 import logging
+import os
 import sys
 from typing import Annotated
 
@@ -58,6 +60,17 @@ _VERBS = (
     manifests,
 )
 _USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_USERS_PLACES = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    *_FULL,
+)
+"""What is wrong with a file or folder that was named, wherever it is first touched: no bug."""
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
@@ -103,6 +116,11 @@ def main(arguments: list[str] | None = None) -> None:
         code = 130
     except BrokenPipeError:
         code = 1
+    except OSError as error:
+        if error.errno not in _USERS_PLACES or not error.filename:
+            raise
+        _tell(f"{os.fsdecode(error.filename)}: {error.strerror}")
+        code = 1 if error.errno in _FULL else 2
     sys.exit(code or 0)
 
 

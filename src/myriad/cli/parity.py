@@ -105,16 +105,18 @@ def _train(job: "Job", path: Path, layout: str, console: "Console | None") -> "R
     from myriad.run import Run
 
     if console is not None:
-        console.print(f"[bold]{layout}[/bold] ({job.layout.world} ranks)")
+        console.print(f"[bold]{layout}[/bold]")
     run = Run(path)
     if run.exists:
         raise BadInputError("--folder", str(path.parent), "must not hold earlier runs")
     run.create_or_resume(job)
     screen = open_screen(console, run, job.train.steps)
     try:
-        run_local(run, job.layout.world, threads=job.train.threads, observer=screen)
+        ended = run_local(run, job.layout.world, threads=job.train.threads, observer=screen)
     finally:
         screen.close()
+    if ended == "interrupted":
+        raise KeyboardInterrupt
     return run
 
 

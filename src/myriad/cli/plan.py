@@ -295,7 +295,9 @@ def _bar(*, quiet: bool) -> Iterator["Progress"]:
     from rich.console import Console
 
     columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn())
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as shown:
+    console = Console(stderr=True)
+    off = quiet or not console.is_terminal
+    with bars.Progress(*columns, console=console, transient=True, disable=off) as shown:
         task = shown.add_task("searching", total=None)
         move: Callable[[str, int, int], None] = lambda stage, done, total: shown.update(  # noqa: E731
             task, description=stage, completed=done, total=total

@@ -59,7 +59,7 @@ def _figures(look: "Look") -> Iterator[str]:
         yield f"MFU {mfu:.1%}{peak}{source}"
     layout = look.job.layout
     axes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("dp", "pp", "tp"))
-    yield f"{layout.world} ranks: {axes}"
+    yield f"{layout.world} rank{'' if layout.world == 1 else 's'}: {axes}"
 
 
 def _losses(losses: "Losses", width: int) -> Iterator[RenderableType]:

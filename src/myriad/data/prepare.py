@@ -75,6 +75,8 @@ def prepare(
         shutil.rmtree(output / _WORK_FOLDER, ignore_errors=True)
         return manifest
     pieces = cut_pieces(sources, options.key, min(_PIECE_BYTES, options.shard_bytes))
+    if not any(piece.size_bytes for piece in pieces):
+        raise BadInputError("INPUT", ", ".join(inputs), "files with text in them: there is none")
     with _work_folder(output, identity) as work:
         tokenizer = _tokenizer(work, pieces, options, progress)
         task = PieceWork(work, work / TOKENIZER_FILE, options.key, options.validation)

@@ -39,9 +39,13 @@ def test_help_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("arguments", [["trian"], ["sample", "nowhere"], ["sample", ".", "--tokens", "0"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["trian"], ["sample", "nowhere"], ["sample", ".", "--tokens", "0"], ["train", "tiny", "--run", "a/b"]],
+)
 def test_slips_get_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").touch()
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     err = capsys.readouterr().err

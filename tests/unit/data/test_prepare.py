@@ -127,3 +127,10 @@ def test_a_bad_record_stops_it_and_the_folder_is_no_corpus(tmp_path: Path) -> No
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", options())
     with pytest.raises(BadInputError, match=r"no manifest\.json"):
         read_manifest(tmp_path / "out")
+
+
+def test_files_without_text_are_refused_and_nothing_is_made(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(BadInputError, match="there is none"):
+        prepare([str(tmp_path / "a.txt")], tmp_path / "out", options())
+    assert not (tmp_path / "out").exists()
