@@ -150,6 +150,11 @@ def _summary_lines(name: str, manifest: "Manifest") -> list[str]:
         lines.append(
             f"  {split:<10} {tokens:>14,} tokens  {documents:>10,} documents  {text} of text  {shards}{ratio}"
         )
+    if manifest.plan.get("validation") and not manifest.num_documents("validation"):
+        lines.append(
+            "  no document fell to validation, and no validation loss will be shown: whole ones do, by chance; "
+            "give more of them (a folder of files, JSONL) or a larger --validation"
+        )
     return lines
 
 

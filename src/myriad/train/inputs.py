@@ -27,7 +27,7 @@ def open_inputs(job: Job, tell: Callable[[str], None]) -> Corpora:
     corpora = open_corpora(job.data, job.model.sequence)
     known = corpora.vocabulary
     if known is not None and known > job.model.vocabulary:
-        allowed = f"at least the corpus's {known} tokens"
+        allowed = f"at least the corpus's {known} tokens, or a corpus of fewer (data prepare --vocabulary)"
         raise BadInputError("model.vocabulary", job.model.vocabulary, allowed)
     if job.train.sample_prompt is not None and corpora.tokenizer is None:
         allowed = f"off: {paths[0]} has no tokenizer.json beside it, so no text can be made"
