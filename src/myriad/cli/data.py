@@ -152,8 +152,8 @@ def _summary_lines(name: str, manifest: "Manifest") -> list[str]:
         )
     if manifest.plan.get("validation") and not manifest.num_documents("validation"):
         lines.append(
-            "  no document fell to validation, and no validation loss will be shown: whole ones do, by chance; "
-            "give more of them (a folder of files, JSONL) or a larger --validation"
+            "  no document fell to validation (whole ones do, by chance): no validation loss will be shown; "
+            "give more of them, as a folder of files or JSONL, or a larger --validation"
         )
     return lines
 
