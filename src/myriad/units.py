@@ -8,12 +8,14 @@ __all__ = [
     "format_bytes",
     "format_count",
     "format_ranges",
+    "format_ranks",
     "format_seconds",
     "parse_bytes",
     "parse_ranges",
     "parse_rate",
 ]
 
+_MOST_RANKS = 8
 _FACTORS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -85,3 +87,16 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """ "rank 5", "ranks 8 to 15", "ranks 1, 5 and 9": for a person, who reads no 12,288 numbers."""
+    numbers = sorted(int(rank) for rank in ranks)
+    if len(numbers) < 2:
+        return f"rank {numbers[0]}" if numbers else "no rank"
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"ranks {numbers[0]} to {numbers[-1]}"
+    shown = [str(number) for number in numbers[:_MOST_RANKS]]
+    if len(numbers) > _MOST_RANKS:
+        return f"ranks {', '.join(shown)} and {len(numbers) - _MOST_RANKS} more"
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

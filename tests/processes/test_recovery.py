@@ -110,6 +110,6 @@ def test_training_does_not_notice_that_its_driver_dies_and_survives_its_executor
     acts = Acts(run, at_8=lambda: kill("driver"), at_25=lambda: kill("executor_process"))
     assert run_local(run, 4, observer=acts) == "finished"
     (fault,) = events(run, "fault")
-    assert fault["cause"] == "node" and fault["problem"] == "node 0 with ranks 0, 1, 2, 3 was lost"
+    assert fault["cause"] == "node" and fault["problem"] == "node 0 with ranks 0 to 3 was lost"
     assert len(events(run, "start")) == 2, "the driver's death ended nothing"
     assert_same_run(run, undisturbed)

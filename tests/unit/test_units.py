@@ -4,7 +4,7 @@ import pytest
 
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.units import format_ranges, parse_ranges, parse_rate
+from myriad.units import format_ranges, format_ranks, parse_ranges, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,18 @@ def test_ranges_of_ranks_are_read_and_none_fills_memory() -> None:
             parse_ranges(text, 8)
     assert format_ranges([5, 2, 3, 3, 9]) == "2-3, 5, 9"
     assert format_ranges(range(0, 9, 2), most=2) == "0, 2 and others"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ([], "no rank"),
+        ((7,), "rank 7"),
+        ((9, 7), "ranks 7 and 9"),
+        (range(8, 16), "ranks 8 to 15"),
+        ((1, 5, 9), "ranks 1, 5 and 9"),
+        (range(0, 12288, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 6136 more"),
+    ],
+)
+def test_ranks_are_told_in_few_words(ranks, told):
+    assert format_ranks(ranks) == told

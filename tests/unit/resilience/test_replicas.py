@@ -23,14 +23,15 @@ def told(replicas: Replicas, step: int, values: dict[int, int]) -> Difference | 
 def test_the_one_that_differs_from_the_majority_is_named() -> None:
     found = told(Replicas(FOUR), 10, {0: 7, 1: 7, 2: 8, 3: 7})
     assert found == Difference(10, (2,), (0, 1, 3))
-    assert found.text == "rank 2 holds other parameters than ranks 0, 1, 3 after step 10"
+    assert found.text == "rank 2 holds other parameters than ranks 0, 1 and 3 after step 10"
 
 
 def test_of_two_that_differ_both_are_suspect() -> None:
     found = told(Replicas(((0, 2), (1, 3))), 10, {0: 7, 1: 5, 2: 8, 3: 5})
     assert found == Difference(10, (0, 2), ())
     assert (
-        found.text == "ranks 0, 2 hold different parameters after step 10, and nothing says whose are wrong"
+        found.text
+        == "ranks 0 and 2 hold different parameters after step 10, and nothing says whose are wrong"
     )
 
 

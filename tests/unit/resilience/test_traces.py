@@ -86,7 +86,7 @@ def test_each_node_is_asked_for_its_own_and_a_lost_one_is_not_waited_for(tmp_pat
     assert answer.problems == ("node 1 was lost meanwhile", "node 2 has not answered")
     assert scribe.settle()
     (event,) = run.read_events()
-    assert (event["event"], event["who"], event["ranks"]) == ("trace", "ann@desk", "ranks 1, 2, 3, 4")
+    assert (event["event"], event["who"], event["ranks"]) == ("trace", "ann@desk", "ranks 1 to 4")
     assert event["problem"] == "node 1 was lost meanwhile; node 2 has not answered"
 
 

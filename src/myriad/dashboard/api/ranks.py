@@ -8,9 +8,9 @@ import numpy as np
 
 from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.api.questions import as_int
-from myriad.dashboard.insight.ranks import told_ranks
 from myriad.dashboard.insight.waiting import Standstill
 from myriad.dashboard.watched import Watched
+from myriad.units import format_ranks
 
 __all__ = ["rank", "silent", "told_silent"]
 
@@ -57,7 +57,7 @@ def told_silent(watched: Watched, still: Standstill) -> str:
         return still.sentence
     first, action = numbers[0], still.action(numbers[0])
     doing = "between two steps" if action is None else f"in {str(action.kind).replace('_', ' ')}"
-    also = f" (and for {told_ranks(numbers[1:])})" if len(numbers) > 1 else ""
+    also = f" (and for {format_ranks(numbers[1:])})" if len(numbers) > 1 else ""
     where = f"rank {first} on node {watched.ranks.node[first]}, {doing} of step {still.steps[first]}{also}"
     return f"{still.blamed[first]} ranks wait for {where}"
 

@@ -4,7 +4,7 @@ Ranks are those of the grid: ``dp pp cp tp ep``, the last axis fastest. Peers ar
 the pipeline: they compute the same layers, whichever replica they belong to and however they share matrices.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from myriad.comm.layout import AXES, Layout
 
-__all__ = ["Array", "Ranks", "told_ranks"]
+__all__ = ["Array", "Ranks"]
 
 Array = npt.NDArray[Any]
 
@@ -86,16 +86,3 @@ class Ranks:
     def ranks_of_node(self, node: int) -> Array:
         """Ascending."""
         return np.flatnonzero(self.node == node)
-
-
-def told_ranks(ranks: Sequence[int] | Array) -> str:
-    """ "rank 5", "ranks 8 to 15", "ranks 1, 5 and 9": for people."""
-    numbers = sorted(int(rank) for rank in ranks)
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"ranks {numbers[0]} to {numbers[-1]}"
-    shown = [str(number) for number in numbers[:6]]
-    if len(numbers) > 6:
-        return f"ranks {', '.join(shown)} and {len(numbers) - 6} more"
-    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

@@ -14,7 +14,8 @@ import numpy as np
 from myriad.dashboard.insight.change import changed_at
 from myriad.dashboard.insight.peers import Scores, compare, median_known
 from myriad.dashboard.insight.phase_table import PhaseTable
-from myriad.dashboard.insight.ranks import Array, Ranks, told_ranks
+from myriad.dashboard.insight.ranks import Array, Ranks
+from myriad.units import format_ranks
 
 __all__ = ["WORKING", "Straggler", "culprits", "sentence_of", "stragglers"]
 
@@ -55,7 +56,7 @@ class Straggler:
         """For people."""
         who = f"rank {self.ranks[0]} on node {self.node}"
         if self.culprit == "node":
-            who = f"node {self.node} ({told_ranks(self.ranks)})"
+            who = f"node {self.node} ({format_ranks(self.ranks)})"
         slower = f"{self.ratio - 1:.0%} slower than its peers"
         if self.ratio >= 2:
             slower = f"{self.ratio:.1f} times as long as its peers"

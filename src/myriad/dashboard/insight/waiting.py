@@ -17,8 +17,9 @@ from functools import cached_property
 import numpy as np
 
 from myriad.dashboard.insight.needs import Need, Post, ProgramNeeds
-from myriad.dashboard.insight.ranks import Array, Ranks, told_ranks
+from myriad.dashboard.insight.ranks import Array, Ranks
 from myriad.program.actions import Action
+from myriad.units import format_ranks
 
 __all__ = ["Standstill", "standstill"]
 
@@ -119,7 +120,7 @@ class Standstill:
         doing = "between two steps" if action is None else f"in {str(action.kind).replace('_', ' ')}"
         where = f"rank {first} on node {self.ranks.node[first]}, {doing} of step {int(self.steps[first])}"
         others = self.silent[1:]
-        also = f" (and for {told_ranks(others)})" if others else ""
+        also = f" (and for {format_ranks(others)})" if others else ""
         return f"{self.blamed[first]} ranks wait for {where}{also}"
 
 

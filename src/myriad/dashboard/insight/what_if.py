@@ -21,10 +21,11 @@ import numpy as np
 
 from myriad.dashboard.insight.arrivals import waits_of
 from myriad.dashboard.insight.needs import ProgramNeeds
-from myriad.dashboard.insight.ranks import Array, told_ranks
+from myriad.dashboard.insight.ranks import Array
 from myriad.dashboard.insight.step_spans import StepSpans
 from myriad.planner.simulator import Run
 from myriad.program.actions import COMPUTE, Action, Kind
+from myriad.units import format_ranks
 
 if TYPE_CHECKING:
     from myriad.planner.costs import Costs
@@ -56,7 +57,7 @@ class WhatIf:
     def sentence(self) -> str:
         """For people."""
         without, measured = _told(self.without_seconds), _told(self.measured_seconds)
-        return f"without {told_ranks(self.ranks)} the step would take {without}, not {measured}"
+        return f"without {format_ranks(self.ranks)} the step would take {without}, not {measured}"
 
 
 def what_if(step: StepSpans, heal: Collection[int], measured_seconds: float | None = None) -> WhatIf | None:

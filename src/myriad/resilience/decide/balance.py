@@ -18,12 +18,12 @@ from dataclasses import replace
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.resilience.decide.actions import TellSlow, TurnRanks
 from myriad.resilience.decide.evictions import RULES_OF_LEAVING
-from myriad.resilience.decide.incidents import told_ranks
 from myriad.resilience.decide.layers import Moved
 from myriad.resilience.decide.shifting import AS_GOOD_RATIO, Better, Shifting
 from myriad.resilience.decide.stragglers import Finding, Stragglers
 from myriad.resilience.decide.work import Work
 from myriad.resilience.facts import RankSeen
+from myriad.units import format_ranks
 
 __all__ = ["Balance", "best_shares", "step_seconds"]
 
@@ -213,7 +213,7 @@ def _tell_layers(shifting: Shifting, stragglers: Stragglers) -> TellSlow:
     """They were moved, and are as slow where they are now."""
     assert shifting.moved is not None, "it was judged"
     layers, ranks = shifting.slow_layers(), sorted(rank for of in stragglers.stages.values() for rank in of)
-    text = f"{len(layers)} layers take as long on other ranks, too: it is their work ({told_ranks(ranks)})"
+    text = f"{len(layers)} layers take as long on other ranks, too: it is their work ({format_ranks(ranks)})"
     return TellSlow(
         rule="slowness went along with layers",
         evidence={"layers": list(layers)},

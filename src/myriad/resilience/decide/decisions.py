@@ -44,7 +44,6 @@ from myriad.resilience.decide.incidents import (
     NOT_FINITE,
     SPIKE,
     Incident,
-    told_ranks,
 )
 from myriad.resilience.decide.ladder import accusation_of, count, is_of_the_node, why_hopeless
 from myriad.resilience.decide.presence import Presence
@@ -63,6 +62,7 @@ from myriad.resilience.facts import (
     RankExited,
     StopAsked,
 )
+from myriad.units import format_ranks
 
 __all__ = ["Decider"]
 
@@ -379,7 +379,7 @@ class Decider:
 
     def _lose(self, node: int, ranks: tuple[int, ...], silent: float, now: float) -> Iterator[Action]:
         name = "a node" if node == NOWHERE else f"node {node}"
-        text = f"{name} with {told_ranks(ranks)} was lost"
+        text = f"{name} with {format_ranks(ranks)} was lost"
         self._watch.drop(node)
         for rank in ranks:
             self.state.exits.setdefault(rank, _LOST)

@@ -1,7 +1,6 @@
 """A fault of an attempt: what it was, whether it is the same as an earlier one, how it is told."""
 
 import signal
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from myriad.resilience.decide.actions import Blame
@@ -16,7 +15,6 @@ __all__ = [
     "SPIKE",
     "Incident",
     "blame_text",
-    "told_ranks",
 ]
 
 OF_THE_USER = ("user", "input", "device memory", "disk")
@@ -30,8 +28,6 @@ SPIKE = "spike"
 MEMORY_FULL = ("device memory", "host memory")
 OF_THE_NODE = ("device", "hang", "link")
 """Causes for which the node is suspect at once; for any other when the same comes again without progress."""
-
-_MOST_TOLD = 16
 
 
 @dataclass(frozen=True)
@@ -86,13 +82,6 @@ def blame_text(ended: RankExited) -> str:
     how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     why = {"host memory": ", as the host's memory was full"}.get(ended.cause, "")
     return f"rank {ended.rank} {how}{why} (log: {ended.log})" + (f"\n{error}" if error else "")
-
-
-def told_ranks(ranks: Sequence[int]) -> str:
-    """For a person, who reads no 12,288 numbers."""
-    shown, more = ranks[:_MOST_TOLD], len(ranks) - _MOST_TOLD
-    text = f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, shown))}"
-    return f"{text} and {more} more" if more > 0 else text
 
 
 def _signal_name(number: int) -> str:

@@ -13,8 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from myriad.resilience.decide.incidents import told_ranks
 from myriad.resilience.facts import Digest
+from myriad.units import format_ranks
 
 __all__ = ["Difference", "Replicas"]
 
@@ -34,10 +34,10 @@ class Difference:
     @property
     def text(self) -> str:
         """For the user."""
-        who, where = told_ranks(self.suspects), f"after step {self.step}"
+        who, where = format_ranks(self.suspects), f"after step {self.step}"
         if self.others:
             holds = "holds" if len(self.suspects) == 1 else "hold"
-            return f"{who} {holds} other parameters than {told_ranks(self.others)} {where}"
+            return f"{who} {holds} other parameters than {format_ranks(self.others)} {where}"
         return f"{who} hold different parameters {where}, and nothing says whose are wrong"
 
 

@@ -27,9 +27,9 @@ from statistics import median
 from typing import Literal
 
 from myriad.resilience.decide.before import Before
-from myriad.resilience.decide.incidents import told_ranks
 from myriad.resilience.decide.work import Work
 from myriad.resilience.facts import RankSeen
+from myriad.units import format_ranks
 
 __all__ = ["Finding", "Stragglers"]
 
@@ -62,7 +62,7 @@ class Finding:
     @property
     def text(self) -> str:
         """For people."""
-        who = told_ranks(self.ranks)
+        who = format_ranks(self.ranks)
         if self.culprit == "stage":
             return f"a whole stage takes {self.ratio:.2f} times as long as before: {who}"
         what = f"node {self.node} ({who})" if self.culprit == "node" else f"{who} on node {self.node}"

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from myriad.resilience.decide.actions import DumpStacks
 from myriad.resilience.decide.culprit import find_suspects
 from myriad.resilience.decide.deadlines import Deadlines
-from myriad.resilience.decide.incidents import Incident, told_ranks
+from myriad.resilience.decide.incidents import Incident
 from myriad.resilience.decide.presence import Presence
 from myriad.resilience.decide.sightings import Sightings
 from myriad.resilience.decide.state import Plan, State
 from myriad.resilience.facts import Beat, RankSeen
+from myriad.units import format_ranks
 
 __all__ = ["Stuck", "Watch"]
 
@@ -118,7 +119,7 @@ class Watch:
             evidence |= {"why": suspicion.why}
             return DumpStacks(rule="no rank goes on", evidence=evidence, epoch=self._state.epoch, ranks=ranks)
         one = next(one for one in seen if one.rank == ranks[0])
-        text = f"{told_ranks(ranks)} hung: {suspicion.why} (stacks in the log)"
+        text = f"{format_ranks(ranks)} hung: {suspicion.why} (stacks in the log)"
         return Stuck(self._incident("no rank goes on", "hang", one, text), evidence)
 
     def _incident(self, rule: str, cause: str, one: RankSeen, text: str) -> Incident:

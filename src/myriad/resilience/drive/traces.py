@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from myriad.resilience.decide.incidents import told_ranks
 from myriad.resilience.decide.state import State
 from myriad.resilience.drive.scribe import Scribe
 from myriad.resilience.traces import Trace, TraceAnswer, TraceAsked, Traced, told_limit
 from myriad.resilience.wire import Link
 from myriad.run import Run
+from myriad.units import format_ranks
 
 __all__ = ["GRACE_SECONDS", "Traces"]
 
@@ -94,7 +94,8 @@ class Traces:
         found = tuple(line for one in told for line in one.found)
         silent = [f"node {node} has not answered" for node in sorted(lost)]
         problems = (*(line for one in told for line in one.problems), *silent)
-        fields = {"what": asked.what, "ranks": told_ranks(ranks), "seconds": asked.seconds, "who": asked.who}
+        fields = {"what": asked.what, "ranks": format_ranks(ranks), "seconds": asked.seconds}
+        fields["who"] = asked.who
         fields |= {"files": list(files[:_MOST_TOLD]), "num_files": len(files)}
         if problems:
             fields["problem"] = "; ".join(problems[:_MOST_TOLD])
@@ -111,7 +112,7 @@ def why_not(asked: TraceAsked, ranks: Sequence[int], state: State) -> str:
         return f"no rank is at work now: the run is {state.phase}"
     there = {rank for own in state.placement.values() for rank in own}
     if unknown := sorted(set(ranks) - there):
-        return f"no {told_ranks(unknown)} in this run, which has 0 to {max(there)}"
+        return f"no {format_ranks(unknown)} in this run, which has 0 to {max(there)}"
     if ended := sorted(set(ranks) & state.exits.keys()):
-        return f"{told_ranks(ended)} has ended"
+        return f"{format_ranks(ended)} has ended"
     return ""
