@@ -23,7 +23,6 @@ __all__ = [
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",
-    "start_broadcast",
     "start_reduce_scatter",
 ]
 
@@ -97,13 +96,6 @@ def start_all_to_all(
         return Pending()
     lengths = (list(out_splits) if out_splits else None, list(splits) if splits else None)
     return Pending(dist.all_to_all_single(out, x, *lengths, group=group, async_op=True))
-
-
-def start_broadcast(x: torch.Tensor, source: int, group: Group | None) -> Pending:
-    """``x`` of group rank ``source`` to all, in place."""
-    if group is None:
-        return Pending()
-    return Pending(dist.broadcast(x, group=group, group_src=source, async_op=True))
 
 
 def all_reduce(x: torch.Tensor, group: Group | None) -> torch.Tensor:

@@ -24,7 +24,7 @@ from myriad.dashboard.node_counters import NodeCounters
 from myriad.jsonl import JsonlTail, Record
 from myriad.run import Run
 
-__all__ = ["CONTENT_TYPE", "Account", "RunCollector", "RunMetrics", "Spans", "metrics_text"]
+__all__ = ["CONTENT_TYPE", "Account", "RunCollector", "RunMetrics", "Spans"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 Account = Callable[[], Mapping[str, Any]]
@@ -233,8 +233,3 @@ class RunMetrics:
     def text(self) -> bytes:
         """In Prometheus's text format, `CONTENT_TYPE`. Not for two threads at once."""
         return generate_latest(self._registry)
-
-
-def metrics_text(run: Run, account: Account | None = None) -> bytes:
-    """Of a run, once."""
-    return RunMetrics(run, account).text()

@@ -55,7 +55,7 @@ class Finisher(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """One rank's list, and where in it the tied chunk, of which two stages hold gradients, is reduced."""
 
@@ -121,7 +121,7 @@ class Runtime:
         self._pieces, self._boundary, self._groups, self._shapes = pieces, boundary, groups, shapes
         self._stage_rank, self._micro_batch, self._device = stage_rank, micro_batch, device
         self._seed, self._recorder = seed, recorder
-        self._spans: dict[int, tuple[Plan, Sequence[AbstractContextManager[None]]]] = {}
+        self._spans: dict[Plan, Sequence[AbstractContextManager[None]]] = {}
         self.outputs: dict[tuple[int, int], torch.Tensor] = {}
         """(stage, micro-batch) to the sum of what its forward gave, in this iteration."""
         self._channels: dict[Payload, Channel] = {}
@@ -184,12 +184,11 @@ class Runtime:
 
     def _spans_of(self, plan: Plan) -> Sequence[AbstractContextManager[None]]:
         """Found once: an iteration asks for none."""
-        if id(plan) not in self._spans:
-            spans = [
+        if plan not in self._spans:
+            self._spans[plan] = [
                 self._recorder.span(a.kind, a.stage, a.micro_batch, self._chunk_of(a)) for a in plan.actions
             ]
-            self._spans[id(plan)] = plan, spans
-        return self._spans[id(plan)][1]
+        return self._spans[plan]
 
     def _chunk_of(self, action: Action) -> int:
         """Of which an action's span tells; -1 where its stage has no parameters of its own."""

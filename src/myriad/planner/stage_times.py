@@ -20,8 +20,6 @@ from myriad.program.vee import vee_stage_rank
 __all__ = ["Array", "Cut", "LayerTable", "PlotTimes"]
 
 Array = npt.NDArray[np.float64]
-_TURNS = 5
-"""Forward, gradients of inputs, of weights, computed again with selective and with full recomputation."""
 
 
 class LayerTable:

@@ -32,7 +32,7 @@ from myriad.program.actions import (
 from myriad.program.timeline import ProgramError, timeline
 from myriad.program.transfers import Gaps, placements
 
-__all__ = ["lower", "lower_forward"]
+__all__ = ["lower"]
 
 _TOLERANCE = 1e-6
 
@@ -60,11 +60,6 @@ def lower(
             break
     assert best is not None, "the ordered placement never blocks for ever"
     return best
-
-
-def lower_forward(program: Program, *, zero: int) -> Program:
-    """The validation program of a schedule: forwards, their transfers and gathers."""
-    return lower(program, zero=zero, reduce="last", tied=False, training=False)
 
 
 def _computes(program: Program, training: bool) -> Program:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from myriad.dashboard.prometheus import RunMetrics, metrics_text
+from myriad.dashboard.prometheus import RunMetrics
 from myriad.jsonl import append_line
 from myriad.run import Run
 from myriad.telemetry.counters import LINK_FIELDS, RDMA_FIELDS, CounterFile, Sample
@@ -166,7 +166,7 @@ def test_there_are_series_for_nodes_and_never_for_ranks(run: Run) -> None:
 
 
 def test_a_run_of_which_nothing_is_known_yet_is_told(tmp_path: Path) -> None:
-    found = series(metrics_text(Run(tmp_path)))
+    found = series(RunMetrics(Run(tmp_path)).text())
     assert found["myriad_steps_total", ()] == 0 and math.isnan(found["myriad_ranks", ()])
 
 

@@ -17,7 +17,7 @@ from myriad.dashboard.insight.phase_table import PhaseTable
 from myriad.dashboard.insight.ranks import Array, Ranks
 from myriad.units import format_ranks
 
-__all__ = ["WORKING", "Straggler", "culprits", "sentence_of", "stragglers"]
+__all__ = ["WORKING", "Straggler", "culprits", "stragglers"]
 
 WORKING = ("compute", "data", "checkpoint", "garbage")
 """Classes of phases in which a rank does not wait for others."""
@@ -81,15 +81,6 @@ def stragglers(
 def culprits(found: Sequence[Straggler]) -> list[Straggler]:
     """Each rank or node once, with the phase that costs most."""
     return list({one.ranks: one for one in reversed(found)}.values())[::-1]
-
-
-def sentence_of(found: Sequence[Straggler]) -> str:
-    """The first, and how many others there are."""
-    told = culprits(found)
-    if not told:
-        return "no rank is slower than its peers"
-    others = {1: "", 2: "; so is 1 other"}.get(len(told), f"; so are {len(told) - 1} others")
-    return told[0].sentence + others
 
 
 def _of_phase(
