@@ -1,4 +1,4 @@
-"""From timings of a machine to the constants of the cost model. No devices here: others take the timings.
+"""From timings of compute to the constants of an accelerator. No devices here: others take the timings.
 
 Relative errors count, so that a small operator weighs as much as a large one:
 
@@ -6,7 +6,6 @@ Relative errors count, so that a small operator weighs as much as a large one:
     attention    rate, half length, backward    by attended pairs, slower for short sequences
     layers       launch, stream and weights     what whole layers take above their products and attention
     heads        loss rate                      what the head takes above its product and norm
-    transfers    seconds of an empty one, rate  a line through sizes
 
 Layers are fitted last and through `layers` itself: seconds there are linear in the launch and in the inverses
 of the rates of streams and of weights, so these come out as whatever makes real layers take what they take.
@@ -14,40 +13,29 @@ of the rates of streams and of weights, so these come out as whatever makes real
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
 
 import numpy as np
-import numpy.typing as npt
 
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster import Accelerator, Cluster, Float32, Link, Links
 from myriad.planner.costs import computed_pairs
 from myriad.planner.layers import LayerTimes, Slice, block_times, head_times
+from myriad.planner.least_squares import ENDLESS, least_squares, relative_fit
 from myriad.planner.work import Practice
 from myriad.program.config import OverlapConfig
 
 __all__ = [
     "AttentionTime",
     "LayerTime",
-    "Line",
     "ProductTime",
-    "TensorTime",
     "TypeFit",
     "TypeTimes",
     "block_seconds",
     "fit_accelerator",
-    "fit_line",
-    "fit_tensor",
     "fit_type",
     "head_seconds",
 ]
 
-_Floats = npt.NDArray[np.float64]
-_ENDLESS = 1e30
-_EXPOSED_CROSSINGS, _HIDDEN_CROSSINGS = 8.0, 2.0
-"""Of a block: a gather and a scatter for attention and MLP each, in both directions, and in the backward what
-the gathers brought, again."""
-_TENSOR_TURNS, _MOST_BUSY = 5, 2.0
 _SATURATIONS = np.concatenate([[0.0], np.geomspace(0.5, 2048, 97)])
 
 
@@ -84,21 +72,6 @@ class LayerTime:
 
 
 @dataclass(frozen=True)
-class TensorTime:
-    """What crossings add to one block and micro-batch, forward and backward, cut among two ranks."""
-
-    num_bytes: float
-    """Of the tensor that crosses, whole."""
-    compute_seconds: float
-    """Of the block without crossings."""
-    added_seconds: float
-    """When each is waited for where it is posted."""
-    num_parts: float
-    added_overlapped_seconds: float
-    """When so many parts take turns, and one's crossing travels behind another's compute."""
-
-
-@dataclass(frozen=True)
 class TypeTimes:
     """What was timed in one type."""
 
@@ -124,48 +97,6 @@ class TypeFit:
     flash_backward: float
 
 
-@dataclass(frozen=True)
-class Line:
-    """Seconds of a transfer: an empty one, and what each byte adds."""
-
-    empty_seconds: float
-    bytes_per_second: float
-
-
-def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """``empty + bytes / rate``."""
-    empty, each = _non_negative(np.stack([np.ones(len(sizes)), np.asarray(sizes)], 1), np.asarray(seconds))
-    return Line(float(empty), float(1 / max(each, 1 / _ENDLESS)))
-
-
-def fit_tensor(times: Sequence[TensorTime], node: Link) -> Link:
-    """Tensor-parallel crossings as they are in blocks, as `myriad.planner.layers` counts them: cut in parts,
-    each part begins anew, and all but the first travel behind compute."""
-    halves = np.array([one.num_bytes / 2 for one in times])
-    parts = np.array([one.num_parts for one in times])
-    least = 1e-3 * np.array([one.added_seconds for one in times]).max()
-    added, overlapped = (
-        np.maximum([getattr(one, name) for one in times], least)
-        for name in ("added_seconds", "added_overlapped_seconds")
-    )
-    compute, busy = np.array([one.compute_seconds for one in times]), node.busy_ratio
-    for _ in range(_TENSOR_TURNS):
-        count = _EXPOSED_CROSSINGS + _HIDDEN_CROSSINGS * busy
-        empty, each = _non_negative(count * np.stack([np.ones(len(times)), halves], 1), added)
-        whole = _EXPOSED_CROSSINGS * (empty * parts + each * halves)
-        behind = np.minimum(whole * (1 - 1 / parts), 2 / 3 * compute)  # forward, gradients of inputs
-        ratios = (overlapped - whole + behind) / (behind + _HIDDEN_CROSSINGS * (empty + each * halves))
-        if (parts > 1).any():
-            busy = float(np.clip(np.median(ratios[parts > 1]), 0.0, _MOST_BUSY))
-    return node.model_copy(
-        update={
-            "bytes_per_second": 1 / max(each, 1 / _ENDLESS),
-            "launch_seconds": max(0.0, empty - node.latency_seconds),
-            "busy_ratio": busy,
-        }
-    )
-
-
 def fit_type(times: TypeTimes, sweep_bytes_per_second: float) -> TypeFit:
     """All that depends on the type."""
     rate, saturation = _fit_products(times.products)
@@ -186,8 +117,8 @@ def fit_type(times: TypeTimes, sweep_bytes_per_second: float) -> TypeFit:
         flash_half_length=half,
         flash_backward=backward,
         launch_seconds=0.0,
-        stream_bytes_per_second=_ENDLESS,
-        weights_bytes_per_second=_ENDLESS,
+        stream_bytes_per_second=ENDLESS,
+        weights_bytes_per_second=ENDLESS,
     )
     layers = _fit_layers(times.layers, times.value_bytes, known)
     known = known.model_copy(update=layers)
@@ -240,25 +171,6 @@ def fit_accelerator(
     )
 
 
-def _non_negative(columns: _Floats, seconds: _Floats) -> _Floats:
-    """Least squares of relative errors, of coefficients that are not negative."""
-    return _least_squares(columns / seconds[:, None], np.ones(len(seconds)))
-
-
-def _least_squares(columns: _Floats, values: _Floats) -> _Floats:
-    """The best whose coefficients are not negative: one of those that are positive for some columns and 0
-    for the others. There are few columns."""
-    count = columns.shape[1]
-    best, least = np.zeros(count), float((values**2).sum())
-    for kept in chain.from_iterable(combinations(range(count), size) for size in range(1, count + 1)):
-        found = np.zeros(count)
-        found[list(kept)] = np.linalg.lstsq(columns[:, kept], values, rcond=None)[0]
-        error = float(((columns @ found - values) ** 2).sum())
-        if (found >= 0).all() and error < least:
-            best, least = found, error
-    return best
-
-
 def _fit_products(products: Sequence[ProductTime]) -> tuple[float, float]:
     """Rate of endless inner lengths, and the length of half that rate. A call of the library, which is part
     of what a layer's operators take, is fitted beside them."""
@@ -269,9 +181,9 @@ def _fit_products(products: Sequence[ProductTime]) -> tuple[float, float]:
     errors, rates = [], []
     for saturation in _SATURATIONS:
         unit = 2 * m * n * (k + saturation)
-        found = _non_negative(np.stack([unit, ones], 1), seconds)
+        found = relative_fit(np.stack([unit, ones], 1), seconds)
         errors.append(float(((np.stack([unit, ones], 1) @ found / seconds - 1) ** 2).sum()))
-        rates.append(1 / max(found[0], 1 / _ENDLESS))
+        rates.append(1 / max(found[0], 1 / ENDLESS))
     best = int(np.argmin(errors))
     # `matmul_seconds` reaches the achievable rate at an inner length of 8,192
     saturation = float(_SATURATIONS[best])
@@ -288,8 +200,8 @@ def _fit_attention(attentions: Sequence[AttentionTime]) -> tuple[float, float, f
         np.array([getattr(one, name) for one in attentions])
         for name in ["forward_seconds", "backward_seconds"]
     )
-    each, short, call = _non_negative(np.stack([flops, flops / lengths, np.ones(len(flops))], 1), forward)
-    each = max(each, short / 4096, 1 / _ENDLESS)
+    each, short, call = relative_fit(np.stack([flops, flops / lengths, np.ones(len(flops))], 1), forward)
+    each = max(each, short / 4096, 1 / ENDLESS)
     ratios = (backward - call) / np.maximum(forward - call, 0.1 * forward)
     return float(1 / each), float(short / each), float(max(1.0, np.median(ratios)))
 
@@ -306,11 +218,11 @@ def _fit_layers(layers: Sequence[LayerTime], value_bytes: int, known: Accelerato
     ]
     left = np.maximum(seconds - base, 0.01 * seconds)
     rows = np.stack([column - base for column in columns], 1)
-    launch, stream, weights = _least_squares(rows / seconds[:, None], left / seconds)
+    launch, stream, weights = least_squares(rows / seconds[:, None], left / seconds)
     return {
         "launch_seconds": float(launch),
-        "stream_bytes_per_second": float(1 / max(stream, 1 / _ENDLESS)),
-        "weights_bytes_per_second": float(1 / max(weights, 1 / _ENDLESS)),
+        "stream_bytes_per_second": float(1 / max(stream, 1 / ENDLESS)),
+        "weights_bytes_per_second": float(1 / max(weights, 1 / ENDLESS)),
     }
 
 
@@ -318,7 +230,7 @@ def _fit_loss(heads: Sequence[LayerTime], value_bytes: int, known: Accelerator) 
     """The rate at which the loss goes over logits: what is left of a head."""
     each = []
     for one in heads:
-        free = head_seconds(one, value_bytes, known.model_copy(update={"loss_bytes_per_second": _ENDLESS}))
+        free = head_seconds(one, value_bytes, known.model_copy(update={"loss_bytes_per_second": ENDLESS}))
         slow = head_seconds(one, value_bytes, known.model_copy(update={"loss_bytes_per_second": 1.0}))
         each.append(max(one.seconds - free, 0.01 * one.seconds) / (slow - free))
     return float(1 / np.median(each))

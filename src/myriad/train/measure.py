@@ -33,13 +33,11 @@ from myriad.planner.machine import (
     AttentionTime,
     LayerTime,
     ProductTime,
-    TensorTime,
     TypeTimes,
     fit_accelerator,
-    fit_line,
-    fit_tensor,
     fit_type,
 )
+from myriad.planner.machine_links import TensorTime, fit_line, fit_tensor
 from myriad.train.cluster_file import CLUSTER_NAME, find_cluster_file, processor_name, write_cluster
 from myriad.train.measure_compute import Pace, sweep_bytes_per_second, time_type, turns_ratio
 from myriad.train.measure_links import LinkTimes, time_links

@@ -21,7 +21,7 @@ from myriad.model.boundary import Arrived, Arriving, Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.parts import num_parts
 from myriad.parallel.tensor import GroupBoundary
-from myriad.planner.machine import TensorTime
+from myriad.planner.machine_links import TensorTime
 from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder
 from myriad.train.measure_compute import stack_of_blocks

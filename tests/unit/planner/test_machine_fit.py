@@ -12,14 +12,12 @@ from myriad.planner.machine import (
     AttentionTime,
     LayerTime,
     ProductTime,
-    TensorTime,
     TypeTimes,
     block_seconds,
-    fit_line,
-    fit_tensor,
     fit_type,
     head_seconds,
 )
+from myriad.planner.machine_links import TensorTime, fit_line, fit_tensor
 from myriad.planner.operators import flash_seconds, matmul_seconds
 from myriad.planner.work import Practice
 from myriad.program.config import OverlapConfig
