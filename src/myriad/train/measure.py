@@ -146,7 +146,7 @@ def _link(ranks: Sequence[LinkTimes]) -> Link:
         skew_seconds=0.0,
         achievable_ratio=1.0,
         small_group_loss=0.0,
-        busy_ratio=min(1.0, sum(rank.busy_ratio for rank in ranks) / len(ranks)),
+        busy_ratio=min(2.0, sum(rank.busy_ratio for rank in ranks) / len(ranks)),
     )
 
 
