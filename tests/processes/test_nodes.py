@@ -206,4 +206,5 @@ def test_nothing_of_a_run_with_several_nodes_is_left_behind(tmp_path: Path, corp
     acts = Acts(run, (reached(run, 5), lambda: left.extend(descendants())))
     assert run_local(run, 2, observer=acts) == "finished"
     assert len(left) > 8
-    wait_until(lambda: not any(map(is_alive, left)), 60)  # a keeper waits half a minute for its first rank
+    # a keeper waits half a minute for its first rank, and a minute where it has not heard a rank's good-bye
+    wait_until(lambda: not any(map(is_alive, left)), 120)
