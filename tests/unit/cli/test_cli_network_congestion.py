@@ -56,7 +56,6 @@ def test_at_the_flow_level_controls_do_not_differ(capsys) -> None:
         (("--level", "quantum"), "--level = 'quantum': one of flow, fluid, packet"),
         (("--hosts", "2"), "hosts = 2: from 8 to 1024"),
         (("--out", "picture.gif"), "--out = 'picture.gif'"),
-        (("--level", "packet", "--scenario", "many-to-one"), "not for many-to-one"),
         (("--level", "packet", "--scenario", "ring", "--hosts", "257"), "at most 256 at the packet level"),
     ],
 )

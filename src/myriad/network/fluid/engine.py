@@ -235,24 +235,15 @@ def _hear(net: Net, senders: Senders, kind: int, numbers: Any, step: int, trip: 
         num, is_marked = _whole(senders, flow, acked / PACKET_BYTES, signal[2, flow])
         if kind == 0 and is_marked:
             hear_dcqcn(senders, numbers[0], flow, now)
-        elif kind == 1 and num > 0:
-            hear_swift(senders, numbers[1], flow, now, num * float(PACKET_BYTES), delay, net.hops[flow])
-            _pace(net, senders, flow, delay)
+        elif kind == 1:
+            hear_swift(senders, numbers[1], flow, now, acked, delay, net.hops[flow])
         elif kind == 2:
             hear_hpcc(senders, numbers[2], flow, now, delay, signal[3, flow], trip, net.step_seconds / trip)
         elif kind == 3 and num > 0:
             acked, base = num * float(PACKET_BYTES), net.base_seconds[flow]
             hear_hybrid(senders, numbers[3], flow, now, acked, delay, base, is_marked)
-            _pace(net, senders, flow, delay)
         signal[0, flow] = 0.0
     return marks
-
-
-@numba.njit()
-def _pace(net: Net, senders: Senders, flow: int, delay: float) -> None:
-    """Below one packet a window is a rate: one packet each (round trip / window)."""
-    window = senders.window[flow]
-    senders.rate[flow] = net.line[flow] if window >= PACKET_BYTES else window / delay
 
 
 @numba.njit()
@@ -314,4 +305,4 @@ def _wanted(net: Net, senders: Senders, flow: int, size: Any, begin: Any, now: f
         return 0.0
     under_way = senders.sent[flow] - senders.acked[flow]
     most = min(senders.rate[flow] * net.step_seconds, size[flow] - senders.sent[flow])
-    return max(0.0, min(most, max(senders.window[flow], PACKET_BYTES) - under_way))
+    return max(0.0, min(most, senders.window[flow] - under_way))

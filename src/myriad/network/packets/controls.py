@@ -60,7 +60,7 @@ def begin(flow: Any, knobs: Any, now: Any) -> None:
         flow.reference = min(knobs.trip_ps / flow.line_ps_per_byte, knobs.start_bytes)
         _set_bytes(flow, knobs, flow.reference)
     elif knobs.kind == SWIFT or knobs.kind == HYBRID:
-        _set_packets(flow, knobs, held / knobs.full_bytes)
+        _set_packets(flow, knobs, held / knobs.full_bytes, now)
         flow.former_window = flow.window
 
 
@@ -86,7 +86,7 @@ def lost(flow: Any, knobs: Any, now: Any) -> None:
         flow.cut_ps = now
         flow.step_ps = now
         flow.stage = 0
-        _set_packets(flow, knobs, flow.window * (1 - knobs.largest_cut))
+        _set_packets(flow, knobs, flow.window * (1 - knobs.largest_cut), now)
 
 
 @compiled
@@ -181,16 +181,19 @@ def _set_rate(flow: Any, rate: Any) -> None:
 
 
 @compiled
-def _set_packets(flow: Any, knobs: Any, window: Any) -> None:
+def _set_packets(flow: Any, knobs: Any, window: Any, now: Any) -> None:
     window = min(max(window, knobs.min_window), knobs.max_window)
     flow.window = window
     flow.limit_packets = min(max(1, int(window)), knobs.most_packets)
-    if window < 1:
-        flow.pace_ps_per_byte = flow.round_trip_ps / (window * knobs.full_bytes)
-    else:
-        # A time to send at is kept while the window is below one packet, and void from there on (swift.cpp,
-        # send_packets).
-        flow.pace_ps_per_byte, flow.next_send_ps = 0.0, 0
+    # A time to send at is counted from the last packet, kept while the window is below one packet, and void
+    # from there on (swift.cpp, send_packets).
+    if window >= 1:
+        flow.pace_ps_per_byte, flow.next_send_ps = 0.0, min(flow.next_send_ps, now)
+        return
+    pace = flow.round_trip_ps / (window * knobs.full_bytes)
+    if flow.pace_ps_per_byte == 0:
+        flow.next_send_ps += int(knobs.full_bytes * pace)
+    flow.pace_ps_per_byte = pace
 
 
 @compiled
@@ -225,7 +228,7 @@ def _swift(flow: Any, knobs: Any, round_trip: Any, num_new: Any, now: Any) -> No
     elif now - flow.cut_ps >= round_trip:
         flow.cut_ps = now
         window *= max(1 - knobs.beta * (round_trip - target) / round_trip, 1 - knobs.largest_cut)
-    _set_packets(flow, knobs, window)
+    _set_packets(flow, knobs, window, now)
 
 
 @compiled
@@ -248,7 +251,7 @@ def _hybrid(flow: Any, knobs: Any, round_trip: Any, num_new: Any, is_marked: Any
             flow.stage += 1
             if flow.stage > knobs.recovery_steps:
                 window += max(flow.former_window - window, 0.0) / 2
-    _set_packets(flow, knobs, window)
+    _set_packets(flow, knobs, window, now)
 
 
 @compiled
