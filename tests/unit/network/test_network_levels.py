@@ -38,6 +38,16 @@ def test_fluid_and_packets_see_the_same_dcqcn(of: str) -> None:
     assert fluid.queue_p99_bytes == pytest.approx(packet.queue_p99_bytes, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("name", "of"), [("incast", "hpcc"), ("all-to-all", "hpcc"), ("many-to-one", "swift")]
+)
+def test_fluid_and_packets_take_as_long(name: str, of: str) -> None:
+    """HPCC's wait for its rate follows the rate; a window below one packet is paced only as long as it is."""
+    case = scenario(name, 16, scale=0.5)
+    fluid, packet = (measure(case, of, control(of), level) for level in ("fluid", "packet"))
+    assert fluid.seconds == pytest.approx(packet.seconds, rel=0.05)
+
+
 def test_fairness_is_one_where_all_are_equal_and_1_over_n_where_one_has_all() -> None:
     assert jain(np.ones(5)) == 1
     assert jain(np.array([1.0, 0, 0, 0])) == 0.25
