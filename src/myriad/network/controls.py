@@ -81,12 +81,12 @@ class Dcqcn:
         return cls(
             gain=1 / 256,  # [D] table 14
             alpha_timer_seconds=55 * _MICRO,  # [D] table 14
-            cnp_interval_seconds=50 * _MICRO,  # [D] section 3.1 and figure 14
-            cut_interval_seconds=0,  # [D] figure 7: each CNP cuts
+            cnp_interval_seconds=50 * _MICRO,  # [D] section 3
+            cut_interval_seconds=0,  # [D] section 3: each CNP cuts
             largest_cut_ratio=0.5,  # [D] equation 1: alpha / 2, alpha at most 1
             increase_timer_seconds=55 * _MICRO,  # [D] table 14
             increase_bytes=10e6,  # [D] table 14
-            fast_recovery_steps=5,  # [D] section 3.1
+            fast_recovery_steps=5,  # [D] section 3
             additive_bytes_per_second=40 * _MBIT,  # [DS] RATE_AI
             hyper_bytes_per_second=200 * _MBIT,  # [DS] RATE_HAI
             min_bytes_per_second=100 * _MBIT,  # [HS] MIN_RATE of mix/config.txt
@@ -141,7 +141,7 @@ class Dcqcn:
 
 @dataclass(frozen=True)
 class Swift:
-    """A window against a target of the round-trip time ([S] section 3).
+    """A window against a target of the round-trip time ([S]).
 
     delay < target: window += additive_packets per round trip; else, once per round trip,
     window *= max(1 - beta (delay - target) / delay, 1 - largest_cut_ratio)
@@ -189,7 +189,7 @@ class Swift:
 
 @dataclass(frozen=True)
 class Hpcc:
-    """A window from what switches write into packets ([H] section 3, algorithm 1).
+    """A window from what switches write into packets ([H] algorithm 1).
 
     U_j = queue_j / (rate_j x base round trip) + sent_j / rate_j, the largest of all links j, averaged over a
     round trip; U >= target or max_stage increases since the last such: window = reference / (U / target) +

@@ -44,7 +44,7 @@ LINE_RATE, DCQCN, SWIFT, HPCC, HYBRID = range(5)
 
 @compiled
 def begin(flow: Any, knobs: Any, now: Any) -> None:
-    """A flow starts at line rate, and with a window of what an empty network holds (HPCC, section 3.2), or
+    """A flow starts at line rate, and with a window of what an empty network holds (HPCC), or
     with as many bytes on their way as is asked for."""
     flow.limit_packets = knobs.most_packets
     flow.pace_ps_per_byte = 0.0

@@ -60,7 +60,7 @@ def _dcqcn_knobs(control: Dcqcn) -> dict[str, float]:
 
 
 def _window_knobs(control: Swift | Hybrid) -> dict[str, float]:
-    """Swift, SIGCOMM 2020, section 3.1: range x (1 / sqrt(w) - 1 / sqrt(max)) / (1 / sqrt(min) - 1 /
+    """Swift, SIGCOMM 2020: range x (1 / sqrt(w) - 1 / sqrt(max)) / (1 / sqrt(min) - 1 /
     sqrt(max))."""
     low, high = control.scaling_min_packets**-0.5, control.scaling_max_packets**-0.5
     slope = control.scaling_range_seconds * _PS / (low - high)
