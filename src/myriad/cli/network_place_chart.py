@@ -16,7 +16,7 @@ import numpy as np
 
 from myriad.cli.svg import text
 
-__all__ = ["TIERS", "Drawn", "draw"]
+__all__ = ["TIERS", "Drawn", "draw", "spell"]
 
 _text = partial(text, ink="#16202c")
 
@@ -115,11 +115,11 @@ def _bytes(arrangements: Sequence[Drawn], top: float) -> tuple[list[str], float]
 def _seconds(
     arrangements: Sequence[Drawn], job: int, name: str, plain: float, top: float
 ) -> tuple[list[str], float]:
-    parts = [_text(24, top, f"iteration of {name}: p5, p50 and p95; line: {plain:.4g} s, without switches")]
+    parts = [_text(24, top, f"iteration of {name}: p5, p50 and p95; line: {spell(plain)}, without switches")]
     spread = [np.percentile(one.seconds[job], (5, 50, 95)) for one in arrangements]
     most = max(float(found[2]) for found in spread)
     low = min(plain, *(float(found[0]) for found in spread)) * 0.98
-    scale = (_RIGHT - _LEFT - 130) / max(most - low, 1e-9)
+    scale = (_RIGHT - _LEFT - 150) / max(most - low, 1e-9)
     top += 10
     at = _LEFT + (plain - low) * scale
     tall = 24 * len(arrangements)
@@ -127,12 +127,18 @@ def _seconds(
     for one, (first, middle, last) in zip(arrangements, spread, strict=True):
         y, x, end = top + 12, _LEFT + (first - low) * scale, _LEFT + (last - low) * scale
         parts.append(_text(_LEFT - 10, y + 4, one.name, "end"))
-        hint, half = f"p5 {first:.4g} s, p50 {middle:.4g} s, p95 {last:.4g} s", _LEFT + (middle - low) * scale
+        hint = f"p5 {spell(first)}, p50 {spell(middle)}, p95 {spell(last)}"
+        half = _LEFT + (middle - low) * scale
         parts.append(_box(x, y - 5, max(end - x, 2.0), 10, "#9db7d5", hint))
         parts.append(_box(half - 1.5, y - 8, 3, 16, "#1f5fa8", hint))
-        parts.append(_text(end + 8, y + 4, f"{middle:.4g} s, p95 {last:.4g} s"))
+        parts.append(_text(end + 8, y + 4, f"{spell(middle)}, p95 {spell(last)}"))
         top += 24
     return parts, top
+
+
+def spell(seconds: float) -> str:
+    """Of an iteration."""
+    return f"{seconds:.4g} s" if seconds >= 0.1 else f"{seconds * 1e3:.4g} ms"
 
 
 def _legend(entries: Sequence[tuple[str, str]], top: float) -> list[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from myriad.cli.network_place_chart import TIERS, Drawn, draw
+from myriad.cli.network_place_chart import TIERS, Drawn, draw, spell
 from myriad.job import Job
 from myriad.network.fabric import Fabric
 from myriad.network.placement import Neighbourhoods
@@ -160,20 +160,22 @@ def _show_job(console: "Console", placed: Placed, job: int, title: str) -> None:
     from rich.table import Table
 
     plain = placed.plain_seconds[job]
-    told = f"{title}: {plain:.4g} s an iteration as predicted without switches"
+    told = f"{title}: {spell(plain)} an iteration as predicted without switches"
     table = Table(box=None, title=told, title_justify="left", title_style="bold", pad_edge=False)
     table.add_column("", no_wrap=True)
-    for name in (*(f"TB {tier}" for tier in TIERS), "meet", "slowest ring", "p50 s", "p95 s"):
+    for name in (*(f"TB {tier}" for tier in TIERS), "meet", "slowest ring", "p50", "p95"):
         table.add_column(name, justify="right")
     for row in placed.verdicts:
         one = row[job]
         p50, p95 = np.percentile(one.seconds, (50, 95))
         cells = [_terabytes(size) for size in one.tier_bytes]
         rings = f"{np.median(one.slowest_ring):.2f}"
-        ends = (f"{one.shared_ratio:.1%}", rings, f"{p50:.4g}", f"{p95:.4g}")
+        ends = (f"{one.shared_ratio:.1%}", rings, spell(p50), spell(p95))
         table.add_row(one.arrangement.name, *cells, *ends)
     console.print(table)
 
 
 def _terabytes(num_bytes: float) -> str:
+    if 0 < num_bytes < 1e10:
+        return "<0.01"
     return f"{num_bytes / 1e12:,.0f}" if num_bytes >= 1e14 else f"{num_bytes / 1e12:.3g}"
