@@ -105,9 +105,9 @@ def _bytes(arrangements: Sequence[Drawn], top: float) -> tuple[list[str], float]
         parts.append(_text(_LEFT - 10, top + 12, one.name, "end"))
         for name, colour, size in list(zip(TIERS, _TIER_COLOURS, one.tier_bytes, strict=True))[1:]:
             width = (_RIGHT - _LEFT - 90) * size / most
-            parts.append(_box(x, top, width, 16, colour, f"{name}: {size / 1e12:.3g} TB"))
+            parts.append(_box(x, top, width, 16, colour, f"{name}: {_size(size)}"))
             x += width
-        parts.append(_text(x + 6, top + 12, f"{sum(one.tier_bytes[1:]) / 1e12:.3g} TB"))
+        parts.append(_text(x + 6, top + 12, _size(sum(one.tier_bytes[1:]))))
         top += 24
     return parts, top
 
@@ -134,6 +134,13 @@ def _seconds(
         parts.append(_text(end + 8, y + 4, f"{spell(middle)}, p95 {spell(last)}"))
         top += 24
     return parts, top
+
+
+def _size(num_bytes: float) -> str:
+    unit, scale = next(
+        (pair for pair in (("TB", 1e12), ("GB", 1e9)) if num_bytes >= pair[1] / 10), ("MB", 1e6)
+    )
+    return f"{num_bytes / scale:.3g} {unit}"
 
 
 def spell(seconds: float) -> str:

@@ -164,7 +164,7 @@ def _show_job(console: "Console", placed: Placed, job: int, title: str) -> None:
     table = Table(box=None, title=told, title_justify="left", title_style="bold", pad_edge=False)
     table.add_column("", no_wrap=True)
     for name in (*(f"TB {tier}" for tier in TIERS), "meet", "slowest ring", "p50", "p95"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=name in ("p50", "p95"))
     for row in placed.verdicts:
         one = row[job]
         p50, p95 = np.percentile(one.seconds, (50, 95))

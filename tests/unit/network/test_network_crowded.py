@@ -38,8 +38,11 @@ def test_what_ports_hold_up_is_no_conflict() -> None:
     fabric = _fabric()
     ring = ring_flows(fabric, np.arange(64), 8)
     both = Flows(
-        *(np.concatenate(pair) for pair in ((ring.source, ring.target), (ring.target, ring.source))),
-        *(np.tile(getattr(ring, name), 2) for name in ("num_bytes", "start_seconds", "entropy")),
+        source=np.concatenate([ring.source, ring.target]),
+        target=np.concatenate([ring.target, ring.source]),
+        num_bytes=np.ones(128),
+        start_seconds=np.zeros(128),
+        entropy=np.zeros(128, dtype=np.uint16),
     )
     assert on_ports(fabric, both) == pytest.approx(12.5e9)
     routes = Routes(fabric)
