@@ -11,14 +11,14 @@ COLOURS: dict[Kind, str] = {
     "training": "#3a8f5c",
     "lost": "#b3403a",
     "saving": "#e8c547",
-    "validating": "#4fb0c6",
+    "validating": "#87c7d1",
     "slow": "#8f7fc9",
     "detecting": "#1f5fa8",
-    "diagnosing": "#2a8a99",
+    "diagnosing": "#348495",
     "restarting": "#b07c1e",
     "planned": "#9fb3a4",
     "waiting": "#6b6b6b",
-    "person": "#d98cb3",
+    "person": "#d78bb0",
 }
 _WIDTH, _HEIGHT = 1000.0, 34.0
 

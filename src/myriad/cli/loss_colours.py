@@ -1,22 +1,23 @@
-"""What a step's losses look like, in the terminal and on the page alike. Told apart without red and green."""
+"""What a step's losses look like, in the terminal, in the report and on the page alike: colour-blind eyes
+tell them apart too (`tests/browser/test_page_colours.py`)."""
 
 __all__ = ["COLOURS", "MEANING", "USEFUL"]
 
-USEFUL = "#2f6fb3"
+USEFUL = "#17407a"
 """Model FLOPs at the peak."""
 COLOURS = {
-    "slower than peak": "#8fb8de",
-    "bubble": "#e0a526",
-    "slower ranks": "#b3403a",
-    "tensor": "#6f5aa8",
-    "pipeline": "#a58fd0",
-    "data parallel": "#4a9a9a",
-    "data": "#d98cb3",
-    "optimizer": "#8a9099",
-    "checkpoint": "#c9b458",
-    "garbage": "#7a4f2a",
-    "evaluation": "#4fb0c6",
-    "other": "#c9ced6",
+    "slower than peak": "#5ea1ff",
+    "bubble": "#cba305",
+    "slower ranks": "#8f7fc9",
+    "tensor": "#7a4fa3",
+    "pipeline": "#dd7f52",
+    "data parallel": "#f2cda9",
+    "data": "#e9cd21",
+    "optimizer": "#909fb2",
+    "checkpoint": "#8c6d4f",
+    "garbage": "#e75d9e",
+    "evaluation": "#87c7d1",
+    "other": "#7d8894",
 }
 MEANING = {
     "slower than peak": "computes that take longer than at the peak, and what is computed again",

@@ -1,6 +1,7 @@
 /**
  * Colours, the same in both themes' meaning and safe for colour-blind eyes: blue against orange for faster and
- * slower, cividis for amounts. As 32-bit words (0xAABBGGRR) for rasters, as text for everything else.
+ * slower, cividis for amounts, and no two kinds of time that look alike without red, green or blue cones
+ * (`tests/browser/test_page_colours.py` measures it). As 32-bit words (0xAABBGGRR) for rasters, as text for everything else.
  */
 
 /** @typedef {"light" | "dark"} Theme */
@@ -12,55 +13,56 @@ const SLOW_AND_FAST = {
 /** In both themes the slowest end is told from all others by lightness too. */
 const CIVIDIS = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"];
 
-export const UNKNOWN = { light: "#d3c9dd", dark: "#4a4154" };
+/** Of who has no value: grey where others are blue or orange, off the way from blue to yellow else. */
+const UNKNOWN = { z: { light: "#777777", dark: "#999999" }, ms: { light: "#ccddee", dark: "#332211" } };
 
 /** Waiting has the warm colours, pale because there is much of it: arrows and work stand out. */
 const SPAN_COLOURS = {
-  forward: "#5b94d6",
-  backward: "#3f9e74",
-  backward_input: "#2f9c97",
-  backward_weight: "#e2a63b",
-  load: "#d9c02f",
-  step: "#93a1b3",
-  update: "#93a1b3",
+  forward: "#5ea1ff",
+  backward: "#4ba37a",
+  backward_input: "#25938e",
+  backward_weight: "#e0a02e",
+  load: "#e9cd21",
+  step: "#909fb2",
+  update: "#909fb2",
   tensor_comm: "#7a4fa3",
   checkpoint_copy: "#8c6d4f",
-  collect_garbage: "#d66aa5",
-  evaluate: "#4fb0c6",
+  collect_garbage: "#e75d9e",
+  evaluate: "#87c7d1",
 };
 const PIPELINE = "exchange wait receive";
 const DATA = "gather await_gather reduce await_reduce gather_tied reduce_tied sync_tied clip";
 const POSTS = "start_gather start_reduce send release";
 for (const name of PIPELINE.split(" ")) SPAN_COLOURS[name] = "#dd7f52";
 for (const name of DATA.split(" ")) SPAN_COLOURS[name] = "#f2cda9";
-for (const name of POSTS.split(" ")) SPAN_COLOURS[name] = "#c3b9e6";
+for (const name of POSTS.split(" ")) SPAN_COLOURS[name] = "#cabdfb";
 /** Names of spans of a program that trains nothing begin so. */
 export const INSIDE_EVALUATION = "evaluate_";
 const OTHERS = ["#5f8aa6", "#9c7b55", "#6f8f4f", "#a86a8f", "#7580a8"];
 
 /** Of each class of time (`myriad.telemetry.records.CLASSES`) and each line of the ledger (as in the report). */
 const CLASS_COLOURS = {
-  compute: "#5b94d6",
+  compute: "#5ea1ff",
   tp: "#7a4fa3",
   pp: "#dd7f52",
   dp: "#f2cda9",
-  bubble: "#c9a227",
-  optimizer: "#93a1b3",
-  data: "#d9c02f",
+  bubble: "#cba305",
+  optimizer: "#909fb2",
+  data: "#e9cd21",
   checkpoint: "#8c6d4f",
-  garbage: "#d66aa5",
+  garbage: "#e75d9e",
   other: "#7d8894",
   training: "#3a8f5c",
   lost: "#b3403a",
   saving: "#e8c547",
-  validating: "#4fb0c6",
+  validating: "#87c7d1",
   slow: "#8f7fc9",
   detecting: "#1f5fa8",
-  diagnosing: "#2a8a99",
+  diagnosing: "#348495",
   restarting: "#b07c1e",
   planned: "#9fb3a4",
-  waiting: "#7d7d7d",
-  person: "#d98cb3",
+  waiting: "#6b6b6b",
+  person: "#d78bb0",
 };
 
 /** @param {string} name @param {number} index of it */
@@ -121,6 +123,9 @@ const RAMPS = { z: { light: ramp(SLOW_AND_FAST.light), dark: ramp(SLOW_AND_FAST.
 /** @param {"z" | "ms"} scale @param {Theme} theme */
 export const stopsOf = (scale, theme) => (scale === "z" ? SLOW_AND_FAST[theme] : CIVIDIS);
 
+/** @param {"z" | "ms"} scale @param {Theme} theme */
+export const unknownOf = (scale, theme) => UNKNOWN[scale][theme];
+
 /**
  * What colours mean now: symmetric for scores, and never so narrow that noise looks like a fault; from the
  * least to the largest for amounts.
@@ -145,7 +150,7 @@ export function domainOf(values, scale) {
  */
 export function paintValues(values, [low, high], scale, theme, into) {
   const table = RAMPS[scale][theme];
-  const unknown = word(UNKNOWN[theme]);
+  const unknown = word(unknownOf(scale, theme));
   const factor = 255 / (high - low);
   for (let i = 0; i < into.length; i++) {
     const value = values[i];

@@ -2,7 +2,7 @@
 
 import { askJson, askTile } from "./api.js";
 import { byGrid, byNode } from "./arrange.js";
-import { domainOf, stopsOf, UNKNOWN } from "./colours.js";
+import { domainOf, stopsOf, unknownOf } from "./colours.js";
 import { placeOf, placeText, rangesText, sizeOf, withWaiters } from "./grid.js";
 import { count, plural, score, seconds } from "./format.js";
 import { html, useMemo, useRef, useState } from "./html.js";
@@ -117,7 +117,7 @@ function Legend({ scale, domain, theme, missing }) {
     <div class="legend" title=${scale === "z" ? "Robust score among ranks of the same stage: 0 is their median" : "Mean time of the phase in a step"}>
       <span>${show(domain[0])}${scale === "z" ? " faster" : ""}</span><i class="ramp" style=${gradient}></i>
       <span>${show(domain[1])}${scale === "z" ? " slower" : ""}</span>
-      ${missing > 0 && html`<span><i class="swatch" style=${{ background: UNKNOWN[theme] }}></i>${plural(missing, "rank")} without</span>`}
+      ${missing > 0 && html`<span><i class="swatch" style=${{ background: unknownOf(scale, theme) }}></i>${plural(missing, "rank")} without</span>`}
     </div>`;
 }
 

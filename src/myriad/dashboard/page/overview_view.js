@@ -105,7 +105,7 @@ function Waterfall({ answer }) {
         <tr key=${line.name} class=${line.total ? "total" : ""}><td>${line.name}</td><td class="n">${percent(line.measured)}</td>
           ${predicted && html`<td class="n dim">${percent(line.predicted)}</td>`}
           <td class="fall"><i style=${{ marginLeft: `${Math.max(0, line.from) * 100}%`, width: `${Math.min(1, Math.abs(line.measured || 0)) * 100}%`,
-            background: line.total ? "#5b94d6" : classColour(LOSS_CLASSES[line.name] ?? line.name, i) }}></i></td></tr>`)}</tbody></table>`;
+            background: line.total ? "var(--dim)" : classColour(LOSS_CLASSES[line.name] ?? line.name, i) }}></i></td></tr>`)}</tbody></table>`;
 }
 
 /** @returns {{name: string, measured: number, predicted?: number, from: number, total?: boolean}[]} */
