@@ -38,4 +38,4 @@ def join(
     from myriad.resilience.node.join import join as join_run
     from myriad.run import Run
 
-    join_run(Run(run), node, wait_seconds=wait)
+    join_run(Run(run), node, wait_seconds=wait, tell=typer.echo)

@@ -7,6 +7,7 @@ import asyncio
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,15 +34,21 @@ def join(
     *,
     wait_seconds: float = 60.0,
     lonely_seconds: float = _LONELY_SECONDS,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Until the run is over. ``node``: off: as the driver says. Raises `BadInputError` when there is nothing
-    to join, `DriverLostError` when there was no driver for ``lonely_seconds``, `RunFailedError`."""
+    """Until the run is over. ``node``: off: as the driver says; ``tell`` hears what this machine waits for
+    and what it became. Raises `BadInputError` when there is nothing to join, `DriverLostError` when there was no
+    driver for ``lonely_seconds``, `RunFailedError`."""
     job = run.job()
+    tell(f"looking for the driver of {run.path}, for {wait_seconds:g} s at most")
     number = asyncio.run(_find(run, node, wait_seconds))
+    role = "" if number < job.resilience.nodes else ", a spare"
+    tell(f"node {number} of {run.path}{role}; what its ranks print goes to {run.logs_path}")
     os.environ[NODE] = str(number)
     problem = run_node(run.path, number, _threads(job), lonely_seconds=lonely_seconds)
     if problem is not None:
         raise RunFailedError(problem)
+    tell(f"{run.path} is over, or goes on without this machine")
 
 
 def _threads(job: Job) -> int:
