@@ -226,6 +226,10 @@ def _launch(run: "Run", job: "Job", console: "Console | None") -> Literal["finis
     from myriad.cli.screen import open_screen
     from myriad.resilience.engines.engine import train_on
 
+    if console and job.resilience.engine == "join":
+        nodes = f"{job.resilience.nodes} node{'' if job.resilience.nodes == 1 else 's'}"
+        told = f"begins when {nodes} have joined: on each, `{_program()} join {run.path.resolve()}`"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
     screen = open_screen(console, run, job.train.steps)
     try:
         return train_on(job)(run, job.layout.world, threads=job.train.threads, observer=screen)

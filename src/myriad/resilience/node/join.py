@@ -37,8 +37,8 @@ def join(
     tell: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Until the run is over. ``node``: off: as the driver says; ``tell`` hears what this machine waits for
-    and what it became. Raises `BadInputError` when there is nothing to join, `DriverLostError` when there was no
-    driver for ``lonely_seconds``, `RunFailedError`."""
+    and what it became. Raises `BadInputError` when there is nothing to join, `DriverLostError` when there was
+    no driver for ``lonely_seconds``, `RunFailedError`."""
     job = run.job()
     tell(f"looking for the driver of {run.path}, for {wait_seconds:g} s at most")
     number = asyncio.run(_find(run, node, wait_seconds))
