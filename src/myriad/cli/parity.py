@@ -110,7 +110,7 @@ def _train(job: "Job", path: Path, layout: str, console: "Console | None") -> "R
     if run.exists:
         raise BadInputError("--folder", str(path.parent), "must not hold earlier runs")
     run.create_or_resume(job)
-    screen = open_screen(console, run, job.train.steps)
+    screen = open_screen(console, run, job.train.steps, quiet=("checkpoint",))  # there is one a step
     try:
         ended = run_local(run, job.layout.world, threads=job.train.threads, observer=screen)
     finally:

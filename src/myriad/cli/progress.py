@@ -1,6 +1,7 @@
 """Where a run stands, from the lines that its rank 0 adds to ``metrics.jsonl`` and ``events.jsonl``."""
 
 from collections import deque
+from collections.abc import Collection
 from statistics import median
 
 from myriad.jsonl import JsonlTail, Record
@@ -15,8 +16,10 @@ _RECENT_STEPS = 20
 class Progress:
     """Follows one attempt; `poll` brings it up to date."""
 
-    def __init__(self, run: Run, steps: int) -> None:
-        """To be made before the ranks start: what is in the files already belongs to earlier attempts."""
+    def __init__(self, run: Run, steps: int, quiet: Collection[str] = ()) -> None:
+        """To be made before the ranks start: what is in the files already belongs to earlier attempts.
+        ``quiet``: events that `poll` keeps to itself."""
+        self._quiet = quiet
         self.steps = steps
         self.step = 0
         self.first_step = 0
@@ -38,7 +41,7 @@ class Progress:
             if event.get("event") in ("start", "resume"):
                 self.first_step = int(event.get("resumed_from") or event.get("step") or self.first_step)
                 self.step = max(self.step, self.first_step)
-        return events
+        return [event for event in events if event.get("event") not in self._quiet]
 
     @property
     def seconds_left(self) -> float | None:

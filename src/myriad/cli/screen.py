@@ -6,6 +6,7 @@ run.
 """
 
 import time
+from collections.abc import Collection
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -38,11 +39,12 @@ class Screen(Observer, Protocol):
         """Frees the terminal."""
 
 
-def open_screen(console: Console | None, run: Run, steps: int) -> Screen:
-    """The screen that fits: live in a terminal, lines elsewhere, nothing without a console."""
+def open_screen(console: Console | None, run: Run, steps: int, quiet: Collection[str] = ()) -> Screen:
+    """The screen that fits: live in a terminal, lines elsewhere, nothing without a console. ``quiet``: events
+    that are not shown."""
     if console is None:
         return QuietScreen()
-    progress = Progress(run, steps)
+    progress = Progress(run, steps, quiet)
     return LiveScreen(console, progress) if console.is_terminal else PlainScreen(console, progress)
 
 
