@@ -1,5 +1,7 @@
 """``myriad join``: this machine becomes a node of a run that is trained elsewhere."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +27,9 @@ def join(
     wait: Annotated[
         float, typer.Option(metavar="SECONDS", min=0, help="How long to wait for the run's driver.")
     ] = 60.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print nothing but one JSON object at the end.")
+    ] = False,
 ) -> None:
     """Make this machine a node of a run, until the run is over.
 
@@ -38,4 +43,7 @@ def join(
     from myriad.resilience.node.join import join as join_run
     from myriad.run import Run
 
-    join_run(Run(run), node, wait_seconds=wait, tell=typer.echo)
+    tell: Callable[[str], None] = (lambda line: None) if as_json else typer.echo
+    was = join_run(Run(run), node, wait_seconds=wait, tell=tell)
+    if as_json:
+        typer.echo(json.dumps({"run": str(run), "node": was}))

@@ -35,10 +35,10 @@ def join(
     wait_seconds: float = 60.0,
     lonely_seconds: float = _LONELY_SECONDS,
     tell: Callable[[str], None] = lambda line: None,
-) -> None:
-    """Until the run is over. ``node``: off: as the driver says; ``tell`` hears what this machine waits for
-    and what it became. Raises `BadInputError` when there is nothing to join, `DriverLostError` when there was
-    no driver for ``lonely_seconds``, `RunFailedError`."""
+) -> int:
+    """Until the run is over; gives the node that this machine was. ``node``: off: as the driver says;
+    ``tell`` hears what is waited for and what the machine became. Raises `BadInputError` when there is
+    nothing to join, `DriverLostError` when there was no driver for ``lonely_seconds``, `RunFailedError`."""
     job = run.job()
     tell(f"looking for the driver of {run.path}, for {wait_seconds:g} s at most")
     number = asyncio.run(_find(run, node, wait_seconds))
@@ -49,6 +49,7 @@ def join(
     if problem is not None:
         raise RunFailedError(problem)
     tell(f"{run.path} is over, or goes on without this machine")
+    return number
 
 
 def _threads(job: Job) -> int:
