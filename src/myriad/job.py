@@ -477,6 +477,11 @@ def _job_of(tree: dict[str, Any], overrides: Sequence[str]) -> Job:
 def _as_bad_input(error: ErrorDetails) -> BadInputError:
     key, value = ".".join(str(part) for part in error["loc"]), error["input"]
     if error["type"] == "extra_forbidden":
+        while (
+            isinstance(value, dict) and value
+        ):  # a section that is not there: its first key is what was typed
+            name, value = next(iter(value.items()))
+            key = f"{key}.{name}"
         return BadInputError(key, value, f"unknown key; {_hint(key)}")
     if error["type"] == "model_type":
         keys = ", ".join(known for known, _ in job_keys() if known.startswith(f"{key}."))

@@ -165,6 +165,7 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["name=../x"], "name", "pattern"),
         (["layout.tpp=2"], "layout.tpp", "did you mean layout.tp?"),
         (["clip_norm=1"], "clip_norm", "did you mean optimizer.clip_norm?"),
+        (["optimiser.clip_norm=1"], "optimiser.clip_norm", "did you mean optimizer.clip_norm?"),
         (["qwertyuiop=1"], "qwertyuiop", "top-level keys are name, model"),
         (["layout=2"], "layout", "layout.dp, layout.tp"),
         (["layout=2", "layout.tp=2"], "layout", "is a section"),
