@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from myriad.optim.moments import Moments
 
 __all__ = ["AdamW"]
@@ -10,7 +12,7 @@ __all__ = ["AdamW"]
 class AdamW(Moments):
     """One fused kernel over the regions that decay, one over the others."""
 
-    def update(self, indices: Sequence[int]) -> None:
+    def update(self, indices: Sequence[int], stays: torch.Tensor | None = None) -> None:
         """Moves these regions."""
-        self.move_in_place(indices, decays=True)
-        self.move_in_place(indices, decays=False)
+        self.move_in_place(indices, decays=True, stays=stays)
+        self.move_in_place(indices, decays=False, stays=stays)

@@ -60,8 +60,9 @@ class Lamb(Moments):
             self._write_update(index)
         self._ratios = self._ratios_of(self._squares(decayed)).tolist()
 
-    def update(self, indices: Sequence[int]) -> None:
+    def update(self, indices: Sequence[int], stays: torch.Tensor | None = None) -> None:
         """Moves these regions."""
+        assert stays is None, "`begin` has read all gradients: whoever calls knows that they are finite"
         self.move_in_place(indices, decays=False)
         if isinstance(self._ratios, torch.Tensor):
             self._apply_in_triton(indices, self._ratios)

@@ -59,9 +59,10 @@ class Moments:
         *,
         learning_rate: float,
         weight_decay: float,
+        stays: torch.Tensor | None = None,
     ) -> None:
         """Adam step ``steps_done + 1``: ``values[i]`` by the gradients and moments of ``parts[i]`` = (region,
-        part of it)."""
+        part of it). ``stays``: see `myriad.optim.optimizer.Optimizer.update`."""
         adamw(
             list(values),
             [self.regions[index].gradients[part] for index, part in parts],
@@ -71,6 +72,7 @@ class Moments:
             [torch.full((), float(self.steps_done), device=value.device) for value in values],
             fused=True,
             grad_scale=self.divisor,
+            found_inf=stays,
             amsgrad=False,
             maximize=False,
             beta1=self.config.beta1,
@@ -80,17 +82,20 @@ class Moments:
             weight_decay=weight_decay,
         )
 
-    def move_in_place(self, indices: Sequence[int], *, decays: bool) -> None:
+    def move_in_place(
+        self, indices: Sequence[int], *, decays: bool, stays: torch.Tensor | None = None
+    ) -> None:
         """AdamW on the values themselves, of those regions that decay or of the others."""
         chosen = [i for i in indices if self.regions[i].decays == decays and self.regions[i].values.numel()]
         if self.in_triton:
-            self._move_in_triton(chosen, decays=decays)
+            self._move_in_triton(chosen, decays=decays, stays=stays)
         elif chosen:
             self.move(
                 [self.regions[index].values for index in chosen],
                 [(index, slice(None)) for index in chosen],
                 learning_rate=self.learning_rate,
                 weight_decay=self.config.weight_decay if decays else 0.0,
+                stays=stays,
             )
 
     def coefficients(self, *, decays: bool) -> "Coefficients":
@@ -108,11 +113,11 @@ class Moments:
             step=self.steps_done + 1,
         )
 
-    def _move_in_triton(self, indices: Sequence[int], *, decays: bool) -> None:
+    def _move_in_triton(self, indices: Sequence[int], *, decays: bool, stays: torch.Tensor | None) -> None:
         from myriad.kernels.triton.optimizer import adamw as adamw_in_one_pass
 
         for index in indices:
             region = self.regions[index]
             moments = self.exp_avg[index], self.exp_avg_sq[index]
             coefficients = self.coefficients(decays=decays)
-            adamw_in_one_pass(region.values, region.gradients, *moments, coefficients)
+            adamw_in_one_pass(region.values, region.gradients, *moments, coefficients, stays)

@@ -30,8 +30,9 @@ class Optimizer(Protocol):
         here on the gradients' memory is scratch."""
         ...
 
-    def update(self, indices: Sequence[int]) -> None:
-        """Moves these regions; each once between `begin` and `end`, in any order."""
+    def update(self, indices: Sequence[int], stays: torch.Tensor | None = None) -> None:
+        """Moves these regions; each once between `begin` and `end`, in any order. AdamW: where ``stays``, a
+        float32 number on their device, is 1 and not 0, nothing moves, and nobody waits to know it."""
         ...
 
     def end(self) -> None:

@@ -37,6 +37,8 @@ __all__ = ["Chunk", "Entry", "Sharing"]
 
 _AFTER_GATHERS = 2**20
 """Priority of reductions: nobody waits for them before the step."""
+_AFTER_REDUCTIONS = 2**21
+"""Of gathers for a whole iteration, which where they meet a reduction are for the next one."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Sharing:
     zero: int
     exact: bool
     """Parameters travel as they are, not compressed."""
+    frees_sums: bool = False
+    """Gradient sums are given back when the chunk is updated; needs ZeRO 0 or 1, where they would stay."""
 
 
 class Chunk:
@@ -93,6 +97,8 @@ class Chunk:
         self.stop = self.start + part
         self._allocate(dtype, device)
         self._attach()
+        self.regions = self._regions()
+        """This rank's slice as the optimizer sees it: what decays, then what does not."""
         self._exchange = sharing.courier.exchange(self.size, dtype)
         self._gathering: Delivery | None = None
         self._reducing: Delivery | None = None
@@ -101,7 +107,7 @@ class Chunk:
         self._users: set[int] = set()
         self._stale = self._fresh = True
         self._drop_values()
-        self._drop_sums()
+        self._drop_sums(when=sharing.zero >= 2 or sharing.frees_sums)
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         sharing = self.sharing
@@ -121,8 +127,8 @@ class Chunk:
         if self.sharing.zero == 3:
             self.values.untyped_storage().resize_(0)
 
-    def _drop_sums(self) -> None:
-        if self.sharing.zero >= 2:
+    def _drop_sums(self, *, when: bool) -> None:
+        if when:
             self.sums.untyped_storage().resize_(0)
 
     def _slice(self, whole: torch.Tensor) -> torch.Tensor:
@@ -148,8 +154,7 @@ class Chunk:
                 setattr(module, attribute, parameter)
             self.sinks.append(sink)
 
-    def regions(self) -> list[Region]:
-        """This rank's slice as the optimizer sees it: what decays, then what does not."""
+    def _regions(self) -> list[Region]:
         middle = min(max(self._num_decayed, self.start), self.stop)
         bounds = ((self.start, middle, True), (middle, self.stop, False))
         return [self._region(a, b, decays) for a, b, decays in bounds if b > a]
@@ -185,7 +190,7 @@ class Chunk:
             self.values.untyped_storage().resize_(self.size * self.values.element_size())
             self._stale = True
         if self._stale:
-            self._fetch(stage)
+            self._fetch(stage if self.sharing.zero == 3 else _AFTER_REDUCTIONS + stage)
 
     def _fetch(self, priority: int) -> None:
         self._stale = False
@@ -212,6 +217,7 @@ class Chunk:
             self._fresh, self._own_sum = False, None
             if self.sharing.zero >= 2:
                 self.gradients.zero_()
+            if self.sums.untyped_storage().size() == 0:
                 self._allocate_sums()
             else:
                 self.sums.zero_()
@@ -256,7 +262,7 @@ class Chunk:
         assert self._reducing is not None, "the checker proved that it was posted"
         self._reducing.wait()
         self._reducing = None
-        self._drop_sums()
+        self._drop_sums(when=self.sharing.zero >= 2)
 
     def partial_gradients(self) -> list[torch.Tensor]:
         """Views of this rank's reduced gradients that tensor-parallel ranks have still to add up."""
@@ -271,6 +277,7 @@ class Chunk:
 
     def end_iteration(self) -> None:
         """After the optimizer step: gradients start from zero again, values are stale."""
+        self._drop_sums(when=self.sharing.frees_sums)
         self._fresh = True
         self.mark_stale()
 

@@ -88,7 +88,8 @@ class Engine:
             keep_freed_memory()
         layout = groups.grid.layout
         self.groups, self.layout, self.recorder = groups, layout, recorder
-        self._clip_norm = optimizer.clip_norm
+        self._clip_norm, self._updates_early = optimizer.clip_norm, overlap.updates_early
+        assert not self._updates_early or (optimizer.name, self._clip_norm) == ("adamw", None), "a job's rule"
         num_chunks = count_chunks(layout, overlap, layers_of_stage)
         layers = cut_ranges(layers_of_stage, num_chunks)
         self.programs = {
@@ -109,7 +110,8 @@ class Engine:
         self._courier = Courier(groups, None if self._trains_alone else "dp", overlap, comm, device)
         exact = comm.compress_parameters is None
         dp_rank, dp_size = (0, 1) if self._trains_alone else (groups.grid.index("dp"), layout.dp)
-        sharing = Sharing(self._courier, dp_rank, dp_size, layout.zero, exact)
+        frees = self._updates_early and layout.zero < 2 and max(layout.shares or (num_micro_batches,)) == 1
+        sharing = Sharing(self._courier, dp_rank, dp_size, layout.zero, exact, frees)
         self.pieces = build_pieces(
             definition, layers, stage_rank, groups, self.boundary, sharing, dtype, device
         )
@@ -137,8 +139,8 @@ class Engine:
         self._regions: list[Region] = []
         self._regions_of: dict[Chunk, range] = {}
         for chunk in self.pieces.chunks:
-            self._regions += chunk.regions()
-            self._regions_of[chunk] = range(len(self._regions) - len(chunk.regions()), len(self._regions))
+            self._regions += chunk.regions
+            self._regions_of[chunk] = range(len(self._regions) - len(chunk.regions), len(self._regions))
         self._regions = self._regions or [_nothing(device)]
         self._agreement = Agreement(groups, comm, self._regions) if self._trains_alone else None
         self.optimizer = build_optimizer(
@@ -146,7 +148,9 @@ class Engine:
         )
         self._counts = torch.tensor([self._counts_row(*row) for row in self._entries], dtype=torch.float64)
         self._counts = self._counts.to(device)
-        self._step, self._skips = 0, False
+        self._squares = torch.zeros(len(self._entries), dtype=torch.float64, device=device)
+        """Of each parameter's gradient, as far as it is complete."""
+        self._step, self._skips, self._moves = 0, False, False
         self._refuses: Callable[[float, float], bool] | None = None
         self.before_update: Callable[[], None] = _do_nothing
         """Called in each iteration when parameters and optimizer state are about to change."""
@@ -169,6 +173,7 @@ class Engine:
         `RunFailedError` on every rank when the loss or a gradient is not finite."""
         self._refuses = refuses
         self._skips, self._step = skip, self.optimizer.steps_done + 1 if step is None else step
+        self._moves = False
         finisher = _Finisher(self, num_targets, learning_rate, signal)
         self._runtime.run(self._plans[True], load, finisher, self._num_replicas / num_targets)
         if not self._skips:
@@ -209,10 +214,11 @@ class Engine:
         return over_tp or (chunk is self.pieces.tied and not self.pieces.counts_tied)
 
     def clip(self, loss: torch.Tensor, learning_rate: float, signal: float) -> StepResult:
-        """Gradients of all ranks are complete: finds their norm and begins the optimizer's step."""
-        self.before_update()
-        self._sum_over_tp()
-        squares = squared_norms(self._regions, len(self._entries))
+        """Gradients of all ranks are complete: finds their norm and begins the optimizer's step, unless
+        everything has moved already."""
+        if not self._updates_early:
+            self._complete(self.pieces.chunks)
+        squares = self._squares
         # replicas that train alone have a norm each: all travel in one message
         own = squares.new_zeros(2 + self._num_replicas)
         own[0], own[1] = loss.double() * self._counts_loss, signal
@@ -224,10 +230,12 @@ class Engine:
             self._fail_non_finite(squares, total_loss)
         whole_norm = math.sqrt(sum(norms) / self._num_replicas)
         if self._refuses is not None and self._refuses(total_loss, whole_norm):
+            assert not self._updates_early, "a job's rule"
             self._skips = True
             return StepResult(total_loss, whole_norm, total_signal, skipped=True)
-        norm = math.sqrt(norms[self._replica])
-        self.optimizer.begin(learning_rate, clip_scale(norm, self._clip_norm))
+        if not self._updates_early:
+            norm = math.sqrt(norms[self._replica])
+            self.optimizer.begin(learning_rate, clip_scale(norm, self._clip_norm))
         return StepResult(total_loss, whole_norm, total_signal)
 
     @property
@@ -240,21 +248,37 @@ class Engine:
         """This rank's among them."""
         return self.groups.grid.index("dp") if self._trains_alone else 0
 
-    def update(self, stage: int) -> None:
-        """Moves the parameters of a stage; tied ones with the first stage of this rank that holds them."""
-        for chunk in self.pieces.stages[stage].chunks:
-            if chunk is self.pieces.tied and stage != self.pieces.tied_stages[0]:
-                continue
+    def update(self, stage: int, learning_rate: float) -> None:
+        """Moves the parameters of a stage; tied ones with the first stage of this rank that holds them. Early
+        updates leave them as they are from the first gradient on that is not finite: `clip` will see it."""
+        left = None if (stage,) == self.pieces.tied_stages[:1] else self.pieces.tied
+        chunks = [chunk for chunk in self.pieces.stages[stage].chunks if chunk is not left]
+        stays = None
+        if self._updates_early:
+            self._complete(chunks)
+            self.optimizer.begin(learning_rate, 1.0)
+            stays = (~torch.isfinite(self._squares.sum())).float()
+        for chunk in chunks:
             if self._skips:
                 chunk.restart()  # what transfers keep of these gradients may be no number either
             else:
-                self.optimizer.update(self._regions_of[chunk])
+                self.optimizer.update(self._regions_of[chunk], stays)
                 chunk.end_iteration()
 
-    def _sum_over_tp(self) -> None:
+    def _complete(self, chunks: Sequence[Chunk]) -> None:
+        """All that is left to do with these chunks' gradients before they may move."""
+        if not self._moves:
+            self._moves = True
+            self.before_update()
+            self._squares.zero_()
+        self._sum_over_tp(chunks)
+        if regions := [self._regions[index] for chunk in chunks for index in self._regions_of[chunk]]:
+            self._squares += squared_norms(regions, len(self._entries))
+
+    def _sum_over_tp(self, chunks: Sequence[Chunk]) -> None:
         """Adds up the gradients of what tensor-parallel ranks hold alike, in one message."""
         group = self.groups.along("tp")
-        parts = [part for chunk in self.pieces.chunks for part in chunk.partial_gradients()]
+        parts = [part for chunk in chunks for part in chunk.partial_gradients()]
         if group is None or not parts:
             return
         flat = all_reduce(torch.cat(parts), group)
@@ -379,7 +403,7 @@ class _Finisher:
         self.result = self.engine.clip(loss_sum / self.num_targets, self.learning_rate, self.signal)
 
     def update(self, stage: int) -> None:
-        self.engine.update(stage)
+        self.engine.update(stage, self.learning_rate)
 
 
 def _make_boundary(

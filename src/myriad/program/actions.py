@@ -26,7 +26,8 @@ Semantics, the same for checker, runtime and simulator:
 - SYNC_TIED: gradients of parameters shared by the first and the last stage are summed between the ranks that
   hold them.
 - LOAD: the step's tokens are there. STEP: CLIP, then UPDATE of every stage of the rank.
-- CLIP: the global gradient norm is known. UPDATE: the optimizer moves a stage's parameters.
+- CLIP: the global gradient norm is known. UPDATE: the optimizer moves a stage's parameters; after CLIP, or
+  (``updates_early``) when that stage's gradients are reduced.
 """
 
 from collections.abc import Iterator
@@ -154,6 +155,8 @@ class Lowering:
     """False: a forward-only program (validation)."""
     most_micro_batches: int = 0
     """Of any replica, where this one has fewer; 0: all have as many."""
+    updates_early: bool = False
+    """UPDATE may come before CLIP, when the stage's gradients are complete."""
 
 
 @dataclass(frozen=True, slots=True)

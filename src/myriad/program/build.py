@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from myriad.program.actions import Program
 from myriad.program.checker import check
 from myriad.program.config import OverlapConfig
+from myriad.program.early_updates import update_early
 from myriad.program.lower import lower
 from myriad.program.passes import apply_passes
 from myriad.program.schedules import schedule
@@ -57,6 +58,8 @@ def build_program(
     most = max(num_micro_batches, most_micro_batches)
     program = _lowered(shape, most, tied, training, {} if lowered is None else lowered)
     program = apply_passes(program, overlap, num_chunks)
+    if training and overlap.updates_early:
+        program = update_early(program, travels=shape.dp > 1)
     check(program)
     if num_micro_batches < most:
         program = shorten(program, num_micro_batches)
@@ -75,6 +78,6 @@ def _lowered(shape: Shape, num_micro_batches: int, tied: bool, training: bool, k
 
 def count_chunks(shape: Shape, overlap: OverlapConfig, layers_of_stage: Sequence[range]) -> int:
     """In how many chunks each stage is cut: none without a layer, one where there is nothing to overlap."""
-    if shape.dp == 1 or not overlap.data:
+    if not overlap.updates_early and (shape.dp == 1 or not overlap.data):
         return 1
     return min(overlap.chunks or _MOST_CHUNKS, *(len(own) for own in layers_of_stage))

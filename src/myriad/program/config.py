@@ -38,6 +38,15 @@ class OverlapConfig(Config):
     optimizer: bool = True
     """Each chunk's parameters travel as soon as it is updated, while the next chunk is; off: all chunks
     are updated first."""
+    optimizer_in_backward: bool = False
+    """Each chunk is updated inside the last micro-batch's backward, as soon as its gradients are complete;
+    needs optimizer.clip_norm = off, AdamW and overlap.optimizer. With one micro-batch its gradients' memory
+    goes back then (layout.zero = 0 or 1). Off: all chunks are updated when the gradients' norm is known."""
     checkpoint: bool = True
     """A checkpoint is written from a copy while training goes on; off: training waits until it is
     committed."""
+
+    @property
+    def updates_early(self) -> bool:
+        """`optimizer_in_backward`, which comes after what `optimizer` does to a program."""
+        return self.optimizer and self.optimizer_in_backward

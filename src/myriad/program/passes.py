@@ -33,7 +33,7 @@ from myriad.program.config import OverlapConfig
 from myriad.program.cut import cut_stages
 from myriad.program.timeline import needed_transfer
 
-__all__ = ["apply_passes", "decouple", "overlap_data", "overlap_optimizer"]
+__all__ = ["apply_passes", "decouple", "overlap_data", "overlap_optimizer", "split_at_computes"]
 
 _GATHER_AHEAD = 2
 """With ZeRO 3: computes between posting a gather and using it. Two chunks are whole at a time then."""
@@ -103,7 +103,7 @@ def _stepped(actions: Sequence[Action]) -> Iterator[Action]:
 def _overlapped(program: Program, actions: Sequence[Action]) -> Iterator[Action]:
     assert program.lowering is not None
     zero = program.lowering.zero
-    gaps = _split(actions)
+    gaps = split_at_computes(actions)
     starts: list[list[Action]] = [[] for _ in gaps]
     waits: list[list[Action]] = [[] for _ in gaps]
     after: list[list[Action]] = [[] for _ in gaps]
@@ -174,7 +174,7 @@ def _overlapped_gap(
 
 def _decoupled(program: Program, rank: int, ahead: int) -> tuple[Action, ...]:
     """Works on gaps: what stands before a compute, with that compute at its end."""
-    gaps = _split(program.ranks[rank])
+    gaps = split_at_computes(program.ranks[rank])
     uses = _uses(program, gaps)
     received = [t for gap in gaps for a in gap if a.kind is Kind.EXCHANGE for t in a.transfers if not t.sends]
     posts: list[list[Transfer]] = [[] for _ in gaps]
@@ -209,7 +209,8 @@ def _sends(gaps: list[list[Action]]) -> list[list[Transfer]]:
     return sends
 
 
-def _split(actions: Sequence[Action]) -> list[list[Action]]:
+def split_at_computes(actions: Sequence[Action]) -> list[list[Action]]:
+    """Gaps: each but the last ends with a compute, which comes after what else is in it."""
     gaps: list[list[Action]] = [[]]
     for action in actions:
         gaps[-1].append(action)

@@ -101,6 +101,8 @@ class _RankState:
             return "its parameters are not gathered"
         if self.lowering is not None and not self.loaded:
             return "computes before the batch is loaded"
+        if stage in self.updated:
+            return "computes with parameters that are those of the next iteration"
         if kind in MAKES_WEIGHT_GRADIENT and stage in self.reducing:
             return "adds to gradients that are being reduced"
         self.done.add((kind, stage, micro_batch))
@@ -236,7 +238,8 @@ class _RankState:
             return "parameters are never sharded with ZeRO 0"
         if action.stage in self.whole | self.gathering:
             return "its parameters are whole already, or on their way"
-        if self.clipped and not {action.stage} <= self.early & self.updated:
+        moved = self.clipped or action.stage in self.updated
+        if moved and not {action.stage} <= self.early & self.updated:
             return "only what is updated, and gathered before a batch is loaded, is gathered for the next one"
         if not self.loaded:
             self.early.add(action.stage)
@@ -305,13 +308,27 @@ class _RankState:
         return self._missing_reduces()
 
     def _update_fault(self, action: Action) -> str | None:
-        if not self.clipped or action.stage in self.updated:
-            return "updates before the norm is known, or twice"
+        if wrong := self._own_stage_fault(action):
+            return wrong
+        if action.stage in self.updated or not (self.clipped or self._is_complete(action.stage)):
+            return "updates before the norm is known, or its gradients are complete, or twice"
         if self.lowering is not None and self.lowering.zero == 3 and action.stage in self.whole:
             return "its parameters are never released"
         self.updated.add(action.stage)
         self.whole.discard(action.stage)
-        return self._own_stage_fault(action)
+        return None
+
+    def _is_complete(self, stage: int) -> bool:
+        """A stage that may be updated early has all its gradients, and those that it shares."""
+        assert self.lowering is not None
+        last = self.program.num_stages - 1
+        shares = self.lowering.tied and stage == 0 and last in self.unreduced
+        return self.lowering.updates_early and all(
+            self.num_weight_gradients[one] == self.program.num_micro_batches
+            and self.num_reduces[one] == self._num_wanted_reduces
+            and one not in self.reducing
+            for one in ([stage, last] if shares else [stage])
+        )
 
     def _step_fault(self, action: Action) -> str | None:
         self.updated.update(self.stages)

@@ -18,7 +18,7 @@ from myriad.kernels.triton import rotary as triton_rotary
 
 POINTERS = {
     "means weight_sums bias_sums roots turns facts tops totals logits values gradients exp_avg exp_avg_sq "
-    "squares rates updates": "*fp32",
+    "squares rates updates stays": "*fp32",
     "targets starts stops owners": "*i64",
     "x branch weight bias stream y grad grad_y grad_stream out": "",
 }
@@ -48,7 +48,8 @@ def cases() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield triton_rotary.turn_kernel, {"BACK": back, "HEADS": 16, "PAIRS": 64}
     yield triton_cross_entropy.facts_kernel, {"BLOCK": 4096}
     yield triton_cross_entropy.gradient_kernel, {"BLOCK": 4096}
-    yield triton_optimizer.adamw_kernel, {"BLOCK": 2048}
+    for may_stay in (True, False):
+        yield triton_optimizer.adamw_kernel, {"MAY_STAY": may_stay, "BLOCK": 2048}
     yield triton_optimizer.lamb_update_kernel, {"BLOCK": 2048}
     yield triton_optimizer.lamb_move_kernel, {"BLOCK": 2048}
 

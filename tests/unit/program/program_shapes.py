@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from myriad.program.actions import Program
 from myriad.program.config import OverlapConfig
+from myriad.program.early_updates import update_early
 from myriad.program.lower import lower
 from myriad.program.passes import apply_passes
 from myriad.program.schedules import schedule
@@ -37,4 +38,6 @@ def lowered(draw: st.DrawFn, most_ranks: int = 6, most_micro_batches: int = 14) 
         data=draw(st.booleans()),
         optimizer=draw(st.booleans()),
     )
-    return apply_passes(program, overlap, draw(st.integers(1, 3)))
+    program = apply_passes(program, overlap, draw(st.integers(1, 3)))
+    early = overlap.optimizer and program.lowering.training and draw(st.booleans())
+    return update_early(program, travels=draw(st.booleans())) if early else program

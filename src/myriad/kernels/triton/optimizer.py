@@ -117,10 +117,14 @@ def adamw_kernel(
     correction1: tl.tensor,
     root_correction2: tl.tensor,
     epsilon: tl.tensor,
+    stays: tl.tensor,
+    MAY_STAY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
+    if MAY_STAY:
+        inside = inside & (tl.load(stays) == 0.0)
     direction = _direction(
         gradients,
         exp_avg,
@@ -209,8 +213,10 @@ def adamw(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     coefficients: Coefficients,
+    stays: torch.Tensor | None = None,
 ) -> None:
-    """Moves ``values`` and both moments, all ``[n]`` float32, in place; gradients stay as they are."""
+    """Moves ``values`` and both moments, all ``[n]`` float32, in place; gradients stay as they are, and so
+    does everything where the number ``stays`` is not 0."""
     rate = coefficients.learning_rate
     launch(
         adamw_kernel,
@@ -223,6 +229,8 @@ def adamw(
         rate,
         1 - rate * coefficients.weight_decay,
         *coefficients.as_arguments(),
+        values if stays is None else stays,
+        MAY_STAY=stays is not None,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
