@@ -72,6 +72,8 @@ class Case:
         return f"{keys or 'alone'} m={self.micro_batches}"
 
 
+EARLY = {"optimizer_in_backward": True}
+
 CASES = (
     Case({}),
     Case({}, value_bytes=2),
@@ -82,6 +84,8 @@ CASES = (
     Case({"micro_batch": 2}, "parallel"),
     Case({"schedule": "gpipe"}),
     Case({}, "large", 2, value_bytes=2),
+    Case({}, "large", 1),
+    Case({}, "large", 1, overlap=EARLY),
     Case({"pp": 2}),
     Case({"pp": 2, "micro_batch": 2}, value_bytes=2),
     Case({"pp": 2, "virtual_stages": 2, "micro_batch": 2}, "llama"),
@@ -94,6 +98,8 @@ CASES = (
     Case({"tp": 2, "micro_batch": 2}, "parallel", overlap={"tensor": False}),
     Case({"dp": 2}),
     Case({"dp": 2, "zero": 1}, "gpt2", value_bytes=2),
+    Case({"dp": 2, "zero": 1}, "large", 1),
+    Case({"dp": 2, "zero": 1}, "large", 1, overlap=EARLY),
     Case({"dp": 2, "zero": 2, "reduce": "each"}, "llama"),
     Case({"dp": 2, "zero": 3}, "llama", value_bytes=2),
     Case({"dp": 2, "zero": 3, "reduce": "each"}),
@@ -133,7 +139,7 @@ def measure(case: Case) -> Measured:
         batch = Batch(tokens, torch.zeros_like(tokens), tokens[:, 0].contiguous())
         engine = Engine(
             definition, groups, stage_layers(work), _rows(batch, layout.micro_batch),
-            work.num_micro_batches, OptimizerConfig(), seed=1,
+            work.num_micro_batches, OptimizerConfig(clip_norm=None), seed=1,
             dtype=torch.float32 if work.value_bytes == 4 else torch.bfloat16,
             device=torch.device("cpu"), recorder=Recorder(), overlap=work.overlap,
         )  # fmt: skip

@@ -307,6 +307,19 @@ def _check_spikes(job: Job) -> None:
     _need(how != "rollback" or reaches, "resilience.on_spike", how, allowed)
 
 
+def _check_updates_in_backward(job: Job) -> None:
+    if not job.overlap.optimizer_in_backward:
+        return
+    clips = job.optimizer.clip_norm is not None
+    for wrong, needs in (
+        (clips, "optimizer.clip_norm = off: clipping waits for the norm of all gradients"),
+        (job.optimizer.name != "adamw", "optimizer.name = adamw: LAMB waits for the norms of all updates"),
+        (job.resilience.on_spike != "tell", "resilience.on_spike = tell: what has moved is not taken back"),
+        (not job.overlap.optimizer, "overlap.optimizer = true: the optimizer goes chunk by chunk"),
+    ):
+        _need(not wrong, "overlap.optimizer_in_backward", True, f"needs {needs}")
+
+
 def _check_agreement(job: Job) -> None:
     """Replicas that train alone save, validate and end only where they agree."""
     every = job.comm.sync_every
@@ -432,6 +445,7 @@ _RULES: tuple[Callable[[Job], None], ...] = (
     _check_agreement,
     _check_skip,
     _check_spikes,
+    _check_updates_in_backward,
     _check_nodes,
     _check_started_nodes,
     _check_store,

@@ -16,6 +16,8 @@ from myriad.data.config import CorpusShare
 from myriad.errors import BadInputError
 from myriad.job import Job, dump_toml, job_keys, load_job
 
+EARLY = ["overlap.optimizer_in_backward=true", "optimizer.clip_norm=off"]
+
 
 def configs(config: type[BaseModel]) -> st.SearchStrategy[Any]:
     """Any value of a config type, with the limits that its fields declare."""
@@ -154,6 +156,10 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["model.window_pattern=[]"], "model.window_pattern", "at least one"),
         (["data.vocabulary=513"], "data.vocabulary", "at most model.vocabulary = 512"),
         (["optimizer.warmup_steps=21"], "optimizer.warmup_steps", "at most train.steps = 20"),
+        (["overlap.optimizer_in_backward=true"], "overlap.optimizer_in_backward", "needs optimizer.clip_norm = off"),
+        ([*EARLY, "optimizer.name=lamb"], "overlap.optimizer_in_backward", "needs optimizer.name = adamw"),
+        ([*EARLY, "resilience.on_spike=skip"], "overlap.optimizer_in_backward", "needs resilience.on_spike = tell"),
+        ([*EARLY, "overlap.optimizer=false"], "overlap.optimizer_in_backward", "needs overlap.optimizer = true"),
         (["layout.zero=4"], "layout.zero", "less than or equal to 3"),
         (
             ["layout.schedule=fifo"],
@@ -197,6 +203,7 @@ def test_bad_input_is_one_line_with_key_value_and_what_is_allowed(
         ["layout.virtual_stages=3", "layout.schedule=gpipe"],
         ["data.vocabulary=9000", "data.corpus=corpora/text"],
         ["model.window=64"],
+        [*EARLY, "layout.dp=2", "layout.zero=1"],
     ],
 )
 def test_what_is_possible_is_not_refused(overrides: list[str]) -> None:

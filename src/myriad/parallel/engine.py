@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from myriad.comm.collectives import all_reduce
+from myriad.comm.collectives import all_reduce, sum_in_order
 from myriad.comm.config import CommConfig
 from myriad.comm.courier import Courier
 from myriad.comm.groups import Groups
@@ -281,7 +281,7 @@ class Engine:
         parts = [part for chunk in chunks for part in chunk.partial_gradients()]
         if group is None or not parts:
             return
-        flat = all_reduce(torch.cat(parts), group)
+        flat = sum_in_order(torch.cat(parts), group)
         for part, total in zip(parts, flat.split([len(part) for part in parts]), strict=True):
             part.copy_(total)
 

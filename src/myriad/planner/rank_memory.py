@@ -5,7 +5,8 @@ written down:
 
     always         values, master values, optimizer, gradient sums: by ZeRO stage (`docs/memory.md`)
     GATHER         to RELEASE: a chunk's values, with ZeRO 3
-    BACKWARD       to REDUCE's end: a chunk's gradient sums, with ZeRO 2 and 3
+    BACKWARD       to REDUCE's end: a chunk's gradient sums, with ZeRO 2 and 3; to its UPDATE in the backward,
+                   with ZeRO 0 and 1 and one micro-batch
     FORWARD        to BACKWARD: what the layers keep; with a split backward to its second half: what the
                    products need
     RECEIVE        to the compute that uses it: a message
@@ -193,8 +194,13 @@ class _Walk:
         for key, elements in self.chunks.items():
             if self._zero < 3:
                 self.now.values.put(key, elements * self.work.value_bytes)
-            if self._zero < 2:
+            if self._zero < 2 and not self._frees_sums:
                 self.now.sums.put(key, 4 * elements)
+
+    @cached_property
+    def _frees_sums(self) -> bool:
+        """`myriad.parallel.chunk` gives them back at the update."""
+        return self._zero < 2 and self.work.overlap.updates_early and self.work.num_micro_batches == 1
 
     @cached_property
     def _elements(self) -> float:
@@ -253,7 +259,7 @@ class _Walk:
             for key in self._chunks_of(stage):
                 self.users[key].add(stage)
                 now.values.put(key, self.chunks[key] * self.work.value_bytes)
-        if action.kind in (*_BACKWARDS, Kind.SYNC_TIED) and self._zero >= 2:
+        if action.kind in (*_BACKWARDS, Kind.SYNC_TIED) and (self._zero >= 2 or self._frees_sums):
             for key in self._chunks_of(stage):
                 now.sums.put(key, 4 * self.chunks[key])
         if action.kind in _REDUCES and self.work.layout.dp > 1:
@@ -276,6 +282,9 @@ class _Walk:
                 now.rooms.popleft()
             if self._zero >= 2:
                 now.sums.drop(stage)
+        elif action.kind is Kind.UPDATE and self._frees_sums:
+            for key in self._chunks_of(stage) if stage in self.tied_stages[:1] else [stage]:
+                now.sums.drop(key)
         elif action.kind is Kind.FORWARD:
             now.arriving.drop((Payload.ACTIVATION, stage - 1, micro_batch))
             self._keep(action)

@@ -6,7 +6,7 @@
 CLIP only finds the norm then: whoever asks for this sees to it that nothing has to be scaled by it. A rank
 that still has gradients to send sends them first, for another one computes with them; and it lets a reduction
 travel behind some computes before it waits for it. Parameters that two of its stages share move with the
-first of these, when both have given their gradients.
+first of these, when both have given their gradients, and neither stage's are gathered before.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -40,39 +40,47 @@ class _Place:
     gap: int
     turn: int
     """Of the stage, among those that are reduced."""
-    updates: bool
+    updates: bool = False
+    after_both: bool = False
+    """Behind the update of another stage at the same place."""
 
 
 def _moved(program: Program, rank: int, behind: int) -> Iterator[Action]:
     actions = program.ranks[rank]
     clip = next(at for at, action in enumerate(actions) if action.kind is Kind.CLIP)
     gaps, updates = split_at_computes(actions[:clip]), _updates(actions[clip + 1 :])
-    posted, ended, released = _last(gaps, _POSTS), _last(gaps, _ENDS), _last(gaps, {Kind.RELEASE})
-    sent = max((index for index, gap in enumerate(gaps) if any(map(_sends, gap))), default=0)
-    places, moved = {}, {}
-    for turn, stage in enumerate(sorted(posted, key=posted.__getitem__)):
-        gap, at = ended[stage]
-        here = min(gap, max(posted[stage][0] + behind, sent))
-        places[stage] = _Place(max(here, sent, released.get(stage, (0, 0))[0]), turn, updates=True)
-        if gaps[gap][at].kind is Kind.AWAIT_REDUCE:
-            moved[_Place(here, turn, updates=False)] = [Action(Kind.AWAIT_REDUCE, stage)]
-    moved |= {_of_both(program, stage, places): updates[stage] for stage in places}
-    gone = {where for where in ended.values() if gaps[where[0]][where[1]].kind is Kind.AWAIT_REDUCE}
+    waits, places = _places(gaps, behind)
+    last = program.num_stages - 1
+    assert program.lowering is not None
+    if program.lowering.tied and 0 != last and {0, last} <= places.keys():
+        places[0] = replace(max(places[0], places[last]), after_both=True)
+        updates[0] += updates[last][1:]
+        del updates[last][1:]
+    moved = {place: [Action(Kind.AWAIT_REDUCE, stage)] for stage, place in waits.items()}
+    moved |= {place: updates[stage] for stage, place in places.items()}
     for index, gap in enumerate(gaps):
-        kept = [action for at, action in enumerate(gap) if (index, at) not in gone]
-        middle = _start_of_waiting(kept)
-        yield from kept[:middle]
+        middle = _start_of_waiting(gap)
+        yield from gap[:middle]
         yield from (one for place in sorted(moved) if place.gap == index for one in moved[place])
-        yield from kept[middle:]
+        yield from gap[middle:]
     yield actions[clip]
 
 
-def _of_both(program: Program, stage: int, places: dict[int, _Place]) -> _Place:
-    """What the first and the last stage share moves with the first, on a rank that has both."""
-    assert program.lowering is not None
-    last = program.num_stages - 1
-    shares = program.lowering.tied and stage == 0 and last in places
-    return max(places[stage], places[last]) if shares else places[stage]
+def _places(gaps: list[list[Action]], behind: int) -> tuple[dict[int, _Place], dict[int, _Place]]:
+    """Of each stage: of its last AWAIT_REDUCE, which is taken out of the gaps, and of its update."""
+    posted, ended, released = _last(gaps, _POSTS), _last(gaps, _ENDS), _last(gaps, {Kind.RELEASE})
+    sent = max((index for index, gap in enumerate(gaps) if any(map(_sends, gap))), default=0)
+    waits, updates = {}, {}
+    for turn, stage in enumerate(sorted(posted, key=posted.__getitem__)):
+        here = min(ended[stage][0], max(posted[stage][0] + behind, sent))
+        latest = max(here, sent, released.get(stage, (0, 0))[0])
+        updates[stage] = _Place(latest, turn, updates=True)
+        gap, at = ended[stage]
+        if gaps[gap][at].kind is Kind.AWAIT_REDUCE:
+            waits[stage] = _Place(here, turn)
+    for gap, at in sorted((ended[stage] for stage in waits), reverse=True):
+        del gaps[gap][at]
+    return waits, updates
 
 
 def _updates(actions: Sequence[Action]) -> dict[int, list[Action]]:

@@ -241,6 +241,8 @@ class _RankState:
         moved = self.clipped or action.stage in self.updated
         if moved and not {action.stage} <= self.early & self.updated:
             return "only what is updated, and gathered before a batch is loaded, is gathered for the next one"
+        if moved and self._shares(action.stage) and 0 not in self.updated:
+            return "what it shares with the first stage moves with that one"
         if not self.loaded:
             self.early.add(action.stage)
         self.gathering.add(action.stage)
@@ -321,14 +323,18 @@ class _RankState:
     def _is_complete(self, stage: int) -> bool:
         """A stage that may be updated early has all its gradients, and those that it shares."""
         assert self.lowering is not None
-        last = self.program.num_stages - 1
-        shares = self.lowering.tied and stage == 0 and last in self.unreduced
+        stages = [0, self.program.num_stages - 1] if stage == 0 and self._shares(stage) else [stage]
         return self.lowering.updates_early and all(
             self.num_weight_gradients[one] == self.program.num_micro_batches
             and self.num_reduces[one] == self._num_wanted_reduces
             and one not in self.reducing
-            for one in ([stage, last] if shares else [stage])
+            for one in stages
         )
+
+    def _shares(self, stage: int) -> bool:
+        """It is the first or the last one, and both are here and share parameters."""
+        ends = {0, self.program.num_stages - 1}
+        return self.lowering is not None and self.lowering.tied and stage in ends <= self.unreduced.keys()
 
     def _step_fault(self, action: Action) -> str | None:
         self.updated.update(self.stages)
