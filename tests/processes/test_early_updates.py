@@ -1,5 +1,5 @@
-"""If these fail, updates inside the backward (`overlap.optimizer_in_backward`) learn something else than updates
-behind the gradients' norm, or go on with weights that a NaN has been in."""
+"""If these fail, updates inside the backward (`overlap.optimizer_in_backward`) learn something else than
+those behind the gradients' norm, or a run goes on with weights that a NaN has been in."""
 
 import os
 import tempfile

@@ -156,10 +156,22 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["model.window_pattern=[]"], "model.window_pattern", "at least one"),
         (["data.vocabulary=513"], "data.vocabulary", "at most model.vocabulary = 512"),
         (["optimizer.warmup_steps=21"], "optimizer.warmup_steps", "at most train.steps = 20"),
-        (["overlap.optimizer_in_backward=true"], "overlap.optimizer_in_backward", "needs optimizer.clip_norm = off"),
+        (
+            ["overlap.optimizer_in_backward=true"],
+            "overlap.optimizer_in_backward",
+            "needs optimizer.clip_norm = off",
+        ),
         ([*EARLY, "optimizer.name=lamb"], "overlap.optimizer_in_backward", "needs optimizer.name = adamw"),
-        ([*EARLY, "resilience.on_spike=skip"], "overlap.optimizer_in_backward", "needs resilience.on_spike = tell"),
-        ([*EARLY, "overlap.optimizer=false"], "overlap.optimizer_in_backward", "needs overlap.optimizer = true"),
+        (
+            [*EARLY, "resilience.on_spike=skip"],
+            "overlap.optimizer_in_backward",
+            "needs resilience.on_spike = tell",
+        ),
+        (
+            [*EARLY, "overlap.optimizer=false"],
+            "overlap.optimizer_in_backward",
+            "needs overlap.optimizer = true",
+        ),
         (["layout.zero=4"], "layout.zero", "less than or equal to 3"),
         (
             ["layout.schedule=fifo"],

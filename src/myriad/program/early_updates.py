@@ -1,7 +1,7 @@
 """A pass: each stage is updated inside the last backward, as soon as its gradients are reduced.
 
-    behind the norm    B s1  START_REDUCE s1  B s0  START_REDUCE s0  AWAIT s1 s0  CLIP  UPDATE s0 s1
-    in the backward    B s1  START_REDUCE s1  B s0  START_REDUCE s0  AWAIT s1  UPDATE s1  AWAIT s0  UPDATE s0  CLIP
+    behind the norm   B s1 START_REDUCE s1 B s0 START_REDUCE s0 AWAIT s1 s0 CLIP UPDATE s0 s1
+    in the backward   B s1 START_REDUCE s1 B s0 START_REDUCE s0 AWAIT s1 UPDATE s1 AWAIT s0 UPDATE s0 CLIP
 
 CLIP only finds the norm then: whoever asks for this sees to it that nothing has to be scaled by it. A rank
 that still has gradients to send sends them first, for another one computes with them; and it lets a reduction
@@ -52,7 +52,7 @@ def _moved(program: Program, rank: int, behind: int) -> Iterator[Action]:
     waits, places = _places(gaps, behind)
     last = program.num_stages - 1
     assert program.lowering is not None
-    if program.lowering.tied and 0 != last and {0, last} <= places.keys():
+    if program.lowering.tied and last != 0 and {0, last} <= places.keys():
         places[0] = replace(max(places[0], places[last]), after_both=True)
         updates[0] += updates[last][1:]
         del updates[last][1:]
@@ -108,6 +108,8 @@ def _sends(action: Action) -> bool:
 def _start_of_waiting(gap: Sequence[Action]) -> int:
     """Place of the first of the actions at a gap's end in which the rank waits, or computes."""
     at = len(gap)
-    while at and (gap[at - 1].kind in _WAITS or (gap[at - 1].kind is Kind.EXCHANGE and not _sends(gap[at - 1]))):
+    while at and (
+        gap[at - 1].kind in _WAITS or (gap[at - 1].kind is Kind.EXCHANGE and not _sends(gap[at - 1]))
+    ):
         at -= 1
     return at
