@@ -10,6 +10,8 @@ short edges, all taken in one call.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +23,7 @@ _ROW = 1024
 
 
 def sums_of_squares(
-    flats: Sequence[torch.Tensor], pieces: Sequence[Sequence[Piece]], num_parameters: int
+    flats: Sequence[torch.Tensor], pieces: Sequence[tuple[Piece, ...]], num_parameters: int
 ) -> torch.Tensor:
     """``[num_parameters]`` float64: for each parameter the sum of squares over its pieces; 0 where none is
     held.
@@ -31,27 +33,46 @@ def sums_of_squares(
     assert flats, "a rank that holds nothing passes one empty region, which says on which device"
     # the extra last row takes the rows of memory in which pieces meet: their edges are counted apart
     table = torch.zeros(num_parameters + 1, dtype=torch.float64, device=flats[0].device)
-    edges: list[tuple[int, torch.Tensor]] = []
-    for flat, its_pieces in zip(flats, pieces, strict=True):
-        runs: list[tuple[int, int]] = []
+    cut = _cut(tuple(pieces), num_parameters, flats[0].device)
+    for flat, owners in zip(flats, cut.owners_of_rows, strict=True):
+        if len(owners):
+            rows = flat[: len(owners) * _ROW].view(-1, _ROW)
+            _accumulate(table, owners, torch.linalg.vector_norm(rows, dim=1))
+    if cut.edges:
+        edges = [flats[index][start:stop] for index, start, stop in cut.edges]
+        _accumulate(table, cut.owners_of_edges, torch.stack(torch._foreach_norm(edges)))
+    return table[:num_parameters]
+
+
+class _Cut(NamedTuple):
+    """Whose the rows of some flats are, and what is not in whole rows."""
+
+    owners_of_rows: list[torch.Tensor]
+    """int64, of each flat."""
+    edges: list[tuple[int, int, int]]
+    """Flat, start, stop."""
+    owners_of_edges: torch.Tensor
+
+
+@lru_cache(maxsize=128)
+def _cut(pieces: tuple[tuple[Piece, ...], ...], num_parameters: int, device: torch.device) -> _Cut:
+    """Found once: what it puts on a device makes the host wait for all that this was given before."""
+    rows, edges, owners_of_edges = [], [], []
+    for index, its_pieces in enumerate(pieces):
+        runs = [(num_parameters, 0)]
         position = 0
         for piece in its_pieces:
             first, last = -(-piece.start // _ROW), piece.stop // _ROW
+            ends = [(piece.start, piece.stop)]
             if first < last:
                 runs += [(num_parameters, first - position), (piece.parameter, last - first)]
                 position = last
-                edges.append((piece.parameter, flat[piece.start : first * _ROW]))
-                edges.append((piece.parameter, flat[last * _ROW : piece.stop]))
-            else:
-                edges.append((piece.parameter, flat[piece.start : piece.stop]))
-        if runs:
-            owners, lengths = torch.tensor(runs, device=flat.device).unbind(1)
-            rows = torch.linalg.vector_norm(flat[: position * _ROW].view(position, _ROW), dim=1)
-            _accumulate(table, torch.repeat_interleave(owners, lengths, output_size=position), rows)
-    if edges := [(parameter, edge) for parameter, edge in edges if edge.numel()]:
-        owners = torch.tensor([parameter for parameter, _ in edges], device=table.device)
-        _accumulate(table, owners, torch.stack(torch._foreach_norm([edge for _, edge in edges])))
-    return table[:num_parameters]
+                ends = [(piece.start, first * _ROW), (last * _ROW, piece.stop)]
+            edges += [(index, start, stop) for start, stop in ends if start < stop]
+            owners_of_edges += [piece.parameter for start, stop in ends if start < stop]
+        owners, lengths = torch.tensor(runs).unbind(1)
+        rows.append(torch.repeat_interleave(owners, lengths).to(device))
+    return _Cut(rows, edges, torch.tensor(owners_of_edges, dtype=torch.int64, device=device))
 
 
 def _accumulate(table: torch.Tensor, owners: torch.Tensor, norms: torch.Tensor) -> None:
