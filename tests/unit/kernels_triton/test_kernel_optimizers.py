@@ -16,8 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "optim"))
 import sharding
 from sharding import Parameter, Ranks
 
+from myriad.kernels.config import Kernels
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.optimizer import build_optimizer
+from myriad.optim.region import Piece, Region
 
 
 def moved(config, parameters, cuts, gradients, kernels: str) -> torch.Tensor:
@@ -55,3 +57,19 @@ def test_lamb_moves_a_zero_parameter_and_leaves_one_without_gradient() -> None:
     gradients = [torch.cat([torch.ones(8), torch.zeros(8)])]
     values = moved(config, parameters, [], gradients, "triton")
     torch.testing.assert_close(values, torch.cat([torch.full((8,), -0.01), torch.ones(8)]))
+
+
+@pytest.mark.parametrize("kernels", ["plain", "triton"])
+def test_nothing_moves_where_the_device_says_so(kernels: Kernels) -> None:
+    """Updates inside the backward begin before anybody knows whether the gradients are numbers."""
+
+    def states(stays: torch.Tensor | None) -> list[torch.Tensor]:
+        region = Region(torch.ones(3000), torch.full((3000,), 0.5), True, (Piece(0, 0, 3000),))
+        optimizer = build_optimizer(OptimizerConfig(), [region], 1, lambda table: table, kernels)
+        optimizer.begin(1e-2, 1.0)
+        optimizer.update([0], stays)
+        return [region.values, *(tensor for (tensor,) in optimizer.state().values())]
+
+    for held, moved, told in zip(*map(states, (torch.ones(()), torch.zeros(()), None)), strict=True):
+        assert held.unique().tolist() in ([0.0], [1.0])
+        assert torch.equal(moved, told) and not torch.equal(moved, held)

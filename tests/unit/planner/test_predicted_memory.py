@@ -11,6 +11,7 @@ from myriad.planner.activations import Part, layer_held
 from myriad.planner.memory import Memory, fits_probability, worst_stage_memory
 from myriad.planner.rank_memory import memory_of_ranks
 from myriad.planner.work import Practice, Recompute, Work
+from myriad.program.config import OverlapConfig
 
 GPT = ModelConfig(
     layers=8, hidden=512, heads=8, sequence=1024, vocabulary=4096, norm="layer", bias=True, dropout=0.1,
@@ -113,3 +114,12 @@ def test_memory_of_ranks_follows_the_schedule() -> None:
     flood = [float(one.activations) for one in ranks(schedule="gpipe")]
     assert all(more > less for more, less in zip(flood, (first, *middle, last), strict=True))
     assert [float(one.logits) > 0 for one in ranks()] == [False, False, False, True]
+
+
+def test_gradients_of_early_updates_are_there_for_one_micro_batch_only_while_they_are_made() -> None:
+    def gradients(num_micro_batches: int, *, early: bool) -> float:
+        overlap = OverlapConfig(optimizer_in_backward=early)
+        return float(memory_of_ranks(Work(GPT, Layout(), num_micro_batches, overlap))[0].gradients)
+
+    assert gradients(1, early=True) < 0.6 * gradients(1, early=False)
+    assert gradients(2, early=True) == gradients(2, early=False)
