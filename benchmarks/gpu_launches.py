@@ -1,5 +1,5 @@
-"""How much of an iteration on one GPU is the starting of operators, as the planner counts it: what CUDA graphs
-could save at most.
+"""How much of an iteration on one GPU is the starting of operators, as the planner counts it: what CUDA
+graphs could save at most.
 
     python benchmarks/gpu_launches.py [h100-sxm-80gb ...]
 

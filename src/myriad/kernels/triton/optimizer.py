@@ -122,9 +122,9 @@ def adamw_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
     if MAY_STAY:
-        inside = inside & (tl.load(stays) == 0.0)
+        size = tl.where(tl.load(stays) == 0.0, size, 0)
+    inside = at < size
     direction = _direction(
         gradients,
         exp_avg,
