@@ -8,8 +8,8 @@ which the fluid does not have; median queues. Each is the mean of the seeds, wit
 marks are drawn, and DCQCN makes much of which flow gets them (controls that do not look at marks run once).
 Where the quotient is more than 5 % from 1, the row says so.
 
-HPCC's fluid has no packets at all, so what is left there is what packets are: `--payload 1000`, as HPCC's
-simulator has it, says how much.
+A fluid has no packets: `--payload 1000`, as HPCC's simulator has it, says how much of a difference goes with
+their size.
 """
 
 import argparse
