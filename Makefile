@@ -23,7 +23,8 @@ train: $(VENV)/.installed
 # A file of tests/unit needs one core, with one thread: as many run at once as there are cores. Files whose tests start
 # processes wait for them half of the time: three at once, those with the longest tests first, so that none is last. Files
 # that look at rates (of links, of this machine, and of ranks: who is slow is told by its pace), or at what is not told of a
-# short outage, have the machine for themselves. What fails ends it; `pytest` alone runs everything, one after another.
+# short outage, have the machine for themselves. What drives a browser leaves its loop running: nothing else runs after it.
+# What fails ends it; `pytest` alone runs everything, one after another.
 ALONE := $(addprefix tests/processes/test_, measure_machine.py slow_rank.py) \
 	$(addprefix tests/hosts/test_, contenders.py doctor_on_hosts.py hierarchy_on_hosts.py hosts.py network_hosts.py \
 	node_order_on_hosts.py nodes_on_hosts.py timeline.py)
@@ -31,7 +32,8 @@ test: check services
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile tests/unit
 	@$(BIN)/python -m pytest tests/gpu $(ALONE)
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(addprefix --deselect ,$(ALONE)) \
-		tests/services tests/hosts tests/browser tests/processes
+		tests/services tests/hosts tests/processes
+	@$(BIN)/python -m pytest -n 3 --dist loadfile tests/browser
 
 # tests/services and tests/browser use these; where they cannot be installed the tests are skipped and say so. No
 # service is started.

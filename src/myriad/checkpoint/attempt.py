@@ -22,6 +22,12 @@ __all__ = ["Attempt"]
 
 _OTHERS_WAIT_SECONDS = 60.0
 """How long a keeper waits for its own ranks' snapshots when another asks for a step."""
+_PASSED_TOLD = 3
+"""Steps in a row that were to be copied and that a rank of another node had no memory left for."""
+
+
+class _PassedOverError(OSError):
+    """A rank had no memory left for a step, and has later ones."""
 
 
 class Attempt:
@@ -41,7 +47,7 @@ class Attempt:
         self._folder: CheckpointFolder | None = None
         self._copies: Copies | None = None
         self._storing: Storing | None = None
-        self._last_skipped, self._released = -1, -1
+        self._last_skipped, self._released, self._num_passed = -1, -1, 0
         self._is_over = False
 
     def join(self, member: Member) -> None:
@@ -203,21 +209,32 @@ class Attempt:
                 return
             try:
                 answers = copies.ask_all(self._order("copy", step=step))
-                self.copy_own(step)
-                for answer in answers:
-                    answer()
-                answers = copies.ask_all(self._order("copied", step=step))
+                if not all([self.copy_own(step), *(answer()["has"] for answer in answers)]):
+                    return self._pass_over(step)
+                self._num_passed, answers = 0, copies.ask_all(self._order("copied", step=step))
                 self._on_copied(self.number, step)
                 for answer in answers:  # before the step is released
                     answer()
             except OSError as error:
                 self._tell("fault", step=step, problem=f"snapshots not copied to other nodes: {error}")
 
-    def copy_own(self, step: int) -> None:
-        """Sends this node's snapshots of a step to the nodes that keep copies of them."""
-        self._await_step(step)
+    def _pass_over(self, step: int) -> None:
+        """The next step will be copied; told once it is not."""
+        self._num_passed += 1
+        if self._num_passed == _PASSED_TOLD:
+            problem = f"for {_PASSED_TOLD} steps in a row a rank had no memory left"
+            self._tell("fault", step=step, problem=f"snapshots not copied to other nodes: {problem}")
+
+    def copy_own(self, step: int) -> bool:
+        """Sends this node's snapshots of a step to the nodes that keep copies of them. False: there is none
+        of a rank that had no memory left for it."""
+        try:
+            self._await_step(step)
+        except _PassedOverError:
+            return False
         assert self._copies is not None
         self._copies.send_own(step, self.members())
+        return True
 
     @property
     def makes_copies(self) -> bool:
@@ -241,8 +258,10 @@ class Attempt:
 
         with self._arrived:
             self._arrived.wait_for(settled, _OTHERS_WAIT_SECONDS)
-            if missing() or len(self._members) < self._num_local:
-                raise OSError(f"not all ranks of the node have a snapshot of step {step}")
+            if (left := missing()) or len(self._members) < self._num_local:
+                passed = len(self._members) == self._num_local and not any(one.gone for one in left)
+                error = _PassedOverError if passed and not self._is_over else OSError
+                raise error(f"not all ranks of the node have a snapshot of step {step}")
 
     def _release(self, step: int) -> None:
         for member in self.members():

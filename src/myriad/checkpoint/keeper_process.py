@@ -173,8 +173,8 @@ class _Server:
             files = attempt.store_own(message["step"])
             return {"files": {name: file.as_json() for name, file in files.items()}}
         if op == "copy":
-            attempt.copy_own(message["step"])
-        elif op == "begin copies":
+            return {"has": attempt.copy_own(message["step"])}
+        if op == "begin copies":
             self.keeper.copied.begin(message, payload)
         elif op == "copy of":
             self.keeper.copied.take(message, payload)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from myriad.cli.bars import share_bar
 from myriad.cli.files import check_picture, write_picture
 from myriad.errors import BadInputError
 
@@ -150,7 +151,8 @@ def _tell_of_switch(question: "SwitchQuestion", out: Path | None, as_json: bool)
 def _tell_of_fabric(cluster: "Cluster", question: "FabricQuestion", out: Path | None, as_json: bool) -> None:
     from myriad.network.remedies import fabric_rows
 
-    rows = fabric_rows(question)
+    with share_bar("drawing hashes", quiet=as_json) as tell:
+        rows = fabric_rows(question, tell)
     nodes = question.ring_nodes or cluster.nodes
     title = f"{cluster.name}: rings of {nodes} nodes, {question.placement}, {_pairs(question.queue_pairs)}"
     if out is not None:

@@ -150,6 +150,9 @@ def habits_of(cluster: "Cluster", down: str, rates: Rates, care: Care) -> "Habit
             raise BadInputError(
                 name, value, "a number above 0, or 0 for none" if name != "--patience" else "above 0"
             )
+    if cluster.nodes == 1 and rates.num_links is None:
+        allowed = "more than one node, or --links: inside a node no cable goes down"
+        raise BadInputError(f"{cluster.name}: nodes", 1, allowed)
     restart = load_times().restart_seconds if care.restart_seconds is None else care.restart_seconds
     return Habits(
         down=DownTimes.parse(down),

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Placed", "show"]
 
-_MOST_COLOURS = 16
-
 
 @dataclass(frozen=True, eq=False)
 class Placed:

@@ -141,11 +141,12 @@ def _show(console: "Console", layouts: list[str], found: list["Comparison"], tol
 
 def _verdict(found: "Comparison", tolerance: float) -> str:
     if found.equal_bits:
-        return f"[green]equal bits[/green] in all {found.num_steps} steps"
+        steps = f"losses of {found.num_steps} steps, parameters of {found.num_kept}"
+        return f"[green]equal bits[/green]: {steps}"
     if found.agrees:
         return (
-            f"[green]agree[/green] over {found.num_steps} steps: losses within {found.loss_difference:.1e}, "
-            f"parameters within {found.tensor_difference:.1e} ({found.worst_tensor})"
+            f"[green]agree[/green]: losses of {found.num_steps} steps within {found.loss_difference:.1e}, "
+            f"parameters of {found.num_kept} within {found.tensor_difference:.1e} ({found.worst_tensor})"
         )
     where = f" in {found.parted_tensor}" if found.parted_tensor else " in the loss"
     reference, other = found.losses[(found.parted_step or 1) - 1]

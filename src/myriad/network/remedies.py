@@ -7,7 +7,7 @@ spray        packet by packet over all links
 placement    rings of neighbours, and the others; of one switch: a quarter of the flows go up
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -130,31 +130,36 @@ class FabricQuestion:
         return ring_flows(routes.fabric, order, self.ring_nodes or len(order))
 
 
-def fabric_rows(question: FabricQuestion) -> list[Row]:
-    """By drawing seeds. Raises `BadInputError`."""
-    routes, pairs = Routes(question.build(question.shape)), question.queue_pairs
-    rows = [_drawn(question, "as asked", routes, is_asked=True)]
-    if (name_and_shape := _other_split(question.shape)) is not None:
-        name, shape = name_and_shape
-        rows.append(_drawn(question, name, Routes(question.build(shape))))
-    for more in _MORE:
-        changed = replace(question, queue_pairs=pairs * more, draws=min(question.draws, _FEW_DRAWS))
-        rows.append(_drawn(changed, f"{pairs * more} queue pairs a flow", routes))
-    rows.append(_drawn(question, "all switches hash as one", routes, rule="alike"))
-    rows.append(_drawn(question, "adaptive routing", routes, rule="adaptive"))
-    few = replace(question, draws=min(question.draws, _FEW_DRAWS))
-    rows.append(_drawn(few, "packet spraying", routes, rule="spray"))
-    for placement in ("packed", "spread", "random"):
-        if placement != question.placement:
-            rows.append(_drawn(replace(question, placement=placement), f"placement {placement}", routes))
+def fabric_rows(
+    question: FabricQuestion, tell: Callable[[str, float], None] = lambda what, done: None
+) -> list[Row]:
+    """By drawing seeds. ``tell`` hears what is drawn next, and the share that is done. Raises
+    `BadInputError`."""
+    routes, variants, rows = Routes(question.build(question.shape)), list(_variants(question)), []
+    for number, (name, changed, rule) in enumerate(variants):
+        tell(name, number / len(variants))
+        own = routes if changed.shape is question.shape else Routes(question.build(changed.shape))
+        given = {"queue_pairs": changed.queue_pairs, "draws": changed.draws, "seed": changed.seed}
+        found = expose(own, changed.flows(own), rule=rule, **given)  # type: ignore[arg-type]
+        rows.append(_of_fabric(name, found, changed is question and rule == "hash"))
     return rows
 
 
-def _drawn(
-    question: FabricQuestion, name: str, routes: Routes, *, rule: str = "hash", is_asked: bool = False
-) -> Row:
-    given = {"queue_pairs": question.queue_pairs, "draws": question.draws, "seed": question.seed}
-    return _of_fabric(name, expose(routes, question.flows(routes), rule=rule, **given), is_asked)  # type: ignore[arg-type]
+def _variants(question: FabricQuestion) -> Iterator[tuple[str, FabricQuestion, str]]:
+    """What is asked, and the same with one thing different: its name, and how switches choose."""
+    yield "as asked", question, "hash"
+    if (name_and_shape := _other_split(question.shape)) is not None:
+        name, shape = name_and_shape
+        yield name, replace(question, shape=shape), "hash"
+    few = replace(question, draws=min(question.draws, _FEW_DRAWS))
+    for pairs in (question.queue_pairs * more for more in _MORE):
+        yield f"{pairs} queue pairs a flow", replace(few, queue_pairs=pairs), "hash"
+    yield "all switches hash as one", question, "alike"
+    yield "adaptive routing", question, "adaptive"
+    yield "packet spraying", few, "spray"
+    for placement in ("packed", "spread", "random"):
+        if placement != question.placement:
+            yield f"placement {placement}", replace(question, placement=placement), "hash"
 
 
 def _of_fabric(name: str, found: FlowExposure, is_asked: bool) -> Row:

@@ -73,7 +73,6 @@ class Sizes:
     """Cables up from an aggregation switch."""
     cores: int
     """For each aggregation switch of a pod."""
-    down_bytes_per_second: float
     up_bytes_per_second: float
 
     @property
@@ -108,7 +107,7 @@ def clos_sizes(shape: FabricShape, num_nodes: int, ports_per_node: int, nic: flo
     _check_ports(shape, designed * per_node, up)
     sets = -(-num_nodes // per_switch)
     if sets * rails == 1:
-        return Sizes(num_nodes, ports_per_node, 1, per_switch, 1, 1, 0, 0, 0, 0, down, port)
+        return Sizes(num_nodes, ports_per_node, 1, per_switch, 1, 1, 0, 0, 0, 0, port)
     sets_per_pod = _sets_per_pod(shape, per_switch, rails, sets)
     pods = -(-sets // sets_per_pod)
     above = 1 / shape.pod_oversubscription if pods > 1 else 0.0
@@ -127,7 +126,6 @@ def clos_sizes(shape: FabricShape, num_nodes: int, ports_per_node: int, nic: flo
         aggregations,
         pod_up,
         cores,
-        down,
         port,
     )
 

@@ -12,6 +12,7 @@ import torch
 
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.store import load_model
+from myriad.errors import RunFailedError
 from myriad.model.boundary import Boundary
 from myriad.model.gpt import GPT
 from myriad.run import Run
@@ -24,6 +25,8 @@ class Comparison:
     """How one run differs from another; differences are relative, of tensors in the L2 norm."""
 
     num_steps: int
+    num_kept: int
+    """Of them, whose parameters both kept and were compared: a checkpoint that was not stored is none."""
     loss_difference: float
     """Largest of all steps."""
     tensor_difference: float
@@ -45,7 +48,8 @@ class Comparison:
 
 
 def compare_runs(reference: Run, other: Run, tolerance: float) -> Comparison:
-    """Compares losses of all steps and parameters of all checkpoints that both runs have."""
+    """Compares losses of all steps and parameters of all checkpoints that both runs have. Raises
+    `RunFailedError` when there is none."""
     losses = [
         (a["loss"], b["loss"]) for a, b in zip(reference.read_metrics(), other.read_metrics(), strict=True)
     ]
@@ -54,7 +58,10 @@ def compare_runs(reference: Run, other: Run, tolerance: float) -> Comparison:
     folders = [CheckpointFolder(run.checkpoints()) for run in (reference, other)]
     parted_tensor, equal_bits = None, all(a == b for a, b in losses)
     last: dict[str, float] = {}
-    for step in sorted(set(folders[0].steps()) & set(folders[1].steps())):
+    kept = sorted(set(folders[0].steps()) & set(folders[1].steps()))
+    if not kept:
+        raise RunFailedError(f"{reference.path} and {other.path}: no checkpoint of the same step was stored")
+    for step in kept:
         first, second = (load_model(folder.at_step(step).where) for folder in folders)
         equal_bits = equal_bits and all(torch.equal(first[name], second[name]) for name in order)
         last = {name: _tensor_difference(first[name], second[name]) for name in order}
@@ -65,6 +72,7 @@ def compare_runs(reference: Run, other: Run, tolerance: float) -> Comparison:
     worst = max(last, key=lambda name: last[name])
     return Comparison(
         num_steps=len(losses),
+        num_kept=len(kept),
         loss_difference=max(_relative(a, b) for a, b in losses),
         tensor_difference=last[worst],
         worst_tensor=worst,

@@ -2,7 +2,9 @@
 
 import os
 import socket
+import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -163,3 +165,42 @@ def test_a_keeper_that_takes_anothers_place_is_told_what_was_over_before_it_was_
             wire = Wire(connection)
             assert wire.receive()[0]["op"] == "keeper"
             assert wire.receive()[0] == {"op": "release", "attempt": 1, "step": 7}
+
+
+def test_a_step_that_a_rank_of_another_node_had_no_memory_for_is_no_fault_until_it_is_a_habit(tmp_path):
+    """The next one is copied; a run whose copies are always passed over would be without any."""
+    keeper, told = Keeper(), tmp_path / "events.jsonl"
+    member = join(keeper, 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer(connection):
+            wire = Wire(connection)
+            with suppress(OSError):
+                while message := wire.receive()[0]:
+                    if message["op"] != "keeper":
+                        wire.send({"has": False} if message["op"] == "copy" else {})
+
+        def accept():
+            with suppress(OSError):
+                while True:
+                    threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        configure(keeper, 1, tmp_path, server.getsockname()[1])
+        for number in (1, 2, 3):
+            assert not told.exists()
+            take(keeper, member, number, copies=True)
+            while not keeper.is_idle:
+                time.sleep(0.001)
+    assert "for 3 steps in a row a rank had no memory left" in told.read_text()
+
+
+def test_a_rank_that_went_past_a_step_is_not_one_that_died_before_it(tmp_path):
+    keeper = Keeper()
+    member = join(keeper, 1)
+    configure(keeper, 1, tmp_path)
+    take(keeper, member, 7, 9)
+    assert not keeper.attempt(1).copy_own(8)
+    keeper.attempt(1).leave(member)
+    with pytest.raises(OSError, match="not all ranks of the node have a snapshot of step 8"):
+        keeper.attempt(1).copy_own(8)

@@ -71,6 +71,7 @@ def test_the_picture_has_a_line_for_each_set_of_timers_in_both_panels(capsys, tm
         (("--patience", "0"), "--patience"),
         (("--out", "flap.pdf"), "--out"),
         (("--cluster", "nowhere"), "--cluster"),
+        (("--cluster", "laptop"), "laptop: nodes = 1"),
     ],
 )
 def test_bad_input_is_one_line_and_2(capsys, arguments, said):
