@@ -8,8 +8,8 @@ the ranks are gone ──► flush: the newest step that all nodes have is store
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from myriad.checkpoint.copies import Copies
 from myriad.checkpoint.folder import CheckpointFolder
@@ -48,6 +48,7 @@ class Attempt:
         self._copies: Copies | None = None
         self._storing: Storing | None = None
         self._last_skipped, self._released, self._num_passed = -1, -1, 0
+        self._newest_copy, self._is_copying = -1, False
         self._is_over = False
 
     def join(self, member: Member) -> None:
@@ -197,26 +198,53 @@ class Attempt:
 
     def store_own(self, step: int) -> dict[str, FileRecord]:
         """Files of this node's ranks, once all of them have the snapshot. Raises ``OSError``."""
-        self._await_step(step)
-        assert self._folder is not None, "configured"
-        return store_own(self._folder.storage, step, self.members())
+        with self._at_work(step):
+            self._await_step(step)
+            assert self._folder is not None, "configured"
+            return store_own(self._folder.storage, step, self.members())
+
+    @contextmanager
+    def _at_work(self, step: int) -> Iterator[None]:
+        """What is told of later steps releases this one not."""
+        with self._lock:
+            self._busy[step] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy[step] -= 1
+                if not self._busy[step]:
+                    del self._busy[step]
 
     def _copy(self, step: int) -> None:
+        """One step at a time: one that comes meanwhile waits, and gives way to one that comes after it. The
+        last before ranks leave is copied, however many came shortly before."""
+        with self._arrived:
+            self._newest_copy = max(self._newest_copy, step)
+            self._arrived.notify_all()
+            self._arrived.wait_for(lambda: not self._is_copying or self._newest_copy > step)
+            if self._newest_copy > step:
+                return
+            self._is_copying = True
+        try:
+            self._copy_everywhere(step)
+        except OSError as error:
+            self._tell("fault", step=step, problem=f"snapshots not copied to other nodes: {error}")
+        finally:
+            with self._arrived:
+                self._is_copying = False
+                self._arrived.notify_all()
+
+    def _copy_everywhere(self, step: int) -> None:
         copies = self._copies
         assert copies is not None
-        with copies.one_at_a_time() as free:
-            if not free:
-                return
-            try:
-                answers = copies.ask_all(self._order("copy", step=step))
-                if not all([self.copy_own(step), *(answer()["has"] for answer in answers)]):
-                    return self._pass_over(step)
-                self._num_passed, answers = 0, copies.ask_all(self._order("copied", step=step))
-                self._on_copied(self.number, step)
-                for answer in answers:  # before the step is released
-                    answer()
-            except OSError as error:
-                self._tell("fault", step=step, problem=f"snapshots not copied to other nodes: {error}")
+        answers = copies.ask_all(self._order("copy", step=step))
+        if not all([self.copy_own(step), *(answer()["has"] for answer in answers)]):
+            return self._pass_over(step)
+        self._num_passed, answers = 0, copies.ask_all(self._order("copied", step=step))
+        self._on_copied(self.number, step)
+        for answer in answers:  # before the step is released
+            answer()
 
     def _pass_over(self, step: int) -> None:
         """The next step will be copied; told once it is not."""
@@ -228,13 +256,14 @@ class Attempt:
     def copy_own(self, step: int) -> bool:
         """Sends this node's snapshots of a step to the nodes that keep copies of them. False: there is none
         of a rank that had no memory left for it."""
-        try:
-            self._await_step(step)
-        except _PassedOverError:
-            return False
-        assert self._copies is not None
-        self._copies.send_own(step, self.members())
-        return True
+        with self._at_work(step):
+            try:
+                self._await_step(step)
+            except _PassedOverError:
+                return False
+            assert self._copies is not None
+            self._copies.send_own(step, self.members())
+            return True
 
     @property
     def makes_copies(self) -> bool:

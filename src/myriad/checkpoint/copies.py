@@ -9,12 +9,11 @@ one group are often lost together.
                                            node 3, which has none of them
 """
 
-import contextlib
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,22 +56,11 @@ class Copies:
         self._node, self._token, self._target_of = node, token, dict(target_of)
         self._lines = {(other, kind): _Line() for other in range(len(nodes)) for kind in _KINDS}
         self._introduced: set[tuple[int, int]] = set()
-        self._copying = threading.Lock()
 
     @property
     def has_targets(self) -> bool:
         """Whether any rank of this node has a copy elsewhere."""
         return any(target is not None for target in self._target_of.values())
-
-    @contextlib.contextmanager
-    def one_at_a_time(self) -> Iterator[bool]:
-        """Whether copying may begin: one step at a time."""
-        free = self._copying.acquire(blocking=False)
-        try:
-            yield free
-        finally:
-            if free:
-                self._copying.release()
 
     def request(self, node: int, message: Message, payload: Buffer = b"") -> Message:
         """Asks one keeper. Raises ``OSError`` when it is gone, or answers with a problem."""
