@@ -8,32 +8,18 @@ import torch
 from hosts import Hosts, bits_per_second
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
-from myriad.job import Job
+from myriad.job import Job, work_of
 from myriad.planner.cluster import Cluster
 from myriad.planner.costs import Costs
 from myriad.planner.sharing import predict
-from myriad.planner.work import Work
 from myriad.train.measure_links import LinkTimes, time_links
 from pace import core_speeds
 from rehearsal_cases import LOOPBACK
 
-__all__ = ["Way", "measure_way", "predicted_seconds", "work_of"]
+__all__ = ["Way", "measure_way", "predicted_seconds"]
 
 _PAYLOAD = 0.956
 """Of what a shaped link carries: the rest are headers of Ethernet, IP and TCP (`hosts.py --check`)."""
-
-
-def work_of(job: Job) -> Work:
-    """What one iteration of a float32 job is to the planner."""
-    return Work(
-        job.model,
-        job.layout,
-        job.train.global_batch,
-        job.overlap,
-        comm=job.comm,
-        optimizer=job.optimizer.name,
-        value_bytes=4,
-    )
 
 
 @dataclass(frozen=True)
@@ -65,7 +51,7 @@ def predicted_seconds(job: Job, machine: Cluster, way: Way, pace: Sequence[float
     cluster = _cluster(machine, way, job.layout.world)
     if pace:
         cluster = cluster.model_copy(update={"core_speeds": core_speeds(cluster, pace)})
-    return predict(Costs(work_of(job), cluster), spans=False).seconds
+    return predict(Costs(work_of(job, value_bytes=4), cluster), spans=False).seconds
 
 
 def _cluster(machine: Cluster, way: Way, world: int) -> Cluster:

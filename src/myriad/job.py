@@ -43,11 +43,11 @@ __all__ = [
     "ResilienceConfig",
     "TrainConfig",
     "dump_toml",
-    "held_by",
     "job_keys",
     "load_job",
     "parse_job",
     "recipe_names",
+    "work_of",
 ]
 
 
@@ -392,11 +392,12 @@ def _check_memory_budget(job: Job) -> None:
         return
     from myriad.planner.budget import check_budget  # numpy: for jobs with a budget alone
 
-    check_budget(held_by(job), budget, job.train.device, job.train.precision)
+    check_budget(work_of(job), budget, job.train.device, job.train.precision)
 
 
-def held_by(job: Job, value_bytes: int = 2) -> "Work":
-    """What decides how much memory its ranks need."""
+def work_of(job: Job, value_bytes: int = 2) -> "Work":
+    """What one iteration of it is to the planner, without snapshots; ``value_bytes``: of an element of what is
+    computed with."""
     from myriad.planner.work import Work
 
     return Work(
@@ -491,9 +492,7 @@ def _job_of(tree: dict[str, Any], overrides: Sequence[str]) -> Job:
 def _as_bad_input(error: ErrorDetails) -> BadInputError:
     key, value = ".".join(str(part) for part in error["loc"]), error["input"]
     if error["type"] == "extra_forbidden":
-        while (
-            isinstance(value, dict) and value
-        ):  # a section that is not there: its first key is what was typed
+        while isinstance(value, dict) and value:  # of an unknown section: its first key is what was typed
             name, value = next(iter(value.items()))
             key = f"{key}.{name}"
         return BadInputError(key, value, f"unknown key; {_hint(key)}")

@@ -164,10 +164,8 @@ class Attempt:
             work(step)
         finally:
             with self._lock:
-                self._busy[step] -= 1
-                is_free = not self._busy[step]
+                is_free = self._leave_alone(step)
                 if is_free:
-                    del self._busy[step]
                     self._released = max(self._released, step)
             if is_free:
                 self._release(step)
@@ -212,9 +210,15 @@ class Attempt:
             yield
         finally:
             with self._lock:
-                self._busy[step] -= 1
-                if not self._busy[step]:
-                    del self._busy[step]
+                self._leave_alone(step)
+
+    def _leave_alone(self, step: int) -> bool:
+        """With the lock held: whether nobody is at work with it any more."""
+        self._busy[step] -= 1
+        if self._busy[step]:
+            return False
+        del self._busy[step]
+        return True
 
     def _copy(self, step: int) -> None:
         """One step at a time: one that comes meanwhile waits, and gives way to one that comes after it. The
@@ -276,20 +280,24 @@ class Attempt:
             member.memory.keep(step)
 
     def _await_step(self, step: int) -> None:
-        """Until the ranks of this node have it, or those that have not never will."""
+        """Until the ranks of this node have it, or those that have not never will. Raises ``OSError``."""
+
+        def is_past(one: Member) -> bool:
+            return max(one.steps(), default=-1) > step
 
         def missing() -> list[Member]:
             return [member for member in self.members() if step not in member.steps()]
 
         def settled() -> bool:
-            never = all(one.gone or max(one.steps(), default=-1) > step for one in missing())
+            never = all(one.gone or is_past(one) for one in missing())
             return never or self._is_over
 
         with self._arrived:
             self._arrived.wait_for(settled, _OTHERS_WAIT_SECONDS)
             if (left := missing()) or len(self._members) < self._num_local:
-                passed = len(self._members) == self._num_local and not any(one.gone for one in left)
-                error = _PassedOverError if passed and not self._is_over else OSError
+                are_past = all(is_past(one) and not one.gone for one in left)
+                whole = len(self._members) == self._num_local and not self._is_over
+                error = _PassedOverError if whole and are_past else OSError
                 raise error(f"not all ranks of the node have a snapshot of step {step}")
 
     def _release(self, step: int) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from myriad.planner.cluster import Cluster
     from myriad.planner.costs import Costs
     from myriad.planner.fabric_outlook import FabricOutlook
+    from myriad.planner.network_events import NetworkEvents
     from myriad.planner.outlook import Outlook, RankOutlook
     from myriad.planner.work import Work
     from myriad.telemetry.spans import Span
@@ -109,12 +110,8 @@ def _predict(
     from myriad.planner.predicted_spans import predicted_spans
     from myriad.planner.rank_memory import memory_of_ranks
     from myriad.planner.simulator import simulate
-    from myriad.planner.stragglers import slower_lanes
 
-    slower = slower_lanes(
-        wanted.stragglers, job.layout, cluster.accelerators_per_node, nodes_of(job, cluster)
-    )
-    events = wanted.network.events(job, cluster, nodes_of(job, cluster))
+    slower, events = _disturbed(wanted, job, cluster)
     costs = Costs(_work_of(job, cluster), cluster)
     given = partial(simulate, costs, slower=slower, jitter=wanted.jitter, seed=wanted.seed)
     prediction = given(every_replica=wanted.full, network=events)
@@ -132,13 +129,8 @@ def _on_fabric(wanted: Wanted, job: "Job", cluster: "Cluster") -> "FabricOutlook
     from myriad.planner.fabric_outlook import OnFabric
     from myriad.planner.rescore import Simulations
     from myriad.planner.simulator import simulate
-    from myriad.planner.stragglers import slower_lanes
 
-    slower = slower_lanes(
-        wanted.stragglers, job.layout, cluster.accelerators_per_node, nodes_of(job, cluster)
-    )
-
-    events = wanted.network.events(job, cluster, nodes_of(job, cluster))
+    slower, events = _disturbed(wanted, job, cluster)
     given = partial(simulate, slower=slower, jitter=wanted.jitter, seed=wanted.seed, spans=False)
 
     def disturbed(costs: "Costs") -> float:
@@ -147,6 +139,17 @@ def _on_fabric(wanted: Wanted, job: "Job", cluster: "Cluster") -> "FabricOutlook
     judge = disturbed if slower or wanted.jitter or events else Simulations().without_saves
     on_fabric = OnFabric(cluster, judge, first_seed=wanted.seed)
     return on_fabric.outlook(on_fabric.tenant(costs_of(job, cluster)), nodes_of(job, cluster))
+
+
+def _disturbed(
+    wanted: Wanted, job: "Job", cluster: "Cluster"
+) -> "tuple[dict[tuple[int, int], float], NetworkEvents | None]":
+    """Ranks that compute slowly, and what happens to links, on the nodes that the job has."""
+    from myriad.planner.stragglers import slower_lanes
+
+    order = nodes_of(job, cluster)
+    slower = slower_lanes(wanted.stragglers, job.layout, cluster.accelerators_per_node, order)
+    return slower, wanted.network.events(job, cluster, order)
 
 
 def nodes_of(job: "Job", cluster: "Cluster") -> Sequence[int] | None:
@@ -162,22 +165,12 @@ def nodes_of(job: "Job", cluster: "Cluster") -> Sequence[int] | None:
 
 def _work_of(job: "Job", cluster: "Cluster") -> "Work":
     from myriad.cli.plan_job import practice_of, saves_of
+    from myriad.job import work_of
     from myriad.planner.budget import layout_within
-    from myriad.planner.work import Work
 
     precision = job.train.precision
     single = precision == "float32" or (precision == "auto" and cluster.on_cpu)
-    work = Work(
-        job.model,
-        job.layout,
-        job.train.global_batch,
-        overlap=job.overlap,
-        comm=job.comm,
-        saves=saves_of(job),
-        optimizer=job.optimizer.name,
-        value_bytes=4 if single else 2,
-        practice=practice_of(job),
-    )
+    work = replace(work_of(job, 4 if single else 2), saves=saves_of(job), practice=practice_of(job))
     if job.train.memory_budget is None:
         return work
     layout = layout_within(work, job.train.memory_budget, on_cpu=cluster.on_cpu)

@@ -3,13 +3,14 @@
 import gc
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from myriad.cli.bars import count_bar
 from myriad.cli.files import check_picture, write_picture
 from myriad.cli.overrides import OverrideCommand
 from myriad.errors import BadInputError
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from myriad.cli.plan_question import Asked
     from myriad.planner.fabric_outlook import OnFabric
-    from myriad.planner.questions import Progress
     from myriad.planner.rescore import Simulations
     from myriad.planner.space import Problem
 
@@ -193,7 +193,7 @@ def _best(
 
     simulations, problem = Simulations(), problem_of(asked.job, asked.cluster)
     on_fabric = _fabric_of(problem, simulations) if fabric else None
-    with _bar(quiet=console is None) as progress:
+    with count_bar("searching", quiet=console is None) as progress:
         found = answer(problem, objective=objective, simulations=simulations, progress=progress)
         before = None
         if asked.plain is not None:
@@ -239,7 +239,7 @@ def _curve(asked: "Asked", objective: str, console: "Console | None") -> dict[st
     also = [point.accelerators for point in points]
     sizes = sizes_between(asked.sizes[0], asked.sizes[-1], asked.cluster.accelerators_per_node, also)
     simulations, rows = Simulations(), []
-    with _bar(quiet=console is None) as progress:
+    with count_bar("searching", quiet=console is None) as progress:
         for number, size in enumerate(sizes):
             progress(f"{size} accelerators", number, len(sizes))
             problem = problem_of(asked.job, scale_cluster(asked.cluster, size))
@@ -271,7 +271,7 @@ def _fewest(asked: "Asked", days: float, console: "Console | None") -> dict[str,
     from myriad.recipes.cluster import scale_cluster
 
     steps, simulations = asked.job.train.steps, Simulations()
-    with _bar(quiet=console is None) as progress:
+    with count_bar("searching", quiet=console is None) as progress:
         try:
             problem, found = fewest_accelerators(
                 lambda size: problem_of(asked.job, scale_cluster(asked.cluster, size)),
@@ -286,20 +286,3 @@ def _fewest(asked: "Asked", days: float, console: "Console | None") -> dict[str,
         title = f"{problem.cluster.world} accelerators do {steps} steps in {days:g} days"
         show_ranking(console, problem, [("1", found)], steps, title=title)
     return {"days": days, **figures(problem, found, steps).as_json()}
-
-
-@contextmanager
-def _bar(*, quiet: bool) -> Iterator["Progress"]:
-    """On standard error, gone when done."""
-    from rich import progress as bars
-    from rich.console import Console
-
-    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn())
-    console = Console(stderr=True)
-    off = quiet or not console.is_terminal
-    with bars.Progress(*columns, console=console, transient=True, disable=off) as shown:
-        task = shown.add_task("searching", total=None)
-        move: Callable[[str, int, int], None] = lambda stage, done, total: shown.update(  # noqa: E731
-            task, description=stage, completed=done, total=total
-        )
-        yield move

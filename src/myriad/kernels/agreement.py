@@ -126,9 +126,7 @@ def proved(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> tuple[
         return kernels, ""
     wrong: list[str] = []
     try:
-        for one in dict.fromkeys(
-            (dtype, torch.float32)
-        ):  # what optimizers move is float32 whatever the rest is
+        for one in dict.fromkeys((dtype, torch.float32)):  # what optimizers move is float32 in any case
             wrong += beyond_limits(disagreements(one, device), one)
     except Exception as error:  # whatever a compiler or a driver raises: the library's kernels are there
         return "plain", f"without Triton's kernels: {type(error).__name__}: {error}".partition("\n")[0]

@@ -209,12 +209,12 @@ def _fit_attention(attentions: Sequence[AttentionTime]) -> tuple[float, float, f
 def _fit_layers(layers: Sequence[LayerTime], value_bytes: int, known: Accelerator) -> dict[str, float]:
     """Launch and rates of streams and of weights, from what is left when the rest is ``known`` and all three
     are nothing. Errors count against the whole layer: a part that is small in it matters little."""
-    units = {"launch_seconds": 1.0, "stream_bytes_per_second": 1.0, "weights_bytes_per_second": 1.0}
+    names = "launch_seconds", "stream_bytes_per_second", "weights_bytes_per_second"
     seconds = np.array([one.seconds for one in layers])
     base = np.array([block_seconds(one, value_bytes, known) for one in layers])
     columns = [
-        np.array([block_seconds(one, value_bytes, known.model_copy(update={name: unit})) for one in layers])
-        for name, unit in units.items()
+        np.array([block_seconds(one, value_bytes, known.model_copy(update={name: 1.0})) for one in layers])
+        for name in names
     ]
     left = np.maximum(seconds - base, 0.01 * seconds)
     rows = np.stack([column - base for column in columns], 1)

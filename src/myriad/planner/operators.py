@@ -101,11 +101,8 @@ def sweep_seconds(accelerator: Accelerator, num_bytes: Number, num_operators: Nu
 
 def weights_seconds(accelerator: Accelerator, num_bytes: Number) -> Number:
     """For which products wait until weights, or sums of their gradients, have been moved."""
-    return (
-        0.0
-        if accelerator.weights_bytes_per_second is None
-        else num_bytes / accelerator.weights_bytes_per_second
-    )
+    rate = accelerator.weights_bytes_per_second
+    return 0.0 if rate is None else num_bytes / rate
 
 
 def flash_seconds(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Grounds", "grounds"]
 
+_READ = ("NCCL_IB_QPS_PER_CONNECTION", "NCCL_IB_TIMEOUT")
 _TIMEOUTS = range(14, 25)
 """That `myriad.network.flaps.advise` chooses from."""
 
@@ -56,6 +57,3 @@ def grounds(cluster: Cluster, habits: "Habits", lines: Sequence[Line]) -> Ground
         hours=tuple((one.timers.timeout, one.hours_per_month) for one in fates),
         timeout=asked.get(_READ[1], DEFAULT_TIMEOUT),
     )
-
-
-_READ = ("NCCL_IB_QPS_PER_CONNECTION", "NCCL_IB_TIMEOUT")

@@ -195,12 +195,15 @@ def test_a_step_that_a_rank_of_another_node_had_no_memory_for_is_no_fault_until_
     assert "for 3 steps in a row a rank had no memory left" in told.read_text()
 
 
-def test_a_rank_that_went_past_a_step_is_not_one_that_died_before_it(tmp_path):
+def test_a_rank_that_went_past_a_step_is_not_one_that_died_or_hangs_before_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("myriad.checkpoint.attempt._OTHERS_WAIT_SECONDS", 0.01)
     keeper = Keeper()
     member = join(keeper, 1)
     configure(keeper, 1, tmp_path)
     take(keeper, member, 7, 9)
     assert not keeper.attempt(1).copy_own(8)
+    with pytest.raises(OSError, match="not all ranks of the node have a snapshot of step 10"):
+        keeper.attempt(1).copy_own(10)
     keeper.attempt(1).leave(member)
     with pytest.raises(OSError, match="not all ranks of the node have a snapshot of step 8"):
         keeper.attempt(1).copy_own(8)

@@ -199,15 +199,10 @@ class RedisLease:
     def append(self, record: dict[str, Any], plan: dict[str, Any] | None = None) -> bool:
         """A line of the journal. ``plan``: the line that a decision follows; the server, which may have
         forgotten it, has both or neither. False: the lease is not renewed. Raises `StoreAwayError`."""
-        kind, follows = ("plan", None) if "plan" in record else ("decision", plan)
-        texts = (
-            json.dumps(record),
-            kind,
-            _KEEP_SECONDS,
-            _MOST_ENTRIES,
-            json.dumps(follows) if follows else "",
-        )
-        return bool(self._run("append", self._mine, *texts))
+        kind = "plan" if "plan" in record else "decision"
+        limits = _KEEP_SECONDS, _MOST_ENTRIES
+        before = "" if plan is None else json.dumps(plan)
+        return bool(self._run("append", self._mine, json.dumps(record), kind, *limits, before))
 
     def release(self) -> None:
         """It is over: whoever stands by need not wait. Raises `StoreAwayError`."""

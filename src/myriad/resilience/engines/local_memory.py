@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from myriad.errors import BadInputError
-from myriad.job import Job, held_by
+from myriad.job import Job, work_of
 from myriad.planner.rank_memory import memory_of_ranks
 from myriad.units import format_bytes
 
@@ -42,6 +42,6 @@ def check_local_memory(job: Job, machine_bytes: float | None = None) -> None:
 def _states_bytes(job: Job) -> float:
     """Of all ranks, in the narrowest type that the job's precision can mean."""
     value_bytes = 4 if job.train.precision == "float32" else 2
-    ranks = memory_of_ranks(held_by(job, value_bytes), on_cpu=True)
+    ranks = memory_of_ranks(work_of(job, value_bytes), on_cpu=True)
     each = sum(float(one.weights + one.gradients + one.optimizer) for one in ranks)
     return each * job.layout.world / len(ranks)
