@@ -396,8 +396,7 @@ def _check_memory_budget(job: Job) -> None:
 
 
 def work_of(job: Job, value_bytes: int = 2) -> "Work":
-    """What one iteration of it is to the planner, without snapshots; ``value_bytes``: of an element of what is
-    computed with."""
+    """What an iteration of it is to the planner, without snapshots, computed in numbers of so many bytes."""
     from myriad.planner.work import Work
 
     return Work(
