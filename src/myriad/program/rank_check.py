@@ -354,6 +354,8 @@ class _RankState:
             return (
                 f"does not end with step: stages {sorted(set(self.stages) - self.updated)} are never updated"
             )
+        if lowering.training and not self.clipped:
+            return "never finds the gradients' norm: neither clips nor steps"
         if self.posted != self.received:
             return f"receives are posted and never waited for: {sorted(self.posted - self.received)[:3]}"
         if unsent := self._unsent():

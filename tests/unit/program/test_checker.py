@@ -9,8 +9,10 @@ from program_shapes import lowered
 
 from myriad.program.actions import COMPUTE, Action, Kind, Program, Transfer
 from myriad.program.checker import check
+from myriad.program.config import OverlapConfig
+from myriad.program.early_updates import update_early
 from myriad.program.lower import lower
-from myriad.program.passes import decouple
+from myriad.program.passes import apply_passes, decouple
 from myriad.program.schedules import schedule
 from myriad.program.timeline import ProgramError
 
@@ -35,6 +37,15 @@ def test_a_missing_action_is_found(program, data):
     del actions[data.draw(st.integers(0, len(actions) - 1))]
     with pytest.raises(ProgramError):
         check(with_rank(program, rank, actions))
+
+
+def test_a_missing_norm_is_found_where_stages_are_updated_before_it():
+    """Nothing behind the norm tells of it there: it is the list's end."""
+    lowered = lower(schedule("1f1b", 2, 1, 2), zero=0, reduce="last", tied=False, training=True)
+    program = update_early(apply_passes(lowered, OverlapConfig(optimizer=True), 1), travels=False)
+    assert program.ranks[0][-1].kind is Kind.CLIP
+    with pytest.raises(ProgramError, match="never finds the gradients' norm"):
+        check(with_rank(program, 0, list(program.ranks[0][:-1])))
 
 
 @given(lowered(4, 6), st.data())
