@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from myriad.comm.config import CommConfig
+from myriad.comm.gloo_threads import loops_that_interrupt_nobody
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import Layout
 from myriad.comm.meeting import MESH_RANKS, MeetingStore, connecting
@@ -73,7 +74,8 @@ def open_world(layout: Layout, device: torch.device, *, comm: CommConfig = _COMM
         groups.split(timeout)
     else:
         store = MeetingStore(store)
-        with store.meeting("the world", range(world), rank), connecting(lazily=True):
+        met = store.meeting("the world", range(world), rank)
+        with met, connecting(lazily=True), loops_that_interrupt_nobody():
             dist.init_process_group("gloo", store=store, **options)
         _keep_store(dist.group.WORLD, store)
     return groups
@@ -147,7 +149,8 @@ def _make_group(ranks: tuple[int, ...], rank: int, purpose: str, backend: str | 
         store = MeetingStore(store)
     index, name, lazily = ranks.index(rank), _group_name(ranks, purpose), len(ranks) > MESH_RANKS
     met = store.meeting(f"group {purpose or ranks}", ranks, index) if backend == "gloo" else nullcontext()
-    with met, connecting(lazily=lazily):
+    patient = loops_that_interrupt_nobody() if backend == "gloo" else nullcontext()
+    with met, connecting(lazily=lazily), patient:
         group, _ = c10d._new_process_group_helper(
             len(ranks), index, list(ranks), backend, store, name, timeout=store.timeout, group_desc=purpose
         )
