@@ -8,6 +8,7 @@ Rates are for one accelerator and one direction. What of them is reached stands 
 of its default.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -189,8 +190,8 @@ class Cluster(Config):
     """Cores that all accelerators take turns on, rank r on core r modulo their number, where one machine
     rehearses a cluster; off: each computes by itself."""
     turns_ratio: float = Field(0.0, ge=0)
-    """How much longer compute takes on a core that another rank computes on too, besides taking turns:
-    caches are shared."""
+    """How much longer compute takes, besides taking turns, for each doubling of the ranks on its core: at a
+    turn's start its caches hold what is another's."""
     core_speeds: tuple[float, ...] = ()
     """Of each shared core, where the accelerator's is 1: virtual cores have neighbours, laptops two
     kinds. Off: all are alike."""
@@ -242,6 +243,10 @@ class Cluster(Config):
     def slowest_core(self) -> float:
         """Speed of the slowest shared core, which ranks that wait for each other go at."""
         return min(self.core_speeds, default=1.0)
+
+    def turns_slowdown(self, num_ranks: float) -> float:
+        """Of compute on a core of so many ranks, besides taking turns."""
+        return 1 + self.turns_ratio * math.log2(max(1.0, num_ranks))
 
     @property
     def ports_per_node(self) -> int:

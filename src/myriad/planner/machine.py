@@ -11,7 +11,7 @@ Layers are fitted last and through `layers` itself: seconds there are linear in 
 of the rates of streams and of weights, so these come out as whatever makes real layers take what they take.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,7 @@ __all__ = [
     "TypeFit",
     "TypeTimes",
     "block_seconds",
+    "doubling_ratio",
     "fit_accelerator",
     "fit_type",
     "head_seconds",
@@ -234,6 +235,13 @@ def _fit_loss(heads: Sequence[LayerTime], value_bytes: int, known: Accelerator) 
         slow = head_seconds(one, value_bytes, known.model_copy(update={"loss_bytes_per_second": 1.0}))
         each.append(max(one.seconds - free, 0.01 * one.seconds) / (slow - free))
     return float(1 / np.median(each))
+
+
+def doubling_ratio(seconds: Mapping[int, float]) -> float:
+    """From seconds of compute by the number of ranks on a core, 1 and more, to what each doubling adds."""
+    doublings = np.log2(np.array([number for number in seconds if number > 1], float))
+    added = np.array([seconds[number] / seconds[1] - 1 for number in seconds if number > 1])
+    return max(0.0, float(doublings @ added / (doublings @ doublings)))
 
 
 def block_seconds(one: LayerTime, value_bytes: int, accelerator: Accelerator) -> float:

@@ -33,6 +33,8 @@ class TensorTime:
     num_parts: float
     added_overlapped_seconds: float
     """When so many parts take turns, and one's crossing travels behind another's compute."""
+    added_processor_seconds: float
+    """Of a core, in ``added_seconds``."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 
 def fit_tensor(times: Sequence[TensorTime], node: Link) -> Link:
     """Tensor-parallel crossings as they are in blocks, as `myriad.planner.layers` counts them: cut in parts,
-    each part begins anew, and all but the first travel behind compute."""
+    each part begins anew, and all but the first travel behind compute. They take of it what they make worse
+    there, and at least what they work."""
     halves = np.array([one.num_bytes / 2 for one in times])
     parts = np.array([one.num_parts for one in times])
     least = 1e-3 * np.array([one.added_seconds for one in times]).max()
@@ -60,6 +63,7 @@ def fit_tensor(times: Sequence[TensorTime], node: Link) -> Link:
         for name in ("added_seconds", "added_overlapped_seconds")
     )
     compute, busy = np.array([one.compute_seconds for one in times]), node.busy_ratio
+    work = float(np.median([one.added_processor_seconds for one in times] / added))
     for _ in range(_TENSOR_TURNS):
         count = _EXPOSED_CROSSINGS + _HIDDEN_CROSSINGS * busy
         empty, each = relative_fit(count * np.stack([np.ones(len(times)), halves], 1), added)
@@ -67,7 +71,7 @@ def fit_tensor(times: Sequence[TensorTime], node: Link) -> Link:
         behind = np.minimum(whole * (1 - 1 / parts), 2 / 3 * compute)  # forward, gradients of inputs
         ratios = (overlapped - whole + behind) / (behind + _HIDDEN_CROSSINGS * (empty + each * halves))
         if (parts > 1).any():
-            busy = float(np.clip(np.median(ratios[parts > 1]), 0.0, _MOST_BUSY))
+            busy = float(np.clip(np.median(ratios[parts > 1]), min(1.0, work), _MOST_BUSY))
     return node.model_copy(
         update={
             "bytes_per_second": 1 / max(each, 1 / ENDLESS),

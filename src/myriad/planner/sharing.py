@@ -1,31 +1,34 @@
 """Iterations of ranks that take turns on a few cores, as when one machine rehearses a cluster.
 
 Where `Cluster.shared_cores` is given, rank r computes on core r modulo their number. Ranks of one core that
-compute at the same time share it evenly; what a transfer takes of a core (`Link.busy_ratio`) is shared like
-compute, and the rest of its time the core is another rank's. So two ranks on a core hide each other's
-waiting, and an overlap gains less there.
+compute at the same time share it evenly, and are slower for each other's data in its caches
+(`Cluster.turns_slowdown`). Transfers need the core as well (`Link.busy_ratio`): they get their share of it,
+travel longer where that is too little, and what they take is missed by compute. So two ranks on a core hide
+each other's waiting, and an overlap gains less there.
 
     core 0   rank 0  F0 ........ F1        alone: 1 s each
              rank 2  F0 ................   beside another: 2 s
                      ^ both at half speed
 
 Time goes from event to event: a lane (a pipeline rank of one replica, all its tensor-parallel ranks
-together) begins to compute, ends, or gets what it waits for. Between two events nobody's speed changes.
+together) begins to compute, ends, or gets what it waits for; a transfer begins or ends. Between two events
+nobody's speed changes.
 """
 
 import heapq
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from myriad.planner.collectives import tensor_group
 from myriad.planner.costs import Costs
 from myriad.planner.simulator import Prediction, Run, programs_of, simulate
-from myriad.program.actions import COMPUTE, Action, Kind, Program
+from myriad.program.actions import COMPUTE, Action, Kind, Program, Transfer
 
 __all__ = ["predict"]
 
-_NOBODY = -1
+_LEAST_SPEED = 0.05
+"""Of what computes while transfers want all of a core."""
 
 
 def predict(costs: Costs, *, spans: bool = True) -> Prediction:
@@ -52,12 +55,26 @@ class _Job:
     """Seconds after that in which the core is free."""
 
 
-@dataclass(frozen=True)
-class _Transfer:
-    begin: float
-    end: float
-    lanes: tuple[int, ...]
+@dataclass(eq=False)
+class _Trip:
+    """A transfer among lanes. Those of one stream follow each other."""
+
+    lanes: Sequence[int]
+    left: float
+    """Seconds, alone on its cores."""
     busy_ratio: float
+    streams: Sequence[Hashable]
+    land: Callable[[float], None]
+    """Gets the time of its end."""
+
+
+@dataclass(frozen=True)
+class _Core:
+    """How one core is shared just now."""
+
+    compute_speed: float
+    """Of each rank that computes."""
+    trip_speed: float
 
 
 class _SharingRun(Run):
@@ -69,72 +86,84 @@ class _SharingRun(Run):
         self.ranks_on = [
             Counter((lane * tp + index) % num_cores for index in range(tp)) for lane in range(len(self.lanes))
         ]
-        self.core_speeds = costs.cluster.core_speeds or (1.0,) * num_cores
+        num_ranks = sum(self.ranks_on, Counter[int]())
+        speeds = costs.cluster.core_speeds or (1.0,) * num_cores
+        self.core_speeds = [
+            speed / costs.cluster.turns_slowdown(num_ranks[core]) for core, speed in enumerate(speeds)
+        ]
         tensor = tensor_group(costs.cluster, float(tp))
         self.tensor_busy_ratio = min(1.0, float(tensor.busy_ratio))
         self.jobs: dict[int, _Job] = {}
-        self.transfers: list[_Transfer] = []
+        self.trips: list[_Trip] = []
+        """Under way."""
+        self.streams: defaultdict[Hashable, deque[_Trip]] = defaultdict(deque)
+        """What is under way, and what follows it."""
         self.events: list[tuple[float, int]] = []
-        """When something may change, and the lane that goes on then; nobody: a transfer begins or ends."""
+        """When a lane goes on."""
         self.asleep: set[int] = set()
 
     def iterate(self) -> list[float]:
         self._begin()
         self.movable.clear()
-        self.events = [(self.clock[lane], lane) for lane in range(len(self.lanes))]
+        now = max(self.clock)
+        self.clock = [now] * len(self.lanes)
+        self.events = [(now, lane) for lane in range(len(self.lanes))]
         self.asleep = set(range(len(self.lanes)))
-        heapq.heapify(self.events)
-        now = self.events[0][0]
-        while self.events or self.jobs:
+        while not self._all_done():
             now = self._step(now)
-        assert self._all_done(), "the checker proved that nobody waits for ever"
         return list(self.clock)
 
     def _step(self, now: float) -> float:
         """To the next event; its time."""
-        speeds = self._speeds(now)
-        ends = [now + job.left / speeds[lane] for lane, job in self.jobs.items()]
+        cores = self._cores()
+        computing = {lane: self._compute_speed(lane, cores) for lane in self.jobs}
+        travelling = {trip: self._trip_speed(trip, cores) for trip in self.trips}
+        ends = [now + job.left / computing[lane] for lane, job in self.jobs.items()]
+        ends += [now + trip.left / travelling[trip] for trip in self.trips]
+        assert ends or self.events, "the checker proved that nobody waits for ever"
         time = max(now, min([*ends, *(event[0] for event in self.events[:1])]))
         for lane, job in list(self.jobs.items()):
-            job.left -= (time - now) * speeds[lane]
+            job.left -= (time - now) * computing[lane]
             if job.left <= 1e-12:
                 self._computed(lane, self.jobs.pop(lane), time)
+        for trip, speed in travelling.items():
+            trip.left -= (time - now) * speed
+            if trip.left <= 1e-12:
+                self._arrived(trip, time)
         while self.events and self.events[0][0] <= time:
             lane = heapq.heappop(self.events)[1]
-            if lane != _NOBODY:
-                self.asleep.discard(lane)
-                self.movable.append(lane)
+            self.asleep.discard(lane)
+            self.movable.append(lane)
         while self.movable:
             self._move(self.movable.popleft(), time)
         return time
 
-    def _speeds(self, now: float) -> dict[int, float]:
-        """Of each lane that computes: the slowest of its ranks."""
-        load: Counter[int] = Counter()
+    # who gets how much of a core
+
+    def _cores(self) -> Mapping[int, _Core]:
+        num_ranks: Counter[int] = Counter()
         for lane in self.jobs:
-            load.update(self.ranks_on[lane])
-        self.transfers = [transfer for transfer in self.transfers if transfer.end > now]
-        num_transfers: Counter[int] = Counter()
-        busy: dict[int, float] = dict.fromkeys(load, 0.0)
-        for transfer in self.transfers:
-            for lane in transfer.lanes if transfer.begin <= now else ():
+            num_ranks.update(self.ranks_on[lane])
+        num_trips: Counter[int] = Counter()
+        needed: defaultdict[int, float] = defaultdict(float)
+        missed: defaultdict[int, float] = defaultdict(float)
+        for trip in self.trips:
+            for lane in trip.lanes:
                 for core, count in self.ranks_on[lane].items():
-                    num_transfers[core] += count
-                    busy[core] = busy.get(core, 0.0) + count * transfer.busy_ratio
+                    num_trips[core] += count
+                    needed[core] += count * min(1.0, trip.busy_ratio)
+                    missed[core] += count * trip.busy_ratio
         return {
-            lane: min(
-                self.core_speeds[core] * self._speed(load[core], num_transfers[core], busy[core])
-                for core in self.ranks_on[lane]
-            )
-            for lane in self.jobs
+            core: _share(num_ranks[core], num_trips[core], needed[core], missed[core])
+            for core in num_ranks.keys() | num_trips.keys()
         }
 
-    def _speed(self, num_ranks: int, num_transfers: int, busy: float) -> float:
-        """Of each of the ranks that compute on a core. What transfers want of it they get before them, up to
-        their fair share, as threads do that mostly sleep."""
-        turns = 1 + self.costs.cluster.turns_ratio if num_ranks > 1 else 1.0
-        taken = min(busy, num_transfers / (num_transfers + num_ranks))
-        return (1 - taken) / (num_ranks * turns)
+    def _compute_speed(self, lane: int, cores: Mapping[int, _Core]) -> float:
+        """The slowest of its ranks'."""
+        return min(self.core_speeds[core] * cores[core].compute_speed for core in self.ranks_on[lane])
+
+    def _trip_speed(self, trip: _Trip, cores: Mapping[int, _Core]) -> float:
+        return min(cores[core].trip_speed for lane in trip.lanes for core in self.ranks_on[lane])
 
     def _computed(self, lane: int, job: _Job, now: float) -> None:
         self._finish(lane, job.action, job.begin, now + job.idle)
@@ -176,14 +205,71 @@ class _SharingRun(Run):
         }[action.kind]
         return float(tensor) * (1 - self.tensor_busy_ratio)
 
-    def _travel(self, begin: float, seconds: float, busy_ratio: float, lanes: Sequence[int]) -> float:
-        """Longer where ranks of one core need more of it than there is."""
-        needed: Counter[int] = Counter()
-        for lane in lanes:
-            needed.update(self.ranks_on[lane])
-        seconds *= max(1.0, busy_ratio * max(needed.values()))
-        share = busy_ratio / max(1.0, busy_ratio * max(needed.values()))
-        self.transfers.append(_Transfer(begin, begin + seconds, tuple(lanes), share))
-        heapq.heappush(self.events, (begin, _NOBODY))
-        heapq.heappush(self.events, (begin + seconds, _NOBODY))
-        return seconds
+    # transfers
+
+    def _arrive(self, lane: int, place: tuple[str, int, int]) -> None:
+        name, stage, _ = place
+        rank, here = self.lanes[lane][1], self.joined[place]
+        here[lane] = self.clock[lane]
+        group = [replica * self.num_ranks + rank for replica in range(len(self.replicas))]
+        if len(here) < len(group):
+            return
+        costs = self.costs.stages[stage]
+
+        def land(now: float) -> None:
+            self.done[place] = now
+            self.movable.extend(group)
+
+        seconds = costs.gather if name == "gather" else costs.reduce
+        self._set_off(_Trip(group, seconds, float(self.costs.data.busy_ratio), group, land))
+
+    def _post(self, lane: int, rank: int, transfer: Transfer) -> None:
+        other = lane - rank + transfer.peer
+        source, target = (lane, other) if transfer.sends else (other, lane)
+        channel = self.channels[source, target]
+        mine, others = (
+            (channel.sends, channel.receives) if transfer.sends else (channel.receives, channel.sends)
+        )
+        if not others:
+            mine.append((self._code(transfer), self.clock[lane]))
+            return
+        others.popleft()
+
+        def land(now: float) -> None:
+            self.arrived[lane // self.num_ranks, self._code(transfer)] = now
+            self.movable.extend((lane, other))
+
+        ranks = self.lanes[source][1], self.lanes[target][1]
+        seconds, busy = self.costs.message_between(*ranks), float(self.costs.pipeline.busy_ratio)
+        self._set_off(_Trip((lane, other), seconds, busy, [(source, target)], land))
+
+    def _set_off(self, trip: _Trip) -> None:
+        """At once, or behind what its streams carry."""
+        for stream in trip.streams:
+            self.streams[stream].append(trip)
+        self._begin_if_first(trip)
+
+    def _begin_if_first(self, trip: _Trip) -> None:
+        if all(self.streams[stream][0] is trip for stream in trip.streams):
+            self.trips.append(trip)
+
+    def _arrived(self, trip: _Trip, now: float) -> None:
+        self.trips.remove(trip)
+        followers = []
+        for stream in trip.streams:
+            self.streams[stream].popleft()
+            followers += list(self.streams[stream])[:1]
+        for follower in dict.fromkeys(followers):
+            self._begin_if_first(follower)
+        trip.land(now)
+
+
+def _share(num_ranks: int, num_trips: int, needed: float, missed: float) -> _Core:
+    """Of a core on which some ranks compute and others' transfers need ``needed`` of its time; these get
+    their fair share at most, and compute misses ``missed / needed`` times that: its caches are used too."""
+    if needed == 0:
+        return _Core(1 / max(1, num_ranks), 1.0)
+    fair = num_trips / (num_trips + num_ranks)
+    taken = min(needed, fair)
+    left = max(_LEAST_SPEED, 1 - taken * missed / needed)
+    return _Core(left / max(1, num_ranks), min(1.0, taken / needed))

@@ -58,7 +58,8 @@ class LayerTable:
         shape = grid[0].shape
         turns = [[np.broadcast_to(turn, shape) for turn in _turns(times)] for times in kinds]
         cluster = problem.cluster
-        sharing = max(1.0, cluster.world / (cluster.shared_cores or cluster.world)) / cluster.slowest_core
+        ranks_per_core = max(1.0, cluster.world / (cluster.shared_cores or cluster.world))
+        sharing = ranks_per_core * cluster.turns_slowdown(ranks_per_core) / cluster.slowest_core
         found: Array = np.array(turns).swapaxes(0, 1) * cluster.expected_slowdown * sharing
         found[4, 1] = 0.0  # the head is not computed again
         return found

@@ -39,9 +39,10 @@ from myriad.planner.machine import (
 )
 from myriad.planner.machine_links import TensorTime, fit_line, fit_tensor
 from myriad.train.cluster_file import CLUSTER_NAME, find_cluster_file, processor_name, write_cluster
-from myriad.train.measure_compute import Pace, sweep_bytes_per_second, time_type, turns_ratio
+from myriad.train.measure_compute import Pace, sweep_bytes_per_second, time_type
 from myriad.train.measure_links import LinkTimes, time_links
 from myriad.train.measure_tensor import time_tensors
+from myriad.train.measure_turns import turns_ratio
 
 __all__ = ["find_cluster_file", "measure_cluster", "write_cluster"]
 
@@ -91,7 +92,7 @@ def _fit(answers: Sequence[_Answer], cores: int) -> Cluster:
         accelerators_per_node=_RANKS_PER_CORE * cores,
         accelerator=accelerator,
         links=_links([answer.links for answer in answers], [answer.tensors for answer in answers]),
-        turns_ratio=max(0.0, statistics.median(answer.turns_ratio for answer in answers)),
+        turns_ratio=statistics.mean(answer.turns_ratio for answer in answers),
         shared_cores=cores,
         core_speeds=tuple(pace / answers[core % len(answers)].pace_seconds for core in range(cores)),
         pace_seconds=pace,
@@ -114,7 +115,7 @@ def _together(times: Sequence[TypeTimes]) -> TypeTimes:
 
 def _same(ranks: Sequence[Sequence[TensorTime]]) -> list[TensorTime]:
     """The mean rank's."""
-    names = "added_seconds", "added_overlapped_seconds"
+    names = "added_seconds", "added_overlapped_seconds", "added_processor_seconds"
     return [_mean(same, names) for same in zip(*ranks, strict=True)]
 
 
@@ -223,15 +224,15 @@ def _measure_rank(world: int, tell: Tell) -> _Answer:
     pair = groups.along("tp")
     assert pair is not None, "two ranks at least"
     tensors = time_tensors(pair)
-    tell("memory", 0.35)
+    tell("memory", 0.3)
     dist.barrier(together)
     pace = Pace()
     sweep = sweep_bytes_per_second(together, pace)
-    tell("products, attention and layers in float32", 0.4)
+    tell("products, attention and layers in float32", 0.35)
     float32 = time_type(torch.float32, together, pace)
-    tell("products, attention and layers in bfloat16", 0.7)
+    tell("products, attention and layers in bfloat16", 0.6)
     bfloat16 = time_type(torch.bfloat16, together, pace)
-    tell("two ranks on a core", 0.95)
+    tell("ranks that share a core", 0.85)
     turns = turns_ratio(together)
     close_world()
     return _Answer(float32, bfloat16, sweep, links, tensors, turns, pace.nominal_seconds)

@@ -9,8 +9,6 @@ neighbours take is caches and memory's bandwidth too, and of those blocks use al
 Legend: m, n, k of a product ``[m, k] x [k, n]``.
 """
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -29,7 +27,7 @@ from myriad.model.definition import Context
 from myriad.model.gpt import GPT
 from myriad.planner.machine import AttentionTime, LayerTime, ProductTime, TypeTimes
 
-__all__ = ["Pace", "stack_of_blocks", "sweep_bytes_per_second", "time_type", "turns_ratio"]
+__all__ = ["Pace", "stack_of_blocks", "sweep_bytes_per_second", "time_type"]
 
 _ROWS = (64, 256, 1024)
 _MATRICES = ((64, 64), (128, 256), (256, 256), (768, 256), (256, 1024), (1024, 1024))
@@ -42,23 +40,24 @@ _LAYERS = (
     (256, 256, 1),
     (256, 256, 4),
     (512, 256, 1),
-    (512, 512, 2),
+    (512, 512, 1),
 )
 """Hidden, sequence, micro-batch."""
 _HEADS = ((64, 64, 8, 512), (256, 256, 1, 1024), (256, 256, 4, 1024), (256, 256, 1, 8192))
 """Hidden, sequence, micro-batch, vocabulary."""
-_STACK = 3
-"""Blocks that are timed together: a training goes over more memory than a block, and finds nothing of it in
-a core's caches."""
+_STACK = 6
+"""Blocks, or heads, that are timed together: a training goes over more memory than one of them, and finds
+nothing of it in a core's caches."""
 _HEAD_WIDTH = 64
-_LEAST_ROUNDS, _ROUNDS, _ENOUGH_SECONDS = 3, 9, 0.3
+_LEAST_ROUNDS, _ROUNDS, _ENOUGH_SECONDS = 3, 9, 0.15
 _SLOW_FLOPS = 2e10
 """Per second: a core without instructions for a type is timed at the smallest sizes only."""
 _SWEEP_ELEMENTS = 2**23
-_TURNS_LAYER, _TURNS_SECONDS = (256, 256, 4), 0.2
 _PACE_BLOCK = (256, 128, 1)
 """Hidden, sequence, micro-batch."""
 _PACE_SECONDS, _PACE_SHORT_SECONDS = 1.0, 0.04
+_STRIDES, _STRIDE_SECONDS = 2, 0.2
+"""Of layers and heads, which all that is made of the other timings is fitted to."""
 
 
 def _model(hidden: int, sequence: int) -> ModelConfig:
@@ -93,6 +92,16 @@ class Pace:
         before, self._latest = self._latest, self.seconds(_PACE_SHORT_SECONDS)
         return taken / rounds / calls * self.nominal_seconds / ((before + self._latest) / 2)
 
+    def in_stride(self, function: Callable[[], object]) -> float:
+        """The same for what a training does over and over: both take turns, each for long enough to find in
+        the caches what it left there, as in a training."""
+        taken = paces = 0.0
+        for _ in range(_STRIDES):
+            self._latest = self.seconds(_STRIDE_SECONDS)
+            paces += self._latest
+            taken += _mean(function, _STRIDE_SECONDS)
+        return taken / paces * self.nominal_seconds
+
 
 def _thread_seconds(function: Callable[[], object], calls: int = 1) -> float:
     """Of so many, by the processor time of this thread."""
@@ -106,7 +115,7 @@ def _mean(function: Callable[[], object], least_seconds: float = 0.5) -> float:
     """Seconds of one call, with all that comes between."""
     function()
     calls, start = 0, time.thread_time()
-    while time.thread_time() - start < least_seconds:
+    while calls == 0 or time.thread_time() - start < least_seconds:
         function()
         calls += 1
     return (time.thread_time() - start) / calls
@@ -117,23 +126,6 @@ def sweep_bytes_per_second(together: Group | None, pace: Pace) -> float:
     a, b = torch.ones(_SWEEP_ELEMENTS), torch.ones(_SWEEP_ELEMENTS)
     dist.barrier(together)
     return 3 * 4 * _SWEEP_ELEMENTS / pace.usual(lambda: torch.add(a, b, out=a), 2e-2)
-
-
-def turns_ratio(together: Group | None) -> float:
-    """How much longer a layer takes while a process of the same kind computes on the same core."""
-    alone = _layer(torch.float32, *_TURNS_LAYER, None, _mean).seconds
-    dist.barrier(together)
-    parent, beside = os.getpid(), os.fork()
-    if beside == 0:
-        while os.getppid() == parent:
-            _layer(torch.float32, *_TURNS_LAYER, None, _mean)
-        os._exit(0)
-    try:
-        time.sleep(_TURNS_SECONDS)
-        return _layer(torch.float32, *_TURNS_LAYER, None, _mean).seconds / alone - 1
-    finally:
-        os.kill(beside, signal.SIGKILL)
-        os.waitpid(beside, 0)
 
 
 def time_type(dtype: torch.dtype, together: Group | None, pace: Pace) -> TypeTimes:
@@ -150,7 +142,7 @@ def time_type(dtype: torch.dtype, together: Group | None, pace: Pace) -> TypeTim
         value_bytes,
         products,
         attentions,
-        [_layer(dtype, *shape, together, pace.usual) for shape in layers],
+        [_layer(dtype, *shape, together, pace) for shape in layers],
         [_head(dtype, *shape, together, pace) for shape in heads],
     )
 
@@ -191,16 +183,15 @@ def _layer(
     sequence: int,
     micro_batch: int,
     together: Group | None,
-    clock: Callable[[Callable[[], object]], float],
+    pace: Pace,
 ) -> LayerTime:
     """One block among others, so that its weights are in no cache when it begins; its gradients go where a
     runtime sends them."""
     model = _model(hidden, sequence)
     x = torch.randn(micro_batch, sequence, hidden)
     iterate = stack_of_blocks(model.model_copy(update={"layers": _STACK}), dtype, Boundary(), x)
-    if together is not None:
-        dist.barrier(together)
-    return LayerTime(model, micro_batch, clock(iterate) / _STACK)
+    dist.barrier(together)
+    return LayerTime(model, micro_batch, pace.in_stride(iterate) / _STACK)
 
 
 def stack_of_blocks(
@@ -232,12 +223,18 @@ def _head(
     pace: Pace,
 ) -> LayerTime:
     model = _model(hidden, sequence).model_copy(update={"vocabulary": vocabulary})
-    head = _build(GPT(model, seed=1), model.layers + 1, dtype, Boundary())
+    definition = GPT(model, seed=1)
+    heads = [_build(definition, model.layers + 1, dtype, Boundary()) for _ in range(_STACK)]
     x = torch.randn(micro_batch, sequence, hidden).to(dtype).requires_grad_()
     tokens = torch.randint(vocabulary, (micro_batch, sequence))
     context = Context(targets=tokens, samples=tokens[:, 0])
+
+    def iterate() -> None:
+        for head in heads:
+            head(x, context).backward()
+
     dist.barrier(together)
-    return LayerTime(model, micro_batch, pace.usual(lambda: head(x, context).backward()))
+    return LayerTime(model, micro_batch, pace.in_stride(iterate) / _STACK)
 
 
 def _build(definition: GPT, number: int, dtype: torch.dtype, boundary: Boundary) -> nn.Module:

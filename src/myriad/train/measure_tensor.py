@@ -1,17 +1,19 @@
 """Times what tensor parallelism adds to real blocks, between pairs of ranks, all pairs at once.
 
-    block of a rank of two, whose peers are made up     compute, and the copies of a gather
-    the same with the peer, each tensor waited for      + what a crossing takes
+    block of a rank of two, whose peers are made up     compute
+    the same with the peer, each tensor waited for      + what a crossing takes, copies and all
     the same with parts that take turns                 + what a crossing takes that travels behind compute
 
 In a block a crossing takes longer than alone: the peers are never ready at the same moment, what carries it
 takes turns with compute on the cores, and caches hold other data afterwards. So this is the difference of
-clocks of whole blocks, forward and backward, taken in turns; the median.
+clocks of whole blocks, forward and backward, taken in turns; the median. The processor time of all threads
+tells how much of that is work, and how much another rank on the core could use.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,18 +37,47 @@ _ROUNDS, _CALLS = 5, 2
 
 
 class _Nobody(Boundary):
-    """A peer whose tensors are this rank's own."""
+    """A peer whose tensors are there already, as are the gradients that come back: none is copied."""
 
     size = 2
 
+    def __init__(self) -> None:
+        self._there: dict[torch.Size, torch.Tensor] = {}
+
+    def there(self, shape: torch.Size) -> torch.Tensor:
+        """The same values each time."""
+        if shape not in self._there:
+            self._there[shape] = torch.randn(shape)
+        return self._there[shape].detach()
+
     def start_enter(self, x: torch.Tensor) -> Arriving:
-        return Arrived(torch.cat([x, x], 1))
+        batch, length, hidden = x.shape
+        return self._cross(x, torch.Size((batch, 2 * length, hidden)))
 
     def start_leave(self, x: torch.Tensor) -> Arriving:
-        return Arrived(x[:, : x.shape[1] // 2].contiguous())
+        batch, length, hidden = x.shape
+        return self._cross(x, torch.Size((batch, length // 2, hidden)))
 
     def start_stack(self, x: torch.Tensor) -> Arriving:
-        return Arrived(torch.stack([x, x]))
+        return self._cross(x, torch.Size((2, *x.shape)))
+
+    def _cross(self, x: torch.Tensor, shape: torch.Size) -> Arriving:
+        crossed = _Cross.apply(x, self, shape)
+        assert isinstance(crossed, torch.Tensor)
+        return Arrived(crossed)
+
+
+class _Cross(torch.autograd.Function):
+    """In both directions what comes has nothing to do with what goes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, nobody: _Nobody, shape: torch.Size) -> torch.Tensor:
+        ctx.nobody, ctx.shape = nobody, x.shape
+        return nobody.there(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.nobody.there(ctx.shape), None, None
 
 
 def time_tensors(pair: Group) -> list[TensorTime]:
@@ -61,7 +92,7 @@ def _time(pair: Group, hidden: int, sequence: int, micro_batch: int) -> TensorTi
     waiting = GroupBoundary(pair, pair.rank(), 2, Recorder())
     behind = GroupBoundary(pair, pair.rank(), 2, Recorder(), chunks=chunks, message_bytes=message_bytes)
     x = torch.randn(micro_batch, sequence // 2, hidden)
-    alone, waited, hidden_behind = _in_turns(
+    (alone, alone_work), (waited, waited_work), (hidden_behind, _) = _in_turns(
         [stack_of_blocks(model, torch.float32, boundary, x) for boundary in (_Nobody(), waiting, behind)],
         pair,
     )
@@ -72,18 +103,22 @@ def _time(pair: Group, hidden: int, sequence: int, micro_batch: int) -> TensorTi
         (waited - alone) / _STACK,
         float(parts),
         (hidden_behind - alone) / _STACK,
+        (waited_work - alone_work) / _STACK,
     )
 
 
-def _in_turns(iterations: Sequence[Callable[[], None]], pair: Group) -> list[float]:
-    """Seconds of each: the median of rounds, in each of which each has a turn."""
-    found: list[list[float]] = [[] for _ in iterations]
+def _in_turns(iterations: Sequence[Callable[[], None]], pair: Group) -> list[tuple[float, float]]:
+    """Seconds of each, by the clock and of a processor: the medians of rounds, in each of which each has a
+    turn."""
+    found: list[list[tuple[float, float]]] = [[] for _ in iterations]
     for number in range(_ROUNDS + 1):
         for iterate, seconds in zip(iterations, found, strict=True):
             dist.barrier(pair)
-            start = time.perf_counter()
+            start, worked = time.perf_counter(), time.process_time()
             for _ in range(_CALLS):
                 iterate()
+            taken = time.perf_counter() - start, time.process_time() - worked
             if number:  # the first opens connections
-                seconds.append((time.perf_counter() - start) / _CALLS)
-    return [statistics.median(seconds) for seconds in found]
+                seconds.append((taken[0] / _CALLS, taken[1] / _CALLS))
+    clocks = [[statistics.median(each) for each in zip(*seconds, strict=True)] for seconds in found]
+    return [(clock, work) for clock, work in clocks]

@@ -14,6 +14,7 @@ from myriad.planner.machine import (
     ProductTime,
     TypeTimes,
     block_seconds,
+    doubling_ratio,
     fit_type,
     head_seconds,
 )
@@ -143,7 +144,7 @@ def test_timings_that_fall_with_size_never_give_negative_constants():
     assert found.bytes_per_second > 0
 
 
-def tensor_time(core, link, hidden, sequence, micro_batch):
+def tensor_time(core, link, hidden, sequence, micro_batch, work_ratio=0.0):
     """What crossings add to a block, on a machine that does exactly what the model says."""
     overlap = OverlapConfig()
 
@@ -174,7 +175,7 @@ def tensor_time(core, link, hidden, sequence, micro_batch):
     )
     num_bytes = 4.0 * micro_batch * sequence * hidden
     waited, behind = seconds(link, 0.0) - free, seconds(link, 1.0) - free
-    return TensorTime(num_bytes, free, waited, float(parts), behind)
+    return TensorTime(num_bytes, free, waited, float(parts), behind, work_ratio * waited)
 
 
 NODE = Link(bytes_per_second=1e9, latency_seconds=5e-5, launch_seconds=0.0, skew_seconds=0.0, busy_ratio=0.5)
@@ -193,7 +194,22 @@ def test_crossings_of_a_known_machine_are_found(launch, rate, busy):
     assert found.busy_ratio == pytest.approx(busy, rel=0.2, abs=0.1)
 
 
+def test_crossings_take_of_a_core_what_they_work():
+    """Ranks that share a core would be said to hide each other's crossings."""
+    core = make_core(2e10, 10.0, 1e-5, 1e10, 0.5, 100.0, 2.0, 5e9)
+    link = NODE.model_copy(update={"launch_seconds": 1e-4, "busy_ratio": 0.2})
+    shapes = ((128, 128, 2), (256, 256, 4), (512, 256, 2))
+    found = fit_tensor([tensor_time(core, link, *shape, work_ratio=0.8) for shape in shapes], NODE)
+    assert found.busy_ratio == pytest.approx(0.8)
+
+
+@given(doubling=st.floats(0.0, 0.3))
+def test_what_a_doubling_of_ranks_on_a_core_adds_is_found(doubling):
+    seconds = {1: 2e-3, 2: 2e-3 * (1 + doubling), 4: 2e-3 * (1 + 2 * doubling)}
+    assert doubling_ratio(seconds) == pytest.approx(doubling)
+
+
 def test_crossings_that_cost_nothing_are_no_reason_to_fail():
-    times = [TensorTime(1e6, 1e-3, -1e-4, 2.0, -2e-4), TensorTime(4e6, 4e-3, 1e-4, 4.0, 1e-4)]
+    times = [TensorTime(1e6, 1e-3, -1e-4, 2.0, -2e-4, -1e-4), TensorTime(4e6, 4e-3, 1e-4, 4.0, 1e-4, 0.0)]
     found = fit_tensor(times, NODE)
     assert Link.model_validate(found.model_dump()) == found, "a cluster file with it could not be read"

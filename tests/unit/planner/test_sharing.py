@@ -5,7 +5,7 @@ import pytest
 from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster import Accelerator, Cluster, Link, Links
-from myriad.planner.costs import Costs
+from myriad.planner.costs import Costs, layer_parameters
 from myriad.planner.sharing import predict
 from myriad.planner.work import Work
 from myriad.program.config import OverlapConfig
@@ -24,7 +24,7 @@ LAYOUTS = [
 ]
 
 
-def make_cluster(world, shared_cores=None, latency=1e-9, rate=1e15, busy=0.0):
+def make_cluster(world, shared_cores=None, latency=1e-9, rate=1e15, busy=0.0, turns=0.0):
     core = Accelerator(
         name="core",
         peak_flops_per_second=1e11,
@@ -41,6 +41,7 @@ def make_cluster(world, shared_cores=None, latency=1e-9, rate=1e15, busy=0.0):
         accelerator=core,
         links=Links(node=link),
         shared_cores=shared_cores,
+        turns_ratio=turns,
     )
 
 
@@ -74,3 +75,19 @@ def test_ranks_that_take_turns_hide_each_others_waiting():
 def test_what_transfers_take_of_a_core_is_missed_by_compute():
     free = seconds(Layout(dp=2, zero=2), shared_cores=2, rate=1e8)
     assert seconds(Layout(dp=2, zero=2), shared_cores=2, rate=1e8, busy=0.5) > free
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_a_core_that_is_full_does_the_work_of_compute_and_of_transfers(dp):
+    """Else hiding would seem to be free."""
+    layout, rate, num_bytes = Layout(dp=dp, zero=1), 5e7, 4 * sum(layer_parameters(MODEL))
+    compute = seconds(layout, shared_cores=1)
+    full = seconds(layout, shared_cores=1, rate=rate, busy=1.0)
+    gather_and_sum = 2 * num_bytes * (dp - 1) / dp / (0.79 * rate)
+    assert full == pytest.approx(compute + dp * gather_and_sum, rel=0.05)
+
+
+def test_ranks_on_a_core_are_slower_for_each_doubling():
+    layout, four = Layout(pp=4), seconds(Layout(pp=4), shared_cores=1)
+    assert seconds(layout, shared_cores=1, turns=0.05) == pytest.approx(1.1 * four, rel=1e-3)
+    assert seconds(layout, shared_cores=4, turns=0.05) == pytest.approx(seconds(layout), rel=1e-3)

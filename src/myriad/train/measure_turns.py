@@ -1,0 +1,109 @@
+"""How much longer blocks take on a core that other ranks compute on too, besides taking turns.
+
+Processes of the same kind are kept stopped, and wake in turns: none, one, three of them compute beside this
+one, whose own processor time is what counts. Each has a model of its own, as ranks have: what slows them is
+that a turn begins with another's data in the caches.
+"""
+
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from myriad.comm.groups import Group
+from myriad.model.boundary import Boundary
+from myriad.model.config import ModelConfig
+from myriad.planner.machine import doubling_ratio
+from myriad.train.measure_compute import stack_of_blocks
+
+__all__ = ["turns_ratio"]
+
+_SHAPES = ((256, 128, 1), (256, 256, 1))
+"""Hidden, sequence, micro-batch."""
+_STACK = 3
+_BESIDE = (0, 1, 3)
+_ROUNDS, _SECONDS = 4, 0.08
+"""Seconds for each of those that compute."""
+
+
+def turns_ratio(together: Group | None) -> float:
+    """For each doubling of the ranks on a core."""
+    return statistics.mean(doubling_ratio(_times(shape, together)) for shape in _SHAPES)
+
+
+def _times(shape: tuple[int, int, int], together: Group | None) -> dict[int, float]:
+    """Of blocks, by how many compute on the core."""
+    iterate = _blocks(shape)
+    found: dict[int, list[float]] = {number: [] for number in _BESIDE}
+    with _companions(shape, max(_BESIDE)) as companions:
+        for turn in range(_ROUNDS):
+            # to and fro: a core that becomes slower meanwhile is so for all alike
+            for number in _BESIDE if turn % 2 else reversed(_BESIDE):
+                dist.barrier(together)
+                with _awake(companions[:number]):
+                    found[number].append(_own_seconds(iterate, _SECONDS * (number + 1)))
+    return {number + 1: statistics.mean(seconds) for number, seconds in found.items()}
+
+
+def _own_seconds(iterate: Callable[[], None], least_seconds: float) -> float:
+    """Processor time of a call, over so many seconds of the clock."""
+    iterate()
+    start, until, calls = time.thread_time(), time.perf_counter() + least_seconds, 0
+    while calls == 0 or time.perf_counter() < until:
+        iterate()
+        calls += 1
+    return (time.thread_time() - start) / calls
+
+
+def _blocks(shape: tuple[int, int, int]) -> Callable[[], None]:
+    hidden, sequence, micro_batch = shape
+    model = ModelConfig(layers=_STACK, hidden=hidden, heads=hidden // 64, sequence=sequence)
+    x = torch.randn(micro_batch, sequence, hidden)
+    iterate = stack_of_blocks(model, torch.float32, Boundary(), x)
+    iterate()
+    return iterate
+
+
+@contextmanager
+def _companions(shape: tuple[int, int, int], number: int) -> Iterator[Sequence[int]]:
+    """Processes on this core that would compute the same, and are stopped."""
+    started: list[int] = []
+    try:
+        for _ in range(number):
+            started.append(_start_companion(shape))
+        for process in started:
+            os.waitpid(process, os.WUNTRACED)
+        yield started
+    finally:
+        for process in started:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+
+
+def _start_companion(shape: tuple[int, int, int]) -> int:
+    parent = os.getpid()
+    if process := os.fork():
+        return process
+    try:
+        iterate = _blocks(shape)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        while os.getppid() == parent:
+            iterate()
+    finally:
+        os._exit(0)
+
+
+@contextmanager
+def _awake(processes: Sequence[int]) -> Iterator[None]:
+    for process in processes:
+        os.kill(process, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
