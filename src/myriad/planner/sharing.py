@@ -118,17 +118,18 @@ class _SharingRun(Run):
         cores = self._cores()
         computing = {lane: self._compute_speed(lane, cores) for lane in self.jobs}
         travelling = {trip: self._trip_speed(trip, cores) for trip in self.trips}
-        ends = [now + job.left / computing[lane] for lane, job in self.jobs.items()]
-        ends += [now + trip.left / travelling[trip] for trip in self.trips]
-        assert ends or self.events, "the checker proved that nobody waits for ever"
-        time = max(now, min([*ends, *(event[0] for event in self.events[:1])]))
-        for lane, job in list(self.jobs.items()):
-            job.left -= (time - now) * computing[lane]
-            if job.left <= 1e-12:
+        computed = {lane: now + job.left / computing[lane] for lane, job in self.jobs.items()}
+        arrived = {trip: now + trip.left / travelling[trip] for trip in self.trips}
+        ends = [*computed.values(), *arrived.values(), *(event[0] for event in self.events[:1])]
+        assert ends, "the checker proved that nobody waits for ever"
+        time = max(now, min(ends))
+        for lane, end in computed.items():
+            self.jobs[lane].left = (end - time) * computing[lane]
+            if end <= time:
                 self._computed(lane, self.jobs.pop(lane), time)
-        for trip, speed in travelling.items():
-            trip.left -= (time - now) * speed
-            if trip.left <= 1e-12:
+        for trip, end in arrived.items():
+            trip.left = (end - time) * travelling[trip]
+            if end <= time:
                 self._arrived(trip, time)
         while self.events and self.events[0][0] <= time:
             lane = heapq.heappop(self.events)[1]

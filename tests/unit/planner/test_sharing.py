@@ -87,6 +87,16 @@ def test_a_core_that_is_full_does_the_work_of_compute_and_of_transfers(dp):
     assert full == pytest.approx(compute + dp * gather_and_sum, rel=0.05)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_an_iteration_of_days_is_predicted_too(layout):
+    """Rounding of its clock must not leave a rest that never ends."""
+    core = make_cluster(layout.world, shared_cores=2, rate=1e3, busy=0.7)
+    slow = core.accelerator.model_copy(update={"peak_flops_per_second": 1e5, "memory_bytes_per_second": 1e5})
+    work = Work(MODEL, layout, 16, OverlapConfig(tensor=False), value_bytes=4)
+    costs = Costs(work, core.model_copy(update={"accelerator": slow}))
+    assert predict(costs, spans=False).seconds > 86_400
+
+
 def test_ranks_on_a_core_are_slower_for_each_doubling():
     layout, four = Layout(pp=4), seconds(Layout(pp=4), shared_cores=1)
     assert seconds(layout, shared_cores=1, turns=0.05) == pytest.approx(1.1 * four, rel=1e-3)
