@@ -1,5 +1,9 @@
 """What breaks for the user: no plan for the machine at hand, or one from a file that cannot be read again."""
 
+import multiprocessing
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +45,33 @@ def test_this_machine_is_measured_kept_and_planned_for(tmp_path, monkeypatch):
     model = ModelConfig(layers=2, hidden=64, heads=4, sequence=64, vocabulary=512)
     work = Work(model, Layout(dp=2, tp=2), 8, value_bytes=4)
     assert predict(Costs(work, cluster)).seconds > 0
+
+
+def wait_with_companions(pipe) -> None:
+    with measure_turns._companions((64, 64, 1), 2) as companions:
+        pipe.send(companions)
+        time.sleep(60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they end when they are awake")
+def test_processes_that_wait_for_their_turn_end_with_the_one_they_wait_for():
+    """A measurement that is killed would leave stopped processes behind for ever."""
+    here, there = multiprocessing.Pipe()
+    waiting = multiprocessing.get_context("fork").Process(target=wait_with_companions, args=(there,))
+    waiting.start()
+    companions = here.recv()
+    assert all(is_stopped(one) for one in companions)
+    waiting.kill()
+    waiting.join()
+    deadline = time.monotonic() + 10
+    while any(map(is_stopped, companions)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(is_stopped, companions))
+
+
+def is_stopped(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path):

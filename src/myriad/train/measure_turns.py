@@ -5,17 +5,20 @@ one, whose own processor time is what counts. Each has a model of its own, as ra
 that a turn begins with another's data in the caches.
 """
 
+import ctypes
 import os
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
 
 from myriad.comm.groups import Group
+from myriad.errors import RunFailedError
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.planner.machine import doubling_ratio
@@ -25,6 +28,7 @@ __all__ = ["turns_ratio"]
 
 _SHAPES = ((256, 128, 1), (256, 256, 1))
 """Hidden, sequence, micro-batch."""
+_PR_SET_PDEATHSIG = 1
 _STACK = 3
 _BESIDE = (0, 1, 3)
 _ROUNDS, _SECONDS = 4, 0.08
@@ -77,12 +81,14 @@ def _companions(shape: tuple[int, int, int], number: int) -> Iterator[Sequence[i
         for _ in range(number):
             started.append(_start_companion(shape))
         for process in started:
-            os.waitpid(process, os.WUNTRACED)
+            if not os.WIFSTOPPED(os.waitpid(process, os.WUNTRACED)[1]):
+                raise RunFailedError("a process ended that was to compute on the same core")
         yield started
     finally:
         for process in started:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
 
 
 def _start_companion(shape: tuple[int, int, int]) -> int:
@@ -90,6 +96,8 @@ def _start_companion(shape: tuple[int, int, int]) -> int:
     if process := os.fork():
         return process
     try:
+        if sys.platform == "linux":  # elsewhere it sees it when it is awake
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         iterate = _blocks(shape)
         os.kill(os.getpid(), signal.SIGSTOP)
         while os.getppid() == parent:
