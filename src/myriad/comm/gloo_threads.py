@@ -2,10 +2,10 @@
 
 With a core of its own it does no harm. Where it shares one with the thread that sends, the kernel lets a
 thread that wakes go before one that has computed for long; and gloo's thread, woken by what a peer sends,
-asks again and again for a lock that the interrupted sender holds, until its slice is over: 2 to 3 ms, where
-the transfer takes 0.3. A thread of the policy ``SCHED_BATCH`` interrupts nobody when it wakes (sched(7)), and
-one of less weight does not ask for long. ``SCHED_IDLE`` would be quicker by a little, and stand still where
-other work takes all cores.
+asks again and again for a lock that the interrupted sender holds, until its slice is over: many times as
+long as the transfer takes. A thread of the policy ``SCHED_BATCH`` interrupts nobody when it wakes (sched(7)),
+and one of less weight does not ask for long. ``SCHED_IDLE`` would be quicker by a little, and stand still
+where other work takes all cores.
 """
 
 import os

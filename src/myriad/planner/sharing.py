@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from myriad.planner.collectives import tensor_group
 from myriad.planner.costs import Costs
 from myriad.planner.simulator import Prediction, Run, programs_of, simulate
-from myriad.program.actions import COMPUTE, Action, Kind, Program, Transfer
+from myriad.program.actions import COMPUTE, Action, Kind, Program
 
 __all__ = ["predict"]
 
@@ -208,41 +208,21 @@ class _SharingRun(Run):
 
     # transfers
 
-    def _arrive(self, lane: int, place: tuple[str, int, int]) -> None:
-        name, stage, _ = place
-        rank, here = self.lanes[lane][1], self.joined[place]
-        here[lane] = self.clock[lane]
-        group = [replica * self.num_ranks + rank for replica in range(len(self.replicas))]
-        if len(here) < len(group):
-            return
-        costs = self.costs.stages[stage]
-
+    def _carry_chunk(self, place: tuple[str, int, int], group: Sequence[int], seconds: float) -> None:
         def land(now: float) -> None:
             self.done[place] = now
             self.movable.extend(group)
 
-        seconds = costs.gather if name == "gather" else costs.reduce
         self._set_off(_Trip(group, seconds, float(self.costs.data.busy_ratio), group, land))
 
-    def _post(self, lane: int, rank: int, transfer: Transfer) -> None:
-        other = lane - rank + transfer.peer
-        source, target = (lane, other) if transfer.sends else (other, lane)
-        channel = self.channels[source, target]
-        mine, others = (
-            (channel.sends, channel.receives) if transfer.sends else (channel.receives, channel.sends)
-        )
-        if not others:
-            mine.append((self._code(transfer), self.clock[lane]))
-            return
-        others.popleft()
-
+    def _carry_message(
+        self, place: tuple[int, int], way: tuple[int, int], posted: float, seconds: float
+    ) -> None:
         def land(now: float) -> None:
-            self.arrived[lane // self.num_ranks, self._code(transfer)] = now
-            self.movable.extend((lane, other))
+            self.arrived[place] = now
+            self.movable.extend(way)
 
-        ranks = self.lanes[source][1], self.lanes[target][1]
-        seconds, busy = self.costs.message_between(*ranks), float(self.costs.pipeline.busy_ratio)
-        self._set_off(_Trip((lane, other), seconds, busy, [(source, target)], land))
+        self._set_off(_Trip(way, seconds, float(self.costs.pipeline.busy_ratio), [way], land))
 
     def _set_off(self, trip: _Trip) -> None:
         """At once, or behind what its streams carry."""

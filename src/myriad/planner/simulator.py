@@ -356,29 +356,26 @@ class Run:
         return self.done.get(self.last[key])
 
     def _arrive(self, lane: int, place: tuple[str, int, int]) -> None:
-        name, stage, _ = place
         rank, here = self.lanes[lane][1], self.joined[place]
         here[lane] = self.clock[lane]
         group = [replica * self.num_ranks + rank for replica in range(len(self.replicas))]
-        if len(here) < len(group):
-            return
-        costs = self.costs.stages[stage]
-        begin = max(max(here.values()), *(self.stream[one] for one in group))
-        seconds = costs.gather if name == "gather" else costs.reduce
-        end = begin + self._travel(begin, seconds, float(self.costs.data.busy_ratio), group)
+        if len(here) == len(group):
+            costs = self.costs.stages[place[1]]
+            self._carry_chunk(place, group, costs.gather if place[0] == "gather" else costs.reduce)
+            self.movable.extend(one for one in group if one != lane)
+
+    def _carry_chunk(self, place: tuple[str, int, int], group: Sequence[int], seconds: float) -> None:
+        """A collective that all lanes of its group have come to."""
+        begin = max(max(self.joined[place].values()), *(self.stream[one] for one in group))
+        end = begin + self._met(begin, seconds, group)
         for one in group:
             if self.stream[one] < self.clock[one]:
                 self.hidden_from[one] = begin
             self.stream[one] = end
         self.done[place] = end
-        self.movable.extend(one for one in group if one != lane)
-
-    def _travel(self, begin: float, seconds: float, busy_ratio: float, lanes: Sequence[int]) -> float:
-        """Seconds of a transfer among lanes."""
-        return self._met(begin, seconds, lanes)
 
     def _met(self, begin: float, seconds: float, lanes: Sequence[int]) -> float:
-        """The same with what happens to the network meanwhile."""
+        """Seconds of a transfer among lanes, with what happens to the network meanwhile."""
         if self.network is None:
             return seconds
         return self.network.travel(begin, seconds, [self.lanes[lane] for lane in lanes])
@@ -391,7 +388,8 @@ class Run:
 
     def _post(self, lane: int, rank: int, transfer: Transfer) -> None:
         other = lane - rank + transfer.peer
-        channel = self.channels[(lane, other) if transfer.sends else (other, lane)]
+        way = (lane, other) if transfer.sends else (other, lane)
+        channel = self.channels[way]
         mine, others = (
             (channel.sends, channel.receives) if transfer.sends else (channel.receives, channel.sends)
         )
@@ -399,14 +397,19 @@ class Run:
             mine.append((self._code(transfer), self.clock[lane]))
             return
         _, posted = others.popleft()
-        begin = max(self.clock[lane], posted, channel.free)
-        busy = float(self.costs.pipeline.busy_ratio)
         ends = (rank, transfer.peer) if transfer.sends else (transfer.peer, rank)
-        seconds = self.costs.message_between(*ends)
-        channel.free = begin + self._travel(begin, seconds, busy, (lane, other))
-        replica = lane // self.num_ranks
-        self.arrived[replica, self._code(transfer)] = channel.free
+        place = lane // self.num_ranks, self._code(transfer)
+        self._carry_message(place, way, max(self.clock[lane], posted), self.costs.message_between(*ends))
         self.movable.append(other)
+
+    def _carry_message(
+        self, place: tuple[int, int], way: tuple[int, int], posted: float, seconds: float
+    ) -> None:
+        """From one lane to another, when both have posted it."""
+        channel = self.channels[way]
+        begin = max(posted, channel.free)
+        channel.free = begin + self._met(begin, seconds, way)
+        self.arrived[place] = channel.free
 
     def _all_arrived(self, lane: int, action: Action) -> float | None:
         latest, replica = 0.0, lane // self.num_ranks
