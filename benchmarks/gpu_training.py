@@ -32,6 +32,7 @@ GPT_13B = ModelConfig(
     activation="gelu",
 )  # fmt: skip
 """GPT-3 XL (Brown et al., arXiv 2005.14165, table 2.1: 1.3B) with heads of 128."""
+GPT2 = ModelConfig(**read_recipe("models", "gpt2-124m", "model"))
 LLAMA_8B = ModelConfig(**read_recipe("models", "llama3-8b", "model"))
 TINY = ModelConfig(
     layers=2, hidden=128, heads=2, vocabulary=512, sequence=128, position="learned", norm="layer"
@@ -57,6 +58,8 @@ class TrainingCase:
     micro_batch: int = 1
     fills: bool = False
     """As many layers as fit."""
+    cuda_graphs: bool = False
+    """Captured (`train.cuda_graphs`)."""
 
     @property
     def rows(self) -> int:
@@ -65,7 +68,7 @@ class TrainingCase:
 
     def work(self) -> Work:
         """One iteration, for the planner."""
-        practice = Practice(float8=self.precision.startswith("float8"))
+        practice = Practice(float8=self.precision.startswith("float8"), cuda_graphs=self.cuda_graphs)
         layout = Layout(micro_batch=self.micro_batch)
         return Work(self.model, layout, self.rows, practice=practice)
 
@@ -114,6 +117,12 @@ def _cases(gpt: TrainingCase, llama: TrainingCase, long: int, window: int) -> It
         yield _changed(base, name, "float8", window=window, block="parallel", **far)
 
 
+def _captured(case: TrainingCase) -> tuple[TrainingCase, TrainingCase]:
+    """Small products, one sequence at a time: started one by one, and by CUDA graphs."""
+    graphs = replace(case, name=f"{case.name}, CUDA graphs", cuda_graphs=True)
+    return case, graphs
+
+
 _LLAMA_SHORT = LLAMA_8B.model_copy(update={"sequence": 2048})
 CASES = tuple(
     _cases(
@@ -122,7 +131,7 @@ CASES = tuple(
         8192,
         512,
     )
-)
+) + _captured(TrainingCase("GPT-2 124M, 1024, one sequence", GPT2))
 SMALL_CASES = tuple(
     _cases(
         TrainingCase("tiny GPT", TINY, micro_batch=2),
@@ -130,7 +139,7 @@ SMALL_CASES = tuple(
         256,
         32,
     )
-)
+) + _captured(TrainingCase("tiny GPT, one sequence", TINY))
 
 
 class QuickGPT(GPT):
@@ -196,6 +205,7 @@ def trained(case: TrainingCase, device: torch.device) -> Figures:
         global_batch=rows,
         precision=case.precision,
         device="cuda" if device.type == "cuda" else "cpu",
+        cuda_graphs=case.cuda_graphs,
     )
     seconds = 0.0
     for step, _ in steps:

@@ -18,7 +18,7 @@ from myriad.checkpoint.config import CheckpointConfig
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.comm.config import CommConfig
 from myriad.comm.hierarchy import check_hierarchy
-from myriad.comm.layout import Layout, check_layout
+from myriad.comm.layout import Layout, check_layout, lacks_for_graphs
 from myriad.comm.node_order import check_node_order
 from myriad.comm.store_address import check_package, check_store
 from myriad.config import Config, Size
@@ -69,6 +69,11 @@ class TrainConfig(Config):
     kernels: Kernels = "auto"
     """auto: Myriad's Triton kernels on a GPU, where triton is installed and the shape fits (`myriad doctor`
     says which); plain: the library's operators; triton: refuse where one of Triton's cannot run."""
+    cuda_graphs: bool = False
+    """On a GPU the operators of a forward or a backward are started at once, as a captured CUDA graph: for
+    small models in small micro-batches. Needs tp, pp, cp, ep and virtual_stages of 1, layout.zero of 0 or 1,
+    no layout.recompute = full, train.memory_budget off and overlap.optimizer_in_backward = false. Off: one by
+    one."""
     memory_budget: Size | None = Field(None, ge=1)
     """What a rank may hold, as the planner counts it: where the layout would need more, as little more as
     makes it fit is computed again in the backward; off: no limit."""
@@ -320,6 +325,18 @@ def _check_updates_in_backward(job: Job) -> None:
         _need(not wrong, "overlap.optimizer_in_backward", True, f"needs {needs}")
 
 
+def _check_cuda_graphs(job: Job) -> None:
+    if not job.train.cuda_graphs:
+        return
+    lacks = lacks_for_graphs(job.layout)
+    for wrong, needs in (
+        (bool(lacks), lacks),
+        (job.train.memory_budget is not None, "train.memory_budget = off: give layout.recompute instead"),
+        (job.overlap.optimizer_in_backward, "overlap.optimizer_in_backward = false: gradient sums stay"),
+    ):
+        _need(not wrong, "train.cuda_graphs", True, f"needs {needs}")
+
+
 def _check_agreement(job: Job) -> None:
     """Replicas that train alone save, validate and end only where they agree."""
     every = job.comm.sync_every
@@ -446,6 +463,7 @@ _RULES: tuple[Callable[[Job], None], ...] = (
     _check_skip,
     _check_spikes,
     _check_updates_in_backward,
+    _check_cuda_graphs,
     _check_nodes,
     _check_started_nodes,
     _check_store,

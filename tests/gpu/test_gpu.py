@@ -18,6 +18,7 @@ from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.model.rectangle import Rectangle
 from myriad.optim.config import OptimizerConfig
+from myriad.parallel.captured import CudaGraphs
 from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
 from myriad.program.partition import partition_layers
@@ -29,9 +30,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 CONFIG = ModelConfig(layers=2, hidden=128, heads=4, sequence=128, vocabulary=500, window=48, block="parallel")
 
 
-def losses(device: str, dtype: torch.dtype, steps: int = 10) -> list[float]:
+def losses(device: str, dtype: torch.dtype, steps: int = 10, *, captures: bool = False) -> list[float]:
     on = torch.device(device)
-    layout = Layout(micro_batch=4, virtual_stages=2)
+    layout = Layout(micro_batch=4, virtual_stages=1 if captures else 2)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 500, (8, 129), generator=generator).to(on)
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(8, device=on))
@@ -39,7 +40,7 @@ def losses(device: str, dtype: torch.dtype, steps: int = 10) -> list[float]:
     engine = Engine(
         definition,
         open_world(layout, on),
-        partition_layers("uniform", 2, definition.kinds),
+        partition_layers("uniform", layout.num_stages, definition.kinds),
         Batch(batch.inputs[:4], batch.targets[:4], batch.samples[:4]),
         2,
         OptimizerConfig(),
@@ -48,6 +49,8 @@ def losses(device: str, dtype: torch.dtype, steps: int = 10) -> list[float]:
         device=on,
         recorder=Recorder(),
     )
+    if captures:
+        engine.capture(CudaGraphs(on), lambda: batch, 8 * 128)
     return [engine.train_step(lambda: batch, 1e-3, 8 * 128).loss for _ in range(steps)]
 
 
@@ -60,6 +63,11 @@ def test_bfloat16_learns_and_stays_near_float32() -> None:
     found, reference = losses("cuda", torch.bfloat16), losses("cuda", torch.float32)
     assert found[-1] < found[0] - 0.3
     assert found == pytest.approx(reference, rel=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cuda_graphs_give_the_losses_of_operators_started_one_by_one(dtype: torch.dtype) -> None:
+    assert losses("cuda", dtype, captures=True) == pytest.approx(losses("cuda", dtype), rel=1e-3)
 
 
 def test_the_same_run_twice_gives_the_same_bits() -> None:

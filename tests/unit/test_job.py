@@ -17,6 +17,7 @@ from myriad.errors import BadInputError
 from myriad.job import Job, dump_toml, job_keys, load_job
 
 EARLY = ["overlap.optimizer_in_backward=true", "optimizer.clip_norm=off"]
+GRAPHS = "train.cuda_graphs=true"
 
 
 def configs(config: type[BaseModel]) -> st.SearchStrategy[Any]:
@@ -172,6 +173,16 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
             "overlap.optimizer_in_backward",
             "needs overlap.optimizer = true",
         ),
+        ([GRAPHS, "layout.pp=2"], "train.cuda_graphs", "needs tp, pp, cp, ep and virtual_stages of 1"),
+        ([GRAPHS, "layout.schedule=gpipe"], "train.cuda_graphs", "needs layout.schedule = 1f1b, or off"),
+        ([GRAPHS, "layout.dp=2", "layout.zero=2"], "train.cuda_graphs", "needs layout.zero = 0 or 1"),
+        (
+            [GRAPHS, "layout.recompute=full"],
+            "train.cuda_graphs",
+            "needs layout.recompute = none or selective",
+        ),
+        ([GRAPHS, "train.memory_budget=1 GiB"], "train.cuda_graphs", "needs train.memory_budget = off"),
+        ([GRAPHS, *EARLY], "train.cuda_graphs", "needs overlap.optimizer_in_backward = false"),
         (["layout.zero=4"], "layout.zero", "less than or equal to 3"),
         (
             ["layout.schedule=fifo"],

@@ -170,7 +170,8 @@ def _work_of(job: "Job", cluster: "Cluster") -> "Work":
 
     precision = job.train.precision
     single = precision == "float32" or (precision == "auto" and cluster.on_cpu)
-    work = replace(work_of(job, 4 if single else 2), saves=saves_of(job), practice=practice_of(job))
+    practice = replace(practice_of(job), cuda_graphs=job.train.cuda_graphs)
+    work = replace(work_of(job, 4 if single else 2), saves=saves_of(job), practice=practice)
     if job.train.memory_budget is None:
         return work
     layout = layout_within(work, job.train.memory_budget, on_cpu=cluster.on_cpu)

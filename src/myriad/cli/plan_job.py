@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from myriad.comm.layout import Layout
+from myriad.comm.layout import Layout, lacks_for_graphs
 from myriad.errors import BadInputError
 from myriad.job import Job, dump_toml, load_job
 from myriad.planner.cluster import Cluster
@@ -68,10 +68,13 @@ def as_written(job: Job) -> Candidate | None:
 
 
 def job_of(job: Job, candidate: Candidate, placement: Placement | None = None) -> Job:
-    """The job with the layout and the order of nodes, checked. Raises `BadInputError`."""
+    """The job with the layout and the order of nodes, checked, without CUDA graphs where the layout cannot be
+    captured. Raises `BadInputError`."""
     order = None if placement is None or placement.is_plain else placement.order
     comm = job.comm.model_copy(update={"node_order": order})
-    planned = {"layout": candidate.layout, "overlap": candidate.overlap, "comm": comm}
+    graphs = job.train.cuda_graphs and not lacks_for_graphs(candidate.layout)
+    train = job.train.model_copy(update={"cuda_graphs": graphs})
+    planned = {"layout": candidate.layout, "overlap": candidate.overlap, "comm": comm, "train": train}
     return job.model_copy(update=planned).check()
 
 

@@ -13,7 +13,7 @@ from myriad.config import Config
 from myriad.errors import BadInputError
 from myriad.program.schedules import check_virtual_stages
 
-__all__ = ["AXES", "Layout", "check_layout"]
+__all__ = ["AXES", "Layout", "check_layout", "lacks_for_graphs"]
 
 ScheduleName = Literal[
     "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "eager-zero-bubble"
@@ -105,3 +105,16 @@ def check_layout(layout: Layout) -> None:
     if layout.reduce == "each" and layout.zero < 2:
         allowed = "needs layout.zero = 2 or 3, where a reduced gradient is kept apart from the sum; or last"
         raise BadInputError("layout.reduce", layout.reduce, allowed)
+
+
+def lacks_for_graphs(layout: Layout) -> str:
+    """What keeps a layout's computes from being captured as CUDA graphs (`myriad.parallel.captured`), as what
+    they need; nothing where they can be."""
+    alone = layout.dp == layout.world and layout.virtual_stages == 1
+    needs = (
+        (alone, "tp, pp, cp, ep and virtual_stages of 1: micro-batches are computed one after the other"),
+        (layout.schedule in (None, "1f1b"), "layout.schedule = 1f1b, or off"),
+        (layout.zero < 2, "layout.zero = 0 or 1: parameters and gradient sums stay where they are"),
+        (layout.recompute != "full", "layout.recompute = none or selective"),
+    )
+    return next((need for there, need in needs if not there), "")

@@ -10,7 +10,7 @@ Every rank calls the same method at the same time.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from myriad.comm.collectives import all_reduce, sum_in_order
 from myriad.comm.config import CommConfig
 from myriad.comm.courier import Courier
 from myriad.comm.groups import Groups
-from myriad.errors import RunFailedError
+from myriad.errors import BadInputError, RunFailedError
 from myriad.kernels.config import Kernels
 from myriad.kernels.float8 import Float8
 from myriad.kernels.host_memory import keep_freed_memory
@@ -31,6 +31,7 @@ from myriad.optim.config import OptimizerConfig
 from myriad.optim.optimizer import build_optimizer
 from myriad.optim.region import Region
 from myriad.parallel.agreement import Agreement
+from myriad.parallel.captured import Capturer, comes_in_turn
 from myriad.parallel.chunk import Chunk, Entry, Sharing
 from myriad.parallel.float8_weights import multiply_in_float8
 from myriad.parallel.non_finite import Finding, first_finding
@@ -184,6 +185,31 @@ class Engine:
                 chunk.mark_stale()
         assert finisher.result is not None, "the checker proved that a training program clips"
         return finisher.result
+
+    def capture(self, capturer: Capturer, load: Callable[[], Batch], num_targets: int) -> None:
+        """From now on the computes of training are captured once and replayed, which must give what they give
+        as ever: two iterations in which nothing moves are compared. Raises `BadInputError` where they do not,
+        or cannot be captured."""
+        assert comes_in_turn(self._plans[True].actions), "a job's rule"
+        plan = replace(self._plans[True])  # one of its own: its spans are not a step's
+        with capturer.warming():
+            expected = self._try(plan, load, num_targets)
+        self._runtime.capture(capturer)
+        try:
+            problem = _difference(expected, self._try(plan, load, num_targets))
+        except RuntimeError as error:
+            problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if problem:
+            raise BadInputError("train.cuda_graphs", True, f"false, as a capture fails here: {problem}")
+
+    def _try(self, plan: Plan, load: Callable[[], Batch], num_targets: int) -> tuple[float, torch.Tensor]:
+        """Loss, and squared norms of the parameters' gradients, of an iteration in which nothing moves."""
+        self._refuses, self._skips, self._moves = None, True, False
+        finisher = _Finisher(self, num_targets, 0.0, 0.0)
+        with self.recorder.evaluating():
+            self._runtime.run(plan, load, finisher, self._num_replicas / num_targets)
+        assert finisher.result is not None, "the checker proved that a training program clips"
+        return finisher.result.loss, self._squares.clone()
 
     def evaluate(self, load: Callable[[], Batch]) -> float:
         """Sum of losses over the batch of all data-parallel ranks; nothing changes."""
@@ -419,6 +445,18 @@ def _make_boundary(
         remakes=groups.grid.layout.recompute == "selective",
         kernels=kernels,
     )
+
+
+def _difference(expected: tuple[float, torch.Tensor], found: tuple[float, torch.Tensor]) -> str:
+    """Between losses and squared norms of each parameter's gradient, in words, if it is more than sums in
+    another order make."""
+    (loss, squares), (own_loss, own_squares) = expected, found
+    if not math.isclose(loss, own_loss, rel_tol=1e-3) and not math.isnan(loss):
+        return f"it gives a loss of {own_loss:.6g} instead of {loss:.6g}"
+    least = 1e-6 * float(squares.sum())
+    same = torch.isclose(own_squares, squares, rtol=1e-2, atol=least, equal_nan=True)
+    wrong = int((~same).sum())
+    return f"it gives other gradients of {wrong} of {len(same)} parameters" if wrong else ""
 
 
 def _do_nothing() -> None:

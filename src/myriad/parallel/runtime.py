@@ -5,7 +5,7 @@ one of four places, each keyed as the program names things:
 
     inbox      activations and gradients that arrived (or were made by the neighbouring stage on this rank)
     posted     receives under way (``sent``: sends that nothing says have arrived)
-    saved      what is kept of a forward whose backward is to come (`myriad.parallel.recompute`)
+    saved      the backward of each forward that has none yet (`myriad.parallel.compute`)
     deferred   weight-gradient products whose weight part is to come (zero-bubble)
 """
 
@@ -21,10 +21,11 @@ from myriad.comm.groups import Groups
 from myriad.kernels.gradient import DeferredProduct, apply_deferred
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Context
-from myriad.model.interleave import run_layers
+from myriad.parallel.captured import Captured, Capturer
 from myriad.parallel.chunk import Chunk
+from myriad.parallel.compute import Backward, Computes, Eager
 from myriad.parallel.pieces import Pieces, Stage
-from myriad.parallel.recompute import Segment, differentiate, next_is_backward, run_in_segments
+from myriad.parallel.recompute import next_is_backward
 from myriad.program.actions import Action, Kind, Payload, Transfer, chunk_of
 from myriad.telemetry.spans import Recorder
 
@@ -90,7 +91,7 @@ class _Iteration:
     inbox: dict[_Key, torch.Tensor] = field(default_factory=dict)
     posted: dict[_Key, Posted] = field(default_factory=dict)
     sent: dict[_Key, Posted] = field(default_factory=dict)
-    saved: dict[tuple[int, int], list[Segment]] = field(default_factory=dict)
+    saved: dict[tuple[int, int], Backward] = field(default_factory=dict)
     deferred: dict[tuple[int, int], list[DeferredProduct]] = field(default_factory=dict)
 
     @property
@@ -118,9 +119,12 @@ class Runtime:
     ) -> None:
         """``stream_is_cut``: what travels between stages differs among tensor-parallel ranks; else they hold
         the same and share its transfers."""
-        self._pieces, self._boundary, self._groups, self._shapes = pieces, boundary, groups, shapes
+        self._pieces, self._groups, self._shapes = pieces, groups, shapes
         self._stage_rank, self._micro_batch, self._device = stage_rank, micro_batch, device
         self._seed, self._recorder = seed, recorder
+        layers = {index: list(stage.layers.values()) for index, stage in pieces.stages.items()}
+        self._eager = Eager(layers, groups.grid.layout, boundary.later)
+        self._computes: Computes = self._eager
         self._spans: dict[Plan, Sequence[AbstractContextManager[None]]] = {}
         self.outputs: dict[tuple[int, int], torch.Tensor] = {}
         """(stage, micro-batch) to the sum of what its forward gave, in this iteration."""
@@ -181,6 +185,11 @@ class Runtime:
         for posted in now.sent.values():
             posted.wait()
         return now.loss_sum
+
+    def capture(self, capturer: Capturer) -> None:
+        """From now on each stage's forwards and backwards in training are captured once and replayed; the
+        programs must let them (`myriad.parallel.captured.comes_in_turn`)."""
+        self._computes = Captured(self._eager, capturer)
 
     def _spans_of(self, plan: Plan) -> Sequence[AbstractContextManager[None]]:
         """Found once: an iteration asks for none."""
@@ -275,50 +284,34 @@ class Runtime:
         return Context(targets=targets, samples=samples, seed=self._seed)
 
     def _forward(self, action: Action, now: _Iteration) -> None:
-        stage, micro_batch = action.stage, action.micro_batch
+        stage, micro_batch = key = action.stage, action.micro_batch
         if stage == 0:
             assert now.batch is not None
             entering = self._rows(now.batch.inputs, micro_batch)
         else:
             entering = now.inbox.pop((Payload.ACTIVATION, stage - 1, micro_batch)).detach()
             entering.requires_grad_(now.training)
-        x = self._through_layers(action, entering, now)
+        context = self._context(micro_batch, now)
         if now.training:
-            self.outputs[stage, micro_batch] = x.detach().sum()
+            turns = key in now.plan.turns
+            x, now.saved[key] = self._computes.forward(stage, entering, context, backward_is_next=turns)
+            self.outputs[key] = x.detach().sum()
+        else:
+            x = self._eager.evaluate(stage, entering, context)
         if stage == len(self._stage_rank) - 1:
             now.loss_sum += x.detach()
         else:
             now.inbox[Payload.ACTIVATION, stage, micro_batch] = x.detach()
 
-    def _through_layers(self, action: Action, entering: torch.Tensor, now: _Iteration) -> torch.Tensor:
-        """The stage's output; what its backward needs is saved."""
-        layers, key = list(self._stage(action).layers.values()), (action.stage, action.micro_batch)
-        context = self._context(action.micro_batch, now)
-        layout = self._groups.grid.layout
-        if now.training and layout.recompute == "full":
-            keeps = key in now.plan.turns
-            ratio = layout.recompute_ratio
-            segments, x = run_in_segments(layers, entering, context, keep_last=keeps, ratio=ratio)
-        else:
-            with torch.set_grad_enabled(now.training):
-                x = run_layers(layers, entering, context)
-            segments = [Segment(layers, entering, x)]
-        if now.training:
-            now.saved[key] = segments
-        return x
-
     def _backward(self, action: Action, now: _Iteration) -> None:
         stage, micro_batch = action.stage, action.micro_batch
         for chunk in self._stage(action).chunks:
             chunk.start_gradients()
-        segments = now.saved.pop((stage, micro_batch))
         if stage == len(self._stage_rank) - 1:
             gradient = torch.full_like(now.loss_sum, now.loss_scale)
         else:
             gradient = now.inbox.pop((Payload.GRADIENT, stage + 1, micro_batch))
-        entering = differentiate(segments, gradient, self._context(micro_batch, now))
-        if self._boundary.later is not None:
-            apply_deferred(self._boundary.later)
+        entering = now.saved.pop((stage, micro_batch))(gradient)
         if stage > 0:
             assert entering is not None
             now.inbox[Payload.GRADIENT, stage, micro_batch] = entering

@@ -75,6 +75,9 @@ class Accelerator(Config):
     """Inner length of a matrix product at which half of its time is start and end of a tile."""
     launch_seconds: float = Field(4e-6, ge=0)
     """For each operator, however small."""
+    captured_launch_seconds: float = Field(1.3e-6, ge=0)
+    """The same in a captured CUDA graph: additions of 1,024 numbers take 1.1 to 1.3 us each in one, with what
+    they compute (https://github.com/pytorch/pytorch/issues/161104)."""
     flash_ratio: float = Field(0.60, gt=0, le=1)
     """Share of the peak that FlashAttention-2 reaches with long sequences, forward and backward, counting
     attended pairs: A100 0.60 (arXiv 2307.08691, figure 4), H100 0.38 (arXiv 2407.08608, figures 5 and 6)."""
@@ -104,6 +107,11 @@ class Accelerator(Config):
         """As it is when it computes with values of so many bytes."""
         other = self.float32.model_dump(exclude_none=True) if value_bytes == 4 else {}
         return self.model_copy(update=other) if other else self
+
+    def captured(self) -> "Accelerator":
+        """As it is when its operators are started by a graph."""
+        launch = min(self.launch_seconds, self.captured_launch_seconds)
+        return self.model_copy(update={"launch_seconds": launch})
 
 
 class Link(Config):

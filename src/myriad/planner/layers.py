@@ -73,7 +73,9 @@ class Slice:
 
     @property
     def accelerator(self) -> Accelerator:
-        return self.cluster.accelerator.of(self.value_bytes)
+        accelerator = self.cluster.accelerator.of(self.value_bytes)
+        captured = self.practice.cuda_graphs and not self.cluster.on_cpu
+        return accelerator.captured() if captured else accelerator
 
 
 @dataclass(frozen=True)

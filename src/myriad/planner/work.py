@@ -35,6 +35,8 @@ class Practice:
     an input's gradient, travels behind the weight's."""
     float8: bool = False
     """The blocks' products are in 8 bits, with operands that are scaled and rounded before each."""
+    cuda_graphs: bool = False
+    """A stage's operators are started at once, by a captured graph."""
     gradient_bytes: int = 4
     """Of one element of a gradient that travels."""
     host_seconds: float = 0.0

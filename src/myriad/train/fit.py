@@ -12,7 +12,7 @@ import torch
 
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import close_world, open_world
-from myriad.comm.layout import Layout, check_layout
+from myriad.comm.layout import Layout, check_layout, lacks_for_graphs
 from myriad.errors import BadInputError
 from myriad.kernels.agreement import proved
 from myriad.kernels.choice import check_kernels
@@ -23,6 +23,7 @@ from myriad.model.layers import Block
 from myriad.optim.config import OptimizerConfig, Precision
 from myriad.optim.precision import resolve_float8, resolve_precision
 from myriad.optim.schedule import learning_rate
+from myriad.parallel.captured import CudaGraphs
 from myriad.parallel.engine import Engine, StepResult
 from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
@@ -48,14 +49,18 @@ def fit(
     overlap: OverlapConfig = _OVERLAP,
     comm: CommConfig = _COMM,
     kernels: Kernels = "auto",
+    cuda_graphs: bool = False,
 ) -> Iterator[tuple[int, StepResult]]:
     """Trains and gives (steps done, result) after each step; rank 0 alone gives anything.
 
     ``batch(step, rows)`` makes those rows of the global batch of one step, the same on whichever rank it is
-    called; the layers' loss is a sum over the elements of its targets. Raises `BadInputError` when the sizes
-    do not fit.
+    called; the layers' loss is a sum over the elements of its targets. ``cuda_graphs``: on a GPU, captures
+    computes as `train.cuda_graphs` does. Raises `BadInputError` when the sizes do not fit.
     """
     check_layout(layout)
+    lacks = lacks_for_graphs(layout) or ("optimizer_in_backward = false" if overlap.updates_early else "")
+    if cuda_graphs and lacks:
+        raise BadInputError("cuda_graphs", True, f"needs {lacks}")
     _check_recompute(definition, layout)
     shares = layout.shares_of(global_batch, key="global_batch")
     place = find_place(layout.world, comm)
@@ -87,6 +92,8 @@ def fit(
             float8=resolve_float8(precision),
         )
         num_targets = sample.targets[0].numel() * global_batch
+        if cuda_graphs and on.type == "cuda":
+            engine.capture(CudaGraphs(on), partial(load, 0, rows), num_targets)
         for step in range(steps):
             rate = learning_rate(optimizer, step, steps)
             result = engine.train_step(partial(load, step, rows), rate, num_targets)

@@ -28,6 +28,7 @@ from myriad.kernels.agreement import proved
 from myriad.model.gpt import GPT
 from myriad.optim.precision import resolve_float8, resolve_precision
 from myriad.optim.schedule import learning_rate
+from myriad.parallel.captured import CudaGraphs
 from myriad.parallel.engine import Engine, StepResult
 from myriad.parallel.runtime import Batch
 from myriad.run import Run
@@ -100,12 +101,13 @@ class Trainer:
         self.session = self._open_session()
         self.engine = self._build_engine()
         self.verifier = Verifier(self.engine, job, self.progress)
-        self.engine.before_update = self._before_update
         self.meter = self._build_meter()
         self.clock = SaveClock(job.checkpoint, decides=self.is_first)
         self._waited_for_saves = 0.0
         self.resumed: Loaded | None = None
         self.step = self._resume()
+        self._capture()
+        self.engine.before_update = self._before_update
         self._under_way = self.step + 1
         """What is being trained, or saved."""
         self.exit_code = 0
@@ -185,6 +187,12 @@ class Trainer:
             self._event("weights", **begun)
         self.session.begin(list(self.engine.rectangles()))
         return step
+
+    def _capture(self) -> None:
+        """Computes become CUDA graphs, where the job asks for them."""
+        train = self.job.train
+        if train.cuda_graphs and self.device.type == "cuda" and self.step < train.steps:
+            self.engine.capture(CudaGraphs(self.device), self._load, self.meter.tokens_per_step)
 
     def _distrust(self, newest: int) -> None:
         """The driver has found that replicas differ after later steps, or goes back before a spike."""

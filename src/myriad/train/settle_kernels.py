@@ -27,6 +27,8 @@ def settle_kernels(job: Job, device: torch.device, dtype: torch.dtype) -> list[s
     lines = [fallback(asked, kind, name, model.kernel_widths), fallback_attention(asked, shape)]
     if kind == "cpu" and resolve_float8(job.train.precision) is not None:
         lines.append(f"{job.train.precision} is emulated here: the same numbers, slower than {name}")
+    if kind == "cpu" and job.train.cuda_graphs:
+        lines.append("no CUDA graphs here: operators are started one by one")
     return [line for line in lines if line]
 
 

@@ -1,5 +1,6 @@
 """If these break: a predicted iteration is not what its replicas, its stragglers and its spans say."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from myriad.planner.predicted_spans import predicted_spans
 from myriad.planner.rank_memory import memory_of_ranks
 from myriad.planner.simulator import Prediction, simulate
 from myriad.planner.stragglers import slower_lanes
-from myriad.planner.work import Work
+from myriad.planner.work import Practice, Work
 from myriad.recipes.cluster import load_cluster
 from myriad.telemetry.span_table import write_spans
 
@@ -48,6 +49,19 @@ def test_replicas_that_are_alike_take_as_long_as_one(costs: Costs) -> None:
     one, all_of_them = simulate(costs), simulate(costs, every_replica=True)
     assert all_of_them.seconds == pytest.approx(one.seconds, rel=1e-9)
     assert len(all_of_them.spans) == costs.work.layout.dp * len(one.spans)
+
+
+@pytest.mark.parametrize(("cluster", "helps"), [("one-node-8xh100", True), ("laptop", False)])
+def test_graphs_save_the_starting_of_operators_on_a_gpu_alone(cluster: str, helps: bool) -> None:
+    where = load_cluster(cluster)
+    work = Work(MODEL, Layout(), 2)
+    one, captured = (
+        simulate(Costs(replace(work, practice=Practice(cuda_graphs=graphs)), where), spans=False).seconds
+        for graphs in (False, True)
+    )
+    chip = where.accelerator
+    most = 2 * 50 * (MODEL.layers + 2) * (chip.launch_seconds - chip.captured_launch_seconds)
+    assert (0 < one - captured < most) if helps else captured == one
 
 
 @settings(max_examples=30, deadline=None)

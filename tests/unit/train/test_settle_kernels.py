@@ -32,6 +32,11 @@ def test_float8_on_a_cpu_is_emulated_and_says_so() -> None:
     assert precision_told(job, torch.bfloat16) == "float8-blocks in bfloat16"
 
 
+def test_cuda_graphs_on_a_cpu_fall_back_with_a_line() -> None:
+    (line,) = settle_kernels(load_job("tiny", ["train.cuda_graphs=true"]), CPU, torch.bfloat16)
+    assert line == "no CUDA graphs here: operators are started one by one"
+
+
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False)])
 def test_float8_on_a_gpu_without_it_is_refused(monkeypatch, capability, refused) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

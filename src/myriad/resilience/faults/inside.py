@@ -147,6 +147,7 @@ def _slow_down(fault: dict[str, Any]) -> None:
     """From now on each forward and backward takes ``factor`` times what it would: the processor's time that
     its thread takes is slept in addition, so that what waits inside it is not made longer."""
     from myriad.parallel import runtime
+    from myriad.parallel.compute import Eager
 
     def slowed(compute: Callable[..., Any]) -> Callable[..., Any]:
         def compute_slowly(*arguments: Any, **keys: Any) -> Any:
@@ -158,8 +159,8 @@ def _slow_down(fault: dict[str, Any]) -> None:
         return compute_slowly
 
     for owner, name in (
-        (runtime.Runtime, "_through_layers"),
-        (runtime, "differentiate"),
+        (Eager, "forward"),
+        (Eager, "backward"),
         (runtime, "apply_deferred"),
     ):
         setattr(owner, name, slowed(getattr(owner, name)))
