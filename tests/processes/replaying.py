@@ -2,7 +2,8 @@
 
 What work starts is noted (each operator of torch's dispatcher, with the very tensors it was given and gave)
 and taken back; a replay does the noted operators again, on the same memory, and nothing else of the work:
-Python in it is not run. An operator that gives a number to Python is refused, as a capture refuses it.
+Python in it is not run. An operator that gives a number to Python, or takes a tensor from it, is refused, as a
+capture refuses it.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 ASKS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"}
+BRINGS = {"aten::lift_fresh"}
 
 
 def tensors_of(values: Any) -> list[torch.Tensor]:
@@ -35,7 +37,7 @@ class Noting(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         named = named or {}
-        if function._schema.name in ASKS:
+        if function._schema.name in ASKS | BRINGS:
             raise RuntimeError(f"{function._schema.name}: not permitted when stream is capturing")
         given = tensors_of((arguments, named))
         for tensor in self._written(function, arguments, named):

@@ -84,7 +84,7 @@ class _Part(NamedTuple):
         else:
             logits = out.copy_(x @ self.weight.t())
         if masks and self.num_valid < len(self.weight):
-            logits[:, self.num_valid :] = -torch.inf
+            logits[:, self.num_valid :].fill_(-torch.inf)
         return logits
 
     def rows(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -44,7 +44,7 @@ def mix(x: torch.Tensor) -> torch.Tensor:
 
 def hashed_words(key: int, indices: Sequence[torch.Tensor]) -> torch.Tensor:
     """A random int64 for each combination of the (broadcast) int64 indices."""
-    words = torch.tensor(key, device=indices[0].device)
+    words = torch.full((), key, dtype=torch.int64, device=indices[0].device)  # not copied from the host
     for index in indices:
         words = mix(words + (index + 1) * _signed(_GOLDEN))
     return words
