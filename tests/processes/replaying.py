@@ -2,8 +2,8 @@
 
 What work starts is noted (each operator of torch's dispatcher, with the very tensors it was given and gave)
 and taken back; a replay does the noted operators again, on the same memory, and nothing else of the work:
-Python in it is not run. An operator that gives a number to Python, or takes a tensor from it, is refused, as a
-capture refuses it.
+Python in it is not run. An operator that gives a number to Python, or takes a tensor from it, is refused, as
+a capture refuses it.
 """
 
 from collections.abc import Callable, Iterator
