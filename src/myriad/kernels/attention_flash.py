@@ -1,4 +1,5 @@
-"""Attention with a window by the Triton kernels of `triton.attention`, as one differentiable operator.
+"""Attention with a window by Triton's kernels as one differentiable operator: `triton.attention_forward`,
+`triton.attention_backward`.
 
 Heads of 16, 32, 64, 80, 96 and 128 values, in bfloat16, float16 or float32, on a CUDA device (or in Triton's
 interpreter, where ``TRITON_INTERPRET=1`` was set before Triton was imported). Whatever the inputs' type,
@@ -94,7 +95,7 @@ def _rows_together(x: torch.Tensor) -> torch.Tensor:
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-        from myriad.kernels.triton import attention as attention_triton
+        from myriad.kernels.triton import attention_forward
 
         q, k, v = (_rows_together(x) for x in (q, k, v))
         batch, num_rows, num_heads, width = q.shape
@@ -104,7 +105,7 @@ class _FlashAttention(torch.autograd.Function):
         constants = sizes.constants("forward")
         grid = (-(-num_rows // constants["query_size"]), batch * num_heads)
         if out.numel():
-            attention_triton.forward[grid](
+            attention_forward.forward[grid](
                 q, k, v, out, logs, *_strides(q), *_strides(k), *_strides(v),
                 num_rows, num_heads, window, sizes.scale / math.log(2), **constants,
             )  # fmt: skip
@@ -130,11 +131,11 @@ def _differentiate(
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
     """Fills ``grads`` of queries, keys and values."""
-    from myriad.kernels.triton import attention as attention_triton
+    from myriad.kernels.triton import attention_backward
 
     grad, rows, heads = inputs[3], sizes.num_rows, sizes.num_heads
     products, size = torch.empty_like(logs), 64
-    attention_triton.row_products[(-(-rows // size), sizes.batch * heads)](
+    attention_backward.row_products[(-(-rows // size), sizes.batch * heads)](
         out, grad, products, *_strides(grad), rows, heads,
         width=sizes.width, padded=padded_width(sizes.width), size=size,
     )  # fmt: skip
@@ -142,10 +143,10 @@ def _differentiate(
     told = (*strides, rows, heads, sizes.window, sizes.scale / math.log(2), sizes.scale)
     constants = sizes.constants("backward_keys")
     grid = (-(-rows // constants["key_size"]), sizes.batch * heads // sizes.repeats)
-    attention_triton.backward_keys[grid](*inputs, logs, products, *grads[1:], *told, **constants)
+    attention_backward.backward_keys[grid](*inputs, logs, products, *grads[1:], *told, **constants)
     constants = sizes.constants("backward_queries")
     grid = (-(-rows // constants["query_size"]), sizes.batch * heads)
-    attention_triton.backward_queries[grid](*inputs, logs, products, grads[0], *told, **constants)
+    attention_backward.backward_queries[grid](*inputs, logs, products, grads[0], *told, **constants)
 
 
 def flash_attention(

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from myriad.kernels.attention_flash import Sizes
-from myriad.kernels.triton import attention as attention_triton
+from myriad.kernels.triton import attention_backward, attention_forward
 
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
@@ -25,7 +25,7 @@ def compiled(name: str, width: int, dtype: torch.dtype) -> dict[str, Any]:
     """One kernel, as it would be launched for rows of that head size and type."""
     constants = Sizes(1, 2048, 16, 2, width, 512, dtype).constants(name)
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
-    kernel = getattr(attention_triton, name)
+    kernel = getattr(attention_forward if name == "forward" else attention_backward, name)
     signature, attributes = {}, {}
     for index, argument in enumerate(kernel.arg_names):
         floats = argument in ("logs_pointer", "products_pointer")

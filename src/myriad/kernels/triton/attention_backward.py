@@ -1,16 +1,9 @@
-"""Causal attention with a sliding window as Triton kernels: FlashAttention-2 (arXiv 2307.08691, algorithms 1
-and 2) whose loops begin and end at the window, so that time grows with S * W, not with S^2.
+"""Gradients of `attention_forward`: the scores are made again from the kept logarithms of the softmax's sums.
 
-    keys       0 . . . . . . . S          a block of queries meets blocks of keys from its window's start to
-    queries    . L m m m D . . .          the diagonal: those at either edge (L, D) with a mask, those between
-                                          (m) without one
+It goes over the blocks twice: once for each block of keys (all query heads that share it, hence no atomic
+additions and the same bits every time), once for each block of queries.
 
-The scores never exist in memory; the backward makes them again from the kept logarithms of the softmax's
-sums. It goes over the blocks twice: once for each block of keys (all query heads that share it, hence no
-atomic additions and the same bits every time), once for each block of queries.
-
-Legend: B batch, S sequence, N query heads, K key/value heads, D head size, W window; M and C positions of a
-block of queries and of keys.
+Legend: B batch, S sequence, N query heads, K key/value heads, D head size.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
@@ -18,157 +11,9 @@ block of queries and of keys.
 import triton
 import triton.language as tl
 
-__all__ = ["backward_keys", "backward_queries", "forward", "row_products"]
+from myriad.kernels.triton.attention_tiles import load, sees, store
 
-_HIDDEN = tl.constexpr(-1.0e30)
-"""The score of a pair that does not see each other: finite, so that a block in which a row sees nothing yet
-gives no NaN; the first key it does see wipes out what was summed."""
-
-
-@triton.jit
-def _load(
-    base,
-    rows,
-    row_stride,
-    columns,
-    num_rows,
-    width: tl.constexpr,
-    padded: tl.constexpr,
-    checked: tl.constexpr,
-    upcast: tl.constexpr,
-):
-    """``[rows, columns]``, zeros beyond the head size and, where ``checked``, beyond the sequence."""
-    address = base + rows[:, None] * row_stride + columns[None, :]
-    if checked and width < padded:
-        values = tl.load(address, mask=(rows[:, None] < num_rows) & (columns[None, :] < width), other=0.0)
-    elif checked:
-        values = tl.load(address, mask=rows[:, None] < num_rows, other=0.0)
-    elif width < padded:
-        values = tl.load(address, mask=columns[None, :] < width, other=0.0)
-    else:
-        values = tl.load(address)
-    return values.to(tl.float32) if upcast else values
-
-
-@triton.jit
-def _store(base, values, rows, row_stride, columns, num_rows, width: tl.constexpr):
-    inside = (rows[:, None] < num_rows) & (columns[None, :] < width)
-    address = base + rows[:, None] * row_stride + columns[None, :]
-    tl.store(address, values.to(base.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _sees(queries, keys, window, num_rows):
-    """Whether each query sees each key: a matrix, in the order given."""
-    return (keys <= queries) & (keys > queries - window) & (keys < num_rows)
-
-
-@triton.jit
-def _meet(
-    total,
-    top,
-    mixed,
-    q,
-    k_base,
-    v_base,
-    k_stride,
-    v_stride,
-    queries,
-    begin,
-    end,
-    window,
-    num_rows,
-    scale,
-    width: tl.constexpr,
-    padded: tl.constexpr,
-    size: tl.constexpr,
-    masked: tl.constexpr,
-    upcast: tl.constexpr,
-    precision: tl.constexpr,
-):
-    """The blocks of keys from ``begin`` to ``end``, one after the other."""
-    columns = tl.arange(0, padded)
-    for start in range(begin, end, size):
-        keys = start + tl.arange(0, size)
-        k = _load(k_base, keys, k_stride, columns, num_rows, width, padded, masked, upcast)
-        scores = tl.dot(q, tl.trans(k), input_precision=precision)
-        if masked:
-            scores = tl.where(_sees(queries[:, None], keys[None, :], window, num_rows), scores, _HIDDEN)
-        higher = tl.maximum(top, tl.max(scores, 1) * scale)
-        shares = tl.exp2(scores * scale - higher[:, None])
-        fading = tl.exp2(top - higher)
-        total = total * fading + tl.sum(shares, 1)
-        v = _load(v_base, keys, v_stride, columns, num_rows, width, padded, masked, upcast)
-        mixed = tl.dot(shares.to(v.dtype), v, mixed * fading[:, None], input_precision=precision)
-        top = higher
-    return total, top, mixed
-
-
-@triton.jit
-def forward(
-    q_pointer,
-    k_pointer,
-    v_pointer,
-    out_pointer,
-    logs_pointer,
-    q_batch,
-    q_row,
-    q_head,
-    k_batch,
-    k_row,
-    k_head,
-    v_batch,
-    v_row,
-    v_head,
-    num_rows,
-    num_heads,
-    window,
-    scale,
-    repeats: tl.constexpr,
-    width: tl.constexpr,
-    padded: tl.constexpr,
-    query_size: tl.constexpr,
-    key_size: tl.constexpr,
-    upcast: tl.constexpr,
-    precision: tl.constexpr,
-):
-    """``[B, S, N, D]`` and the logarithms ``[B, N, S]`` (to base 2); a program for each block of queries and
-    each head. ``scale`` has the factor that turns e into 2."""
-    # late blocks meet most keys without a window: begun first, none is left over at the end
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch, head = (tl.program_id(1) // num_heads).to(tl.int64), (tl.program_id(1) % num_heads).to(tl.int64)
-    first = block * query_size
-    queries, columns = first + tl.arange(0, query_size), tl.arange(0, padded)
-    q_base = q_pointer + batch * q_batch + head * q_head
-    k_base = k_pointer + batch * k_batch + (head // repeats) * k_head
-    v_base = v_pointer + batch * v_batch + (head // repeats) * v_head
-    q = _load(q_base, queries, q_row, columns, num_rows, width, padded, True, upcast)
-    top = tl.full([query_size], _HIDDEN, tl.float32)
-    total = tl.zeros([query_size], tl.float32)
-    mixed = tl.zeros([query_size, padded], tl.float32)
-    # keys that some query sees; those that all of them see
-    begin = tl.maximum(0, first - window + 1) // key_size * key_size
-    end = tl.minimum(first + query_size, num_rows)
-    all_begin = tl.cdiv(tl.maximum(0, first + query_size - window), key_size) * key_size
-    all_begin = tl.minimum(tl.maximum(begin, all_begin), end)
-    all_end = tl.maximum(all_begin, first // key_size * key_size)
-    total, top, mixed = _meet(
-        total, top, mixed, q, k_base, v_base, k_row, v_row, queries, begin, all_begin, window, num_rows,
-        scale, width, padded, key_size, True, upcast, precision,
-    )  # fmt: skip
-    total, top, mixed = _meet(
-        total, top, mixed, q, k_base, v_base, k_row, v_row, queries, all_begin, all_end, window, num_rows,
-        scale, width, padded, key_size, False, upcast, precision,
-    )  # fmt: skip
-    total, top, mixed = _meet(
-        total, top, mixed, q, k_base, v_base, k_row, v_row, queries, all_end, end, window, num_rows,
-        scale, width, padded, key_size, True, upcast, precision,
-    )  # fmt: skip
-    flat = tl.program_id(1).to(tl.int64)
-    out_row = num_heads * width
-    out_base = out_pointer + (batch * num_rows * num_heads + head) * width
-    _store(out_base, mixed / total[:, None], queries, out_row, columns, num_rows, width)
-    tl.store(logs_pointer + flat * num_rows + queries, top + tl.log2(total), mask=queries < num_rows)
+__all__ = ["backward_keys", "backward_queries", "row_products"]
 
 
 @triton.jit
@@ -190,8 +35,8 @@ def row_products(
     batch, head = (tl.program_id(1) // num_heads).to(tl.int64), (tl.program_id(1) % num_heads).to(tl.int64)
     out_base = out_pointer + (batch * num_rows * num_heads + head) * width
     grad_base = grad_pointer + batch * grad_batch + head * grad_head
-    out = _load(out_base, rows, num_heads * width, columns, num_rows, width, padded, True, True)
-    grad = _load(grad_base, rows, grad_row, columns, num_rows, width, padded, True, True)
+    out = load(out_base, rows, num_heads * width, columns, num_rows, width, padded, True, True)
+    grad = load(grad_base, rows, grad_row, columns, num_rows, width, padded, True, True)
     flat = tl.program_id(1).to(tl.int64)
     tl.store(products_pointer + flat * num_rows + rows, tl.sum(out * grad, 1), mask=rows < num_rows)
 
@@ -225,7 +70,7 @@ def _meet_queries(
     columns = tl.arange(0, padded)
     for start in range(begin, end, size):
         queries = start + tl.arange(0, size)
-        q = _load(q_base, queries, q_row, columns, num_rows, width, padded, masked, upcast)
+        q = load(q_base, queries, q_row, columns, num_rows, width, padded, masked, upcast)
         if masked:
             inside = queries < num_rows
             logs = tl.load(logs_base + queries, mask=inside, other=0.0)
@@ -236,9 +81,9 @@ def _meet_queries(
         scores = tl.dot(k, tl.trans(q), input_precision=precision) * scale
         shares = tl.exp2(scores - logs[None, :])
         if masked:
-            seen = _sees(queries[None, :], keys[:, None], window, num_rows) & (queries < num_rows)[None, :]
+            seen = sees(queries[None, :], keys[:, None], window, num_rows) & (queries < num_rows)[None, :]
             shares = tl.where(seen, shares, 0.0)
-        grad = _load(grad_base, queries, grad_row, columns, num_rows, width, padded, masked, upcast)
+        grad = load(grad_base, queries, grad_row, columns, num_rows, width, padded, masked, upcast)
         grad_v = tl.dot(shares.to(grad.dtype), grad, grad_v, input_precision=precision)
         grad_shares = tl.dot(v, tl.trans(grad), input_precision=precision)
         grad_scores = shares * (grad_shares - products[None, :])
@@ -288,8 +133,8 @@ def backward_keys(
     keys, columns = first + tl.arange(0, key_size), tl.arange(0, padded)
     k_base = k_pointer + batch * k_batch + kv_head * k_head
     v_base = v_pointer + batch * v_batch + kv_head * v_head
-    k = _load(k_base, keys, k_row, columns, num_rows, width, padded, True, upcast)
-    v = _load(v_base, keys, v_row, columns, num_rows, width, padded, True, upcast)
+    k = load(k_base, keys, k_row, columns, num_rows, width, padded, True, upcast)
+    v = load(v_base, keys, v_row, columns, num_rows, width, padded, True, upcast)
     grad_k = tl.zeros([key_size, padded], tl.float32)
     grad_v = tl.zeros([key_size, padded], tl.float32)
     # queries that see some of the keys; those that see all of them
@@ -317,8 +162,8 @@ def backward_keys(
         )  # fmt: skip
     target = (batch * num_rows * num_kv_heads + kv_head) * width
     row = num_kv_heads * width
-    _store(grad_k_pointer + target, grad_k * natural_scale, keys, row, columns, num_rows, width)
-    _store(grad_v_pointer + target, grad_v, keys, row, columns, num_rows, width)
+    store(grad_k_pointer + target, grad_k * natural_scale, keys, row, columns, num_rows, width)
+    store(grad_v_pointer + target, grad_v, keys, row, columns, num_rows, width)
 
 
 @triton.jit
@@ -348,11 +193,11 @@ def _meet_keys(
     columns = tl.arange(0, padded)
     for start in range(begin, end, size):
         keys = start + tl.arange(0, size)
-        k = _load(k_base, keys, k_row, columns, num_rows, width, padded, masked, upcast)
-        v = _load(v_base, keys, v_row, columns, num_rows, width, padded, masked, upcast)
+        k = load(k_base, keys, k_row, columns, num_rows, width, padded, masked, upcast)
+        v = load(v_base, keys, v_row, columns, num_rows, width, padded, masked, upcast)
         shares = tl.exp2(tl.dot(q, tl.trans(k), input_precision=precision) * scale - logs[:, None])
         if masked:
-            shares = tl.where(_sees(queries[:, None], keys[None, :], window, num_rows), shares, 0.0)
+            shares = tl.where(sees(queries[:, None], keys[None, :], window, num_rows), shares, 0.0)
         grad_shares = tl.dot(grad, tl.trans(v), input_precision=precision)
         grad_scores = shares * (grad_shares - products[:, None])
         grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision=precision)
@@ -402,8 +247,8 @@ def backward_queries(
     v_base = v_pointer + batch * v_batch + (head // repeats) * v_head
     q_base = q_pointer + batch * q_batch + head * q_head
     grad_base = grad_pointer + batch * grad_batch + head * grad_head
-    q = _load(q_base, queries, q_row, columns, num_rows, width, padded, True, upcast)
-    grad = _load(grad_base, queries, grad_row, columns, num_rows, width, padded, True, upcast)
+    q = load(q_base, queries, q_row, columns, num_rows, width, padded, True, upcast)
+    grad = load(grad_base, queries, grad_row, columns, num_rows, width, padded, True, upcast)
     flat = tl.program_id(1).to(tl.int64) * num_rows
     inside = queries < num_rows
     logs = tl.load(logs_pointer + flat + queries, mask=inside, other=0.0)
@@ -427,4 +272,4 @@ def backward_queries(
         num_rows, scale, width, padded, key_size, True, upcast, precision,
     )  # fmt: skip
     target = grad_q_pointer + (batch * num_rows * num_heads + head) * width
-    _store(target, grad_q * natural_scale, queries, num_heads * width, columns, num_rows, width)
+    store(target, grad_q * natural_scale, queries, num_heads * width, columns, num_rows, width)
