@@ -1,7 +1,8 @@
 """Normalisation over the hidden dimension, in float32 inside whatever goes in.
 
-`Norm.add` gives a residual stream with a branch added, and the norm of that: what a block does between
-attention and MLP. Triton's kernels (`myriad.kernels.triton.norm`) read and write memory once for both.
+`Norm.add` gives a residual stream with a branch added, and the norm of that: what a block does before
+attention and before the MLP. Triton's kernels (`myriad.kernels.triton.norm`) read and write memory once for
+both, in the backward too, where what comes down the stream meets what comes through the norm.
 
 Without them the library has a fused RMSNorm forward everywhere, but a fused backward on CUDA alone; on a CPU
 it takes four times as long as LayerNorm's. The two gradients differ by one term, so RMSNorm borrows
@@ -72,10 +73,11 @@ class Norm(nn.Module):
 
         return norm(x, self.weight, self.bias, self.epsilon, is_layer=self.is_layer)
 
-    def add(self, x: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x + branch``, and the norm of it: the same bits as one after the other."""
+    def add(self, x: torch.Tensor, branch: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x + branch``, and the norm of it: the same bits as one after the other. Without a branch ``x`` as
+        it is, and its gradient the bits it has with one: where a branch was added shows in no result."""
         if not self._in_triton(x):
-            stream = x + branch
+            stream = x if branch is None else x + branch
             return stream, self._by_library(stream)
         from myriad.kernels.triton.norm import add_norm
 

@@ -29,8 +29,9 @@ from torch import nn
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Context
 from myriad.model.parts import num_parts
+from myriad.model.residual import Residual
 
-__all__ = ["SteppedLayer", "Steps", "Whole", "run_layers"]
+__all__ = ["LayerSteps", "SteppedLayer", "Steps", "Whole", "run_layers"]
 
 
 class Whole:
@@ -47,7 +48,9 @@ class Whole:
 
 
 Steps = Generator[Whole | None, None, torch.Tensor]
-"""Yields where another part may run; gives the layer's output."""
+"""Yields where another part may run."""
+LayerSteps = Generator[Whole | None, None, torch.Tensor | Residual]
+"""Gives the layer's output, of which the last sum may be left to the next layer."""
 
 
 class SteppedLayer(nn.Module):
@@ -57,9 +60,13 @@ class SteppedLayer(nn.Module):
     takes_tokens = False
     """Its input is whole on every rank (token ids), not this rank's share."""
 
-    def steps(self, x: torch.Tensor, context: Context) -> Steps:
+    def steps(self, x: torch.Tensor, context: Context) -> LayerSteps:
         """The forward pass."""
         raise NotImplementedError
+
+    def steps_after(self, x: Residual, context: Context) -> LayerSteps:
+        """The forward pass after a layer that left its last sum to this one."""
+        return self.steps(x.total(), context)
 
     def position_bytes(self, x: torch.Tensor) -> int:
         """Of one position of the residual stream, given the layer's input."""
@@ -69,7 +76,7 @@ class SteppedLayer(nn.Module):
         return finish(self.steps(x, context))
 
 
-def finish(steps: Steps) -> torch.Tensor:
+def finish(steps: LayerSteps) -> torch.Tensor:
     """The output of steps that nobody shares the device with."""
     while not isinstance(step := _next(steps), torch.Tensor):
         if step is not None:
@@ -98,13 +105,20 @@ def _run_stepped(layers: Sequence[SteppedLayer], x: torch.Tensor, context: Conte
     return torch.stack(outputs).sum() if outputs[0].ndim == 0 else torch.cat(outputs, cut.dim)
 
 
-def _through(layers: Sequence[SteppedLayer], x: torch.Tensor, context: Context) -> Steps:
+def _through(layers: Sequence[SteppedLayer], x: torch.Tensor, context: Context) -> LayerSteps:
+    output: torch.Tensor | Residual = x
+    del x
     for layer in layers:
-        x = yield from layer.steps(x, context)
-    return x
+        if isinstance(output, Residual):
+            steps = layer.steps_after(output, context)
+        else:
+            steps = layer.steps(output, context)
+        del output  # the branch is not needed once it is added
+        output = yield from steps
+    return output
 
 
-def _by_itself(steps: Steps) -> Steps:
+def _by_itself(steps: LayerSteps) -> Steps:
     """The same steps without wishes: this part has every position."""
     while not isinstance(step := _next(steps), torch.Tensor):
         if step is None:
@@ -126,7 +140,7 @@ class Cut(Protocol):
 
     def contexts(self, context: Context, x: torch.Tensor) -> Sequence[Context]: ...
 
-    def steps(self, steps: Steps) -> Steps:
+    def steps(self, steps: LayerSteps) -> LayerSteps:
         """What the turns see of one part's steps."""
         ...
 
@@ -153,7 +167,7 @@ class _Sequences:
         pairs = zip(targets, samples, strict=True)
         return [replace(context, targets=target, samples=sample) for target, sample in pairs]
 
-    def steps(self, steps: Steps) -> Steps:
+    def steps(self, steps: LayerSteps) -> LayerSteps:
         return _by_itself(steps)
 
     def fulfil(self, wishes: Sequence[Whole]) -> None:
@@ -178,7 +192,7 @@ class _Positions:
         pairs = zip(targets, starts, strict=True)
         return [replace(context, targets=target, first_position=start) for target, start in pairs]
 
-    def steps(self, steps: Steps) -> Steps:
+    def steps(self, steps: LayerSteps) -> LayerSteps:
         return steps
 
     def fulfil(self, wishes: Sequence[Whole]) -> None:
@@ -213,7 +227,7 @@ def _sizes(length: int, parts: int) -> list[int]:
     return [length // parts + (part < length % parts) for part in range(parts)]
 
 
-def take_turns(parts: Sequence[Steps], cut: Cut) -> list[torch.Tensor]:
+def take_turns(parts: Sequence[LayerSteps], cut: Cut) -> list[torch.Tensor]:
     """Runs every part to its end, a turn behind the one before it."""
     parts = [cut.steps(part) for part in parts]
     reached = _run_round(parts, together=False)
@@ -225,7 +239,7 @@ def take_turns(parts: Sequence[Steps], cut: Cut) -> list[torch.Tensor]:
         reached = _run_round(parts, together=True)
 
 
-def _run_round(parts: Sequence[Steps], *, together: bool) -> list[Whole | torch.Tensor]:
+def _run_round(parts: Sequence[LayerSteps], *, together: bool) -> list[Whole | torch.Tensor]:
     """Runs every part up to its next wish or its end. Part p lets p turns go by, first of all or, when they
     come ``together`` from a wish, after a step."""
     reached: dict[int, Whole | torch.Tensor] = {}
@@ -241,10 +255,10 @@ def _run_round(parts: Sequence[Steps], *, together: bool) -> list[Whole | torch.
     return [reached[index] for index in range(len(parts))]
 
 
-def _next(steps: Steps) -> Whole | torch.Tensor | None:
+def _next(steps: LayerSteps) -> Whole | torch.Tensor | None:
     """What the next step ends in: a wish, the output, or just a moment for others."""
     try:
         return next(steps)
     except StopIteration as end:
-        assert isinstance(end.value, torch.Tensor)
-        return end.value
+        output: torch.Tensor | Residual = end.value
+        return output.total() if isinstance(output, Residual) else output

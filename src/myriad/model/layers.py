@@ -1,9 +1,9 @@
 """The layers of the transformer with the shapes of one tensor-parallel rank.
 
-Between layers travels the residual stream, ``[B, S/tp, H]``. Each branch enters (all ranks' parts of the
-sequence together), multiplies column-parallel, then row-parallel, and leaves (partial sums added up, each
-rank its part). A layer computes in the precision of its parameters; norms, softmax and the loss are float32
-inside.
+Between layers travels the residual stream, ``[B, S/tp, H]``; a block leaves its last sum to the next norm
+(`myriad.model.residual`). Each branch enters (all ranks' parts of the sequence together), multiplies
+column-parallel, then row-parallel, and leaves (partial sums added up, each rank its part). A layer computes
+in the precision of its parameters; norms, softmax and the loss are float32 inside.
 
 Legend: B batch, S sequence, H hidden, N query heads, K key/value heads (both of this rank), D head size.
 """
@@ -26,11 +26,12 @@ from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
 from myriad.kernels.random import dropout, key_of
 from myriad.kernels.remade import Remade
 from myriad.kernels.rotary import rotary_turns
-from myriad.model.boundary import Boundary
+from myriad.model.boundary import Arriving, Boundary
 from myriad.model.cache import KeyValueCache
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
-from myriad.model.interleave import SteppedLayer, Steps, Whole, finish
+from myriad.model.interleave import LayerSteps, SteppedLayer, Steps, Whole, finish
+from myriad.model.residual import Residual
 
 __all__ = ["Block", "Embedding", "Head"]
 
@@ -212,42 +213,51 @@ class Block(SteppedLayer):
         self.dropout1 = _Dropout(config, boundary, f"blocks.{layer}.attention")
         self.dropout2 = _Dropout(config, boundary, f"blocks.{layer}.mlp")
 
-    def steps(self, x: torch.Tensor, context: Context) -> Steps:
-        return self._steps(x, context, self.attention.mix)
+    def steps(self, x: torch.Tensor, context: Context) -> LayerSteps:
+        return self._steps(x, None, context, self.attention.mix)
+
+    def steps_after(self, x: Residual, context: Context) -> LayerSteps:
+        return self._steps(x.stream, x.branch, context, self.attention.mix)
 
     def step(self, x: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
         """On one device: new positions ``[B, S, H]``, after those in the cache."""
         mix = partial(self.attention.mix_cached, cache=cache)
-        return finish(self._steps(x, Context(), mix))
+        return finish(self._steps(x, None, Context(), mix))
 
-    def _steps(self, x: torch.Tensor, context: Context, mix: _Mix) -> Steps:
+    def _steps(self, x: torch.Tensor, branch: torch.Tensor | None, context: Context, mix: _Mix) -> LayerSteps:
         """The stretches between two yields should take about the same time: a gather or a reduce-scatter of
         another part travels behind each."""
-        arriving = self.boundary.start_enter(self.norm1(x))
-        remade = self._remade(self.norm1, x, 1 if self.norm2 else 2)
+        x, arriving, remade = self._start_enter(self.norm1, x, branch, 1 if self.norm2 else 2)
+        del branch
         yield None
         if self.norm2 is None:
             out = yield from self._side_by_side(arriving.wait(), remade, mix)
             out = _add_biases(out, self.attention.output.bias, self.mlp.down.bias)
-            return x + self.dropout1(out, context, training=self.training)
+            return Residual(x, self.dropout1(out, context, training=self.training))
         out = yield from self._attend(arriving.wait(), remade, mix)
         out = _add_biases(out, self.attention.output.bias)
-        x, normed = self.norm2.add(x, self.dropout1(out, context, training=self.training))
-        arriving = self.boundary.start_enter(normed)
-        remade = self._remade(self.norm2, x)
+        out = self.dropout1(out, context, training=self.training)
+        x, arriving, remade = self._start_enter(self.norm2, x, out)
+        del out
         yield None
         inner = self.mlp.inner(arriving.wait(), remade)
         yield None
         arriving = self.boundary.start_leave(self.mlp.out(*inner))
         yield None
         out = _add_biases(arriving.wait(), self.mlp.down.bias)
-        return x + self.dropout2(out, context, training=self.training)
+        return Residual(x, self.dropout2(out, context, training=self.training))
 
-    def _remade(self, norm: nn.Module, x: torch.Tensor, num_takers: int = 1) -> Remade | None:
-        """What enters, for the backward, where it is not kept: tensor-parallel ranks gather it again."""
+    def _start_enter(
+        self, norm: Norm, x: torch.Tensor, branch: torch.Tensor | None, num_takers: int = 1
+    ) -> tuple[torch.Tensor, Arriving, Remade | None]:
+        """The stream with its branch; the norm of that, on its way; and how the backward gets it again, where
+        it is not kept: tensor-parallel ranks gather once more."""
+        x, normed = norm.add(x, branch)
+        arriving = self.boundary.start_enter(normed)
         if not self.boundary.remakes:
-            return None
-        return Remade(lambda source: self.boundary.start_enter(norm(source)).wait(), x, num_takers)
+            return x, arriving, None
+        remade = Remade(lambda source: self.boundary.start_enter(norm(source)).wait(), x, num_takers)
+        return x, arriving, remade
 
     def _attend(self, x: torch.Tensor, remade: Remade | None, mix: _Mix) -> Steps:
         whole = Whole(mix, self.attention.qkv(x, remade))
@@ -300,7 +310,14 @@ class Head(SteppedLayer):
         self.output = Linear(config.hidden, config.padded_vocabulary(boundary.size) // boundary.size)
 
     def steps(self, x: torch.Tensor, context: Context) -> Steps:
-        arriving = self.boundary.start_enter(self.norm(x))
+        return self._steps(x, None, context)
+
+    def steps_after(self, x: Residual, context: Context) -> Steps:
+        return self._steps(x.stream, x.branch, context)
+
+    def _steps(self, x: torch.Tensor, branch: torch.Tensor | None, context: Context) -> Steps:
+        arriving = self.boundary.start_enter(self.norm.add(x, branch)[1])
+        del x, branch
         yield None
         whole, targets = arriving.wait(), context.targets.flatten()
         steps = linear_cross_entropy_steps(

@@ -133,7 +133,7 @@ class _AddNorm(torch.autograd.Function):
         bias: torch.Tensor | None,
         epsilon: float,
         is_layer: bool,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, branch_rows = rows_of(x), None if branch is None else rows_of(branch)
         stream = rows if branch is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
         y = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -164,7 +164,7 @@ class _AddNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(stream, means, roots)
         ctx.weight, ctx.bias, ctx.is_layer, ctx.has_branch = weight, bias, is_layer, branch is not None
-        return None if branch is None else stream.view(x.shape), y.view(x.shape)
+        return x if branch is None else stream.view(x.shape), y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -223,13 +223,13 @@ def norm(
 
 def add_norm(
     x: torch.Tensor,
-    branch: torch.Tensor,
+    branch: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     epsilon: float,
     *,
     is_layer: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x + branch``, and its norm."""
+    """``x + branch``, and its norm; without a branch ``x`` as it is."""
     stream, y = _AddNorm.apply(x, branch, weight, bias, epsilon, is_layer)
     return stream, y
