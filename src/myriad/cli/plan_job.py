@@ -44,7 +44,9 @@ def problem_of(job: Job, cluster: Cluster) -> Problem:
 
 def practice_of(job: Job) -> Practice:
     """How it computes."""
-    return Practice(float8=job.train.precision.startswith("float8"))
+    return Practice(
+        sums_in_norms=job.train.kernels != "plain", float8=job.train.precision.startswith("float8")
+    )
 
 
 def saves_of(job: Job) -> Saves:

@@ -67,24 +67,17 @@ class Norm(nn.Module):
         self.epsilon, self.kernels = epsilon, kernels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._in_triton(x):
-            return self._by_library(x)
-        from myriad.kernels.triton.norm import norm
-
-        return norm(x, self.weight, self.bias, self.epsilon, is_layer=self.is_layer)
+        return self.add(x, None)[1]
 
     def add(self, x: torch.Tensor, branch: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """``x + branch``, and the norm of it: the same bits as one after the other. Without a branch ``x`` as
         it is, and its gradient the bits it has with one: where a branch was added shows in no result."""
-        if not self._in_triton(x):
+        if not runs_triton("norm", x, self.kernels, x.shape[-1]):
             stream = x if branch is None else x + branch
             return stream, self._by_library(stream)
         from myriad.kernels.triton.norm import add_norm
 
         return add_norm(x, branch, self.weight, self.bias, self.epsilon, is_layer=self.is_layer)
-
-    def _in_triton(self, x: torch.Tensor) -> bool:
-        return runs_triton("norm", x, self.kernels, x.shape[-1])
 
     def _by_library(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError

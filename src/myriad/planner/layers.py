@@ -4,6 +4,9 @@
               norm | gather | up | act | down | scatter | residual
     parallel  norm | gather | QKV, up | attention, act | output + down | scatter | residual
 
+A residual sum goes over memory three times, over two of it together with the norm that follows
+(`Practice.sums_in_norms`), and its gradient once instead of twice.
+
 A matrix product has three turns of equal FLOPs: forward, gradient of its input, gradient of its weight (which
 is added to a float32 sum). Tensor-parallel communication is a gather and a scatter for each entry into the
 parallel part, in each direction (Megatron-LM, arXiv 2205.05198, section 4.2); cut in parts, all but one
@@ -118,9 +121,11 @@ def block_times(model: ModelConfig, where: Slice, pairs: float) -> LayerTimes:
     qkv = tokens * (model.heads + 2 * model.num_kv_heads) * model.head_width / where.tp
     turned = qkv * 2 * value if model.position == "rotary" else 0.0
     norms = residuals = entries * share * model.hidden
-    streamed = passes * value * (2 * norms + (ups + 1) * inner) + 3 * value * residuals + turned
-    backwards = passes * value * (3 * norms + (2 * ups + 1) * inner) + 2 * value * residuals + turned
-    operators = (entries + 3) * (3 if not where.practice.fused else 1)
+    joined = where.practice.sums_in_norms and not where.cluster.on_cpu
+    added, added_back = (2, 1) if joined else (3, 2)
+    streamed = passes * value * (2 * norms + (ups + 1) * inner) + added * value * residuals + turned
+    backwards = passes * value * (3 * norms + (2 * ups + 1) * inner) + added_back * value * residuals + turned
+    operators = (3 if joined else entries + 3) * (3 if not where.practice.fused else 1)
     stream, back = (stream_seconds(where.accelerator, x, operators) for x in (streamed, backwards))
     attend, attend_back = _attention(model, where, pairs)
     comm, rest, gathers = _tensor(model, where, tokens, entries)

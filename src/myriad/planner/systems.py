@@ -43,12 +43,16 @@ class System:
     overlap: OverlapConfig
 
 
+_THEIRS = Practice(fused_loss=False, sums_in_norms=False)
+"""Of all of them: Megatron-LM makes a residual sum with the bias and dropout before it
+(`megatron/core/fusions/fused_bias_dropout.py`), not with the norm after it; no other's paper says more."""
+
 _NOTHING_HIDDEN = OverlapConfig(pipeline=False, data=False, tensor=False, optimizer=False)
 
 MEGATRON_2021 = System(
-    Practice(
+    replace(
+        _THEIRS,
         attention="plain",
-        fused_loss=False,
         exchange_seconds=_EXCHANGE_SECONDS,
         sequence_parallel=False,
         gradient_bytes=2,
@@ -67,10 +71,10 @@ MEGATRON_2022_SEQUENCE = System(replace(MEGATRON_2022.practice, sequence_paralle
 """The same with sequence parallelism."""
 
 MEGATRON_2023 = System(
-    Practice(
+    replace(
+        _THEIRS,
         attention="flash",
         fused=False,
-        fused_loss=False,
         exchange_seconds=_EXCHANGE_SECONDS,
         at_the_ends=True,
         host_seconds=_MEGASCALE_HOST_SECONDS + _CODE_SECONDS,
@@ -82,16 +86,16 @@ norm and GeLU of "fine-grained kernels" (arXiv 2402.15627, section 3.3). Its cod
 with that its rows would be predicted quicker still: what waits there instead is not known."""
 
 MEGASCALE = System(
-    Practice(fused_loss=False, host_seconds=_MEGASCALE_HOST_SECONDS, tensor_parts=_TENSOR_PARTS),
+    replace(_THEIRS, host_seconds=_MEGASCALE_HOST_SECONDS, tensor_parts=_TENSOR_PARTS),
     OverlapConfig(optimizer=False),
 )
 """arXiv 2402.15627, section 3: parameters are gathered from the start of an iteration on."""
 
 MEGATRON_CORE = System(
-    Practice(fused_loss=False, host_seconds=_HOST_SECONDS, tensor_parts=_TENSOR_PARTS), OverlapConfig()
+    replace(_THEIRS, host_seconds=_HOST_SECONDS, tensor_parts=_TENSOR_PARTS), OverlapConfig()
 )
 """Megatron-Core r0.8.0, all its overlaps on."""
 
-LLAMA_3 = System(Practice(fused_loss=False, host_seconds=_HOST_SECONDS), OverlapConfig(tensor=False))
+LLAMA_3 = System(replace(_THEIRS, host_seconds=_HOST_SECONDS), OverlapConfig(tensor=False))
 """arXiv 2407.21783, section 3.3.2: pipeline and FSDP are overlapped; of tensor parallelism it says
 nothing."""

@@ -23,6 +23,8 @@ class Practice:
     """plain: batched products and a softmax that keeps the scores; flash: which FlashAttention."""
     fused: bool = True
     """Norm, activation and dropout in one operator each."""
+    sums_in_norms: bool = True
+    """A residual sum is made by the norm after it, in one operator; never on a CPU."""
     fused_loss: bool = True
     """Logits and loss are computed together, a part of the rows at a time."""
     exchange_seconds: float = 0.0

@@ -26,7 +26,7 @@ LAYOUTS = [
 
 def make_cluster(world, shared_cores=None, latency=1e-9, rate=1e15, busy=0.0, turns=0.0):
     core = Accelerator(
-        name="core",
+        name="CPU core",
         peak_flops_per_second=1e11,
         memory_bytes=2**33,
         memory_bytes_per_second=1e10,

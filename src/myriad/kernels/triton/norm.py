@@ -22,7 +22,7 @@ import triton.language as tl
 
 from myriad.kernels.triton.launch import block_of, launch, num_programs, rows_of
 
-__all__ = ["add_norm", "norm"]
+__all__ = ["add_norm"]
 
 
 @triton.jit
@@ -211,14 +211,6 @@ def _backward(
     )
     totals = sums.sum(1).to(weight.dtype)
     return grad.view(grad_y.shape), totals[0], None if bias is None else totals[1]
-
-
-def norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, *, is_layer: bool
-) -> torch.Tensor:
-    """LayerNorm or RMSNorm of ``[..., H]``."""
-    y: torch.Tensor = _AddNorm.apply(x, None, weight, bias, epsilon, is_layer)[1]
-    return y
 
 
 def add_norm(

@@ -1,0 +1,42 @@
+"""If these break: what a GPU saves where a norm makes the sum before it is not predicted, or is promised to a
+CPU, which computes one after the other, or to the systems of published tables, which do too."""
+
+import pytest
+
+from myriad.model.config import ModelConfig
+from myriad.planner import systems
+from myriad.planner.cluster import Cluster
+from myriad.planner.layers import LayerTimes, Slice, block_times
+from myriad.planner.operators import stream_seconds
+from myriad.planner.work import Practice
+from myriad.program.config import OverlapConfig
+from myriad.recipes.cluster import load_cluster
+
+MODEL = ModelConfig(layers=4, hidden=1024, heads=8, sequence=2048, vocabulary=50304)
+GPUS, CORES = load_cluster("one-node-8xh100"), load_cluster("laptop")
+
+
+def times(cluster: Cluster, model: ModelConfig, *, sums_in_norms: bool) -> LayerTimes:
+    practice = Practice(sums_in_norms=sums_in_norms)
+    return block_times(model, Slice(cluster, practice, 2.0, 4.0, 2, OverlapConfig(), 0.0), 1e6)
+
+
+@pytest.mark.parametrize(("block", "num_sums"), [("serial", 2), ("parallel", 1)])
+def test_a_sum_in_a_norm_saves_a_pass_and_an_operator_in_each_direction(block: str, num_sums: int) -> None:
+    model = MODEL.model_copy(update={"block": block})
+    apart, joined = (times(GPUS, model, sums_in_norms=sums_in_norms) for sums_in_norms in (False, True))
+    stream = 4 * MODEL.sequence * MODEL.hidden * 2 / 2  # micro-batch, sequence, hidden, bytes, ranks
+    saved = stream_seconds(GPUS.accelerator, num_sums * stream, num_sums)
+    for name in ("forward", "backward_input"):
+        less = getattr(apart, name).total - getattr(joined, name).total
+        assert less == pytest.approx(saved, rel=1e-6)
+    assert joined.backward_weight == apart.backward_weight
+
+
+def test_a_core_makes_sums_by_themselves() -> None:
+    assert times(CORES, MODEL, sums_in_norms=True) == times(CORES, MODEL, sums_in_norms=False)
+
+
+def test_the_systems_of_published_tables_do_too() -> None:
+    found = [getattr(systems, name) for name in systems.__all__ if name != "System"]
+    assert found and not any(system.practice.sums_in_norms for system in found)
