@@ -3,6 +3,8 @@ CPU, which computes one after the other, or to the systems of published tables, 
 
 import pytest
 
+from myriad.cli.plan_job import practice_of
+from myriad.job import load_job
 from myriad.model.config import ModelConfig
 from myriad.planner import systems
 from myriad.planner.cluster import Cluster
@@ -40,3 +42,8 @@ def test_a_core_makes_sums_by_themselves() -> None:
 def test_the_systems_of_published_tables_do_too() -> None:
     found = [getattr(systems, name) for name in systems.__all__ if name != "System"]
     assert found and not any(system.practice.sums_in_norms for system in found)
+
+
+@pytest.mark.parametrize(("kernels", "joined"), [("auto", True), ("plain", False)])
+def test_a_job_that_refuses_the_kernel_is_promised_nothing(kernels: str, joined: bool) -> None:
+    assert practice_of(load_job("tiny", [f"train.kernels={kernels}"])).sums_in_norms == joined
