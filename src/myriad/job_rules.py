@@ -1,0 +1,271 @@
+"""What must hold across a job's sections: each rule by itself, in the order in which they are tried.
+
+A rule raises `BadInputError` with the key to change, its value and what is allowed, before anything is
+started. What one section can say of itself alone is checked there, by its types.
+"""
+
+from collections.abc import Callable
+
+from myriad.comm.hierarchy import check_hierarchy
+from myriad.comm.layout import check_layout, lacks_for_graphs
+from myriad.comm.node_order import check_node_order
+from myriad.comm.store_address import check_package, check_store
+from myriad.errors import BadInputError
+from myriad.job_values import SPIKE_STEPS_BEFORE, JobValues, work_of
+from myriad.kernels.choice import check_kernels
+from myriad.program.partition import partition_layers
+from myriad.telemetry.config import is_address
+
+__all__ = ["RULES", "need"]
+
+
+def need(condition: bool, key: str, value: object, allowed: str) -> None:
+    """Raises `BadInputError` unless the condition holds."""
+    if not condition:
+        raise BadInputError(key, value, allowed)
+
+
+def _check_layout(job: JobValues) -> None:
+    check_layout(job.layout)
+
+
+def _check_heads(job: JobValues) -> None:
+    model, kv_heads, width = job.model, job.model.num_kv_heads, job.model.head_width
+    allowed = f"must be divisible by model.heads = {model.heads}, or give model.head_dim"
+    need(model.head_dim is not None or model.hidden % model.heads == 0, "model.hidden", model.hidden, allowed)
+    allowed = f"must be divisible by model.kv_heads = {kv_heads}"
+    need(model.heads % kv_heads == 0, "model.heads", model.heads, allowed)
+    allowed = "must be even for rotary positions (off: hidden / heads)"
+    need(model.position != "rotary" or width % 2 == 0, "model.head_dim", width, allowed)
+
+
+def _check_tensor_parallel(job: JobValues) -> None:
+    model, tp, kv_heads = job.model, job.layout.tp, job.model.num_kv_heads
+    divisors = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
+    allowed = f"must divide the key/value heads ({kv_heads}): one of {divisors}"
+    need(kv_heads % tp == 0, "layout.tp", tp, allowed)
+    need(model.ffn_width % tp == 0, "layout.tp", tp, f"must divide model.ffn_hidden = {model.ffn_width}")
+    need(model.sequence % tp == 0, "layout.tp", tp, f"must divide model.sequence = {model.sequence}")
+    model.padded_vocabulary(tp)
+
+
+def _check_stages(job: JobValues) -> None:
+    layout, pieces = job.layout, job.model.layers + 2
+    allowed = f"at most {pieces} stages for {job.model.layers} blocks, embedding and head"
+    stages = layout.num_stages
+    need(stages <= pieces, "layout.pp x layout.virtual_stages", stages, allowed)
+
+
+def _check_partition(job: JobValues) -> None:
+    kinds = ("Embedding", *("Block" for _ in range(job.model.layers)), "Head")
+    partition_layers(job.layout.partition, job.layout.num_stages, kinds, [1.0] * len(kinds))
+
+
+def _check_batch(job: JobValues) -> None:
+    shares = job.layout.shares_of(job.train.global_batch)
+    alone = job.comm.sync_every > 1 and len(set(shares)) > 1
+    allowed = "needs comm.sync_every = 1: replicas that train alone count alike"
+    need(not alone, "layout.shares", list(shares), allowed)
+
+
+def _check_window(job: JobValues) -> None:
+    window, sequence = job.model.window, job.model.sequence
+    allowed = f"at most model.sequence = {sequence}; off for full attention"
+    need(window is None or window <= sequence, "model.window", window, allowed)
+    need(len(job.model.window_pattern) > 0, "model.window_pattern", [], "at least one of true, false")
+
+
+def _check_vocabulary(job: JobValues) -> None:
+    embedded = job.data.corpus == "embedded" and not job.data.mixture
+    trained, vocabulary = job.data.vocabulary, job.model.vocabulary
+    allowed = f"at most model.vocabulary = {vocabulary}"
+    need(not embedded or trained <= vocabulary, "data.vocabulary", trained, allowed)
+
+
+def _check_credit(job: JobValues) -> None:
+    partition, credit = job.overlap.partition, job.overlap.credit
+    need(credit >= partition, "overlap.credit", credit, f"at least overlap.partition = {partition} bytes")
+
+
+def _check_lossy(job: JobValues) -> None:
+    comm, layout = job.comm, job.layout
+    need(
+        comm.compress_parameters is None or layout.zero in (1, 2),
+        "comm.compress_parameters",
+        comm.compress_parameters,
+        "needs layout.zero = 1 or 2: only there do parameters travel and stay",
+    )
+    need(
+        comm.sync_every == 1 or layout.zero == 0,
+        "comm.sync_every",
+        comm.sync_every,
+        "needs layout.zero = 0: each replica trains alone and holds everything",
+    )
+    need(
+        comm.sync_every == 1 or comm.compress_gradients is None,
+        "comm.compress_gradients",
+        comm.compress_gradients,
+        "needs comm.sync_every = 1: replicas that train alone send no gradients",
+    )
+
+
+def _check_skip(job: JobValues) -> None:
+    need(
+        job.resilience.on_nan != "skip" or job.comm.sync_every == 1,
+        "resilience.on_nan",
+        job.resilience.on_nan,
+        "needs comm.sync_every = 1: replicas that train alone count the steps that moved",
+    )
+
+
+def _check_spikes(job: JobValues) -> None:
+    how, kept = job.resilience.on_spike, job.checkpoint
+    allowed = "needs comm.sync_every = 1: replicas that train alone have a gradient norm each"
+    need(how == "tell" or job.comm.sync_every == 1, "resilience.on_spike", how, allowed)
+    reaches = (kept.keep - 1) * kept.every >= SPIKE_STEPS_BEFORE
+    allowed = f"needs checkpoint.every x (checkpoint.keep - 1) of at least {SPIKE_STEPS_BEFORE} steps"
+    need(how != "rollback" or reaches, "resilience.on_spike", how, allowed)
+
+
+def _check_updates_in_backward(job: JobValues) -> None:
+    if not job.overlap.optimizer_in_backward:
+        return
+    clips = job.optimizer.clip_norm is not None
+    for wrong, needs in (
+        (clips, "optimizer.clip_norm = off: clipping waits for the norm of all gradients"),
+        (job.optimizer.name != "adamw", "optimizer.name = adamw: LAMB waits for the norms of all updates"),
+        (job.resilience.on_spike != "tell", "resilience.on_spike = tell: what has moved is not taken back"),
+        (not job.overlap.optimizer, "overlap.optimizer = true: the optimizer goes chunk by chunk"),
+    ):
+        need(not wrong, "overlap.optimizer_in_backward", True, f"needs {needs}")
+
+
+def _check_cuda_graphs(job: JobValues) -> None:
+    if not job.train.cuda_graphs:
+        return
+    lacks = lacks_for_graphs(job.layout)
+    for wrong, needs in (
+        (bool(lacks), lacks),
+        (job.train.memory_budget is not None, "train.memory_budget = off: give layout.recompute instead"),
+        (job.overlap.optimizer_in_backward, "overlap.optimizer_in_backward = false: gradient sums stay"),
+    ):
+        need(not wrong, "train.cuda_graphs", True, f"needs {needs}")
+
+
+def _check_agreement(job: JobValues) -> None:
+    """Replicas that train alone save, validate and end only where they agree."""
+    every = job.comm.sync_every
+    for key, steps in (
+        ("train.steps", job.train.steps),
+        ("train.validate_every", job.train.validate_every),
+        ("checkpoint.every", job.checkpoint.every),
+    ):
+        need(steps % every == 0, key, steps, f"must be a multiple of comm.sync_every = {every}")
+
+
+def _check_nodes(job: JobValues) -> None:
+    comm, world = job.comm, job.layout.world
+    check_node_order(comm.node_order, world)
+    node = comm.node_size
+    need(node is None or world % node == 0, "comm.node_size", node, f"must divide the {world} ranks")
+    switch = comm.switch_size
+    if switch is not None:
+        need(node is not None, "comm.switch_size", switch, "needs comm.node_size")
+        nodes = world // (node or 1)
+        need(nodes % switch == 0, "comm.switch_size", switch, f"must divide the {nodes} nodes")
+    need(
+        comm.hierarchy != "switch" or switch is not None,
+        "comm.hierarchy",
+        comm.hierarchy,
+        "needs comm.switch_size",
+    )
+    check_hierarchy(job.layout, comm)
+
+
+def _check_store(job: JobValues) -> None:
+    check_store(job.comm)
+    check_package(job.resilience.journal, "resilience.journal", "file")
+
+
+def _check_collector(job: JobValues) -> None:
+    address = job.telemetry.collector
+    allowed = "off, or http://HOST:PORT of who collects spans"
+    need(address is None or is_address(address), "telemetry.collector", address, allowed)
+
+
+def _check_precision(job: JobValues) -> None:
+    """Float8's instructions take lengths that are multiples of 16; what is not would silently stay as it
+    is."""
+    if job.train.precision not in ("float8", "float8-blocks"):
+        return
+    model, tp = job.model, job.layout.tp
+    up = model.ffn_width * (2 if model.activation == "swiglu" else 1)
+    lengths = {
+        "model.hidden": model.hidden,
+        "model.ffn_hidden / layout.tp": up // tp,
+        "model.heads x model.head_dim / layout.tp": model.heads * model.head_width // tp,
+        "model.kv_heads x model.head_dim / layout.tp": model.num_kv_heads * model.head_width // tp,
+        "layout.micro_batch x model.sequence": job.layout.micro_batch * model.sequence,
+    }
+    for key, length in lengths.items():
+        allowed = f"a multiple of 16, for train.precision = {job.train.precision}"
+        need(length % 16 == 0, key, length, allowed)
+
+
+def _check_recompute_ratio(job: JobValues) -> None:
+    layout, allowed = job.layout, "1.0, unless layout.recompute = full"
+    needs = layout.recompute != "full" and layout.recompute_ratio != 1.0
+    need(not needs, "layout.recompute_ratio", layout.recompute_ratio, allowed)
+
+
+def _check_memory_budget(job: JobValues) -> None:
+    budget = job.train.memory_budget
+    if budget is None:
+        return
+    from myriad.planner.budget import check_budget  # numpy: for jobs with a budget alone
+
+    check_budget(work_of(job), budget, job.train.device, job.train.precision)
+
+
+def _check_kernels(job: JobValues) -> None:
+    if job.train.device == "cpu":  # of another device the ranks know more
+        check_kernels(job.train.kernels, "cpu", "float32", job.model.kernel_widths)
+
+
+def _check_warmup(job: JobValues) -> None:
+    warmup, steps = job.optimizer.warmup_steps, job.train.steps
+    need(warmup <= steps, "optimizer.warmup_steps", warmup, f"at most train.steps = {steps}")
+
+
+def _check_started_nodes(job: JobValues) -> None:
+    nodes, world = job.resilience.nodes, job.layout.world
+    divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+    need(world % nodes == 0, "resilience.nodes", nodes, f"must divide the {world} ranks: one of {divisors}")
+
+
+RULES: tuple[Callable[[JobValues], None], ...] = (
+    _check_layout,
+    _check_heads,
+    _check_tensor_parallel,
+    _check_stages,
+    _check_partition,
+    _check_batch,
+    _check_window,
+    _check_vocabulary,
+    _check_warmup,
+    _check_kernels,
+    _check_precision,
+    _check_recompute_ratio,
+    _check_memory_budget,
+    _check_credit,
+    _check_lossy,
+    _check_agreement,
+    _check_skip,
+    _check_spikes,
+    _check_updates_in_backward,
+    _check_cuda_graphs,
+    _check_nodes,
+    _check_started_nodes,
+    _check_store,
+    _check_collector,
+)
