@@ -14,8 +14,6 @@ the others wait anyway.
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -23,12 +21,9 @@ from myriad.dashboard.insight.arrivals import waits_of
 from myriad.dashboard.insight.needs import ProgramNeeds
 from myriad.dashboard.insight.ranks import Array
 from myriad.dashboard.insight.step_spans import StepSpans
-from myriad.planner.simulator import Run
+from myriad.planner.rank_clocks import RankClocks
 from myriad.program.actions import COMPUTE, Action, Kind
 from myriad.units import format_ranks
-
-if TYPE_CHECKING:
-    from myriad.planner.costs import Costs
 
 __all__ = ["WhatIf", "what_if"]
 
@@ -122,7 +117,7 @@ class _Lanes:
             for program, replica in zip(programs, self.replicas, strict=True)
             for place in range(self.ranks.layout.pp)
         ]
-        run = _MeasuredRun(programs, _links(self.step), self.replicas, seconds)
+        run = _MeasuredRun(programs, _travel(self.step), self.replicas, seconds)
         first = run.iterate()
         second = run.iterate()
         return max(second) - max(first)
@@ -151,18 +146,30 @@ def _own_and_tensor(step: StepSpans) -> tuple[Array, Array]:
 
 
 @dataclass(frozen=True)
-class _LinkSeconds:
+class _ChunkSeconds:
+    gather: float
+    reduce: float
+    parameters: float = 0.0
+    """Nobody asks: the norm's seconds were measured."""
+
+
+@dataclass(frozen=True)
+class _TravelSeconds:
     """Of what travels, as far as anybody was seen to wait for it."""
 
     message: float
-    gather: dict[int, float]
-    """By stage."""
-    reduce: dict[int, float]
-    clip: float
+    stages: tuple[_ChunkSeconds, ...]
+    clipping: float
     tied: float
 
+    def message_between(self, source: int, target: int) -> float:
+        return self.message
 
-def _links(step: StepSpans) -> _LinkSeconds:
+    def clip(self, parameters: float) -> float:
+        return self.clipping
+
+
+def _travel(step: StepSpans) -> _TravelSeconds:
     """From the last post to the end of a wait; of those who were waiting already, where there are any."""
     start, end = step.spans.start, step.spans.end
     sure: defaultdict[tuple[str, int], list[Array]] = defaultdict(list)
@@ -181,45 +188,30 @@ def _links(step: StepSpans) -> _LinkSeconds:
         key: float(np.median(np.concatenate(sure.get(key) or other[key]))) * 1e-9 for key in {*sure, *other}
     }
     stages = range(step.programs[0].program.num_stages)
-    return _LinkSeconds(
+    return _TravelSeconds(
         usual.get(("message", -1), 0.0),
-        {stage: usual.get(("gather", stage), 0.0) for stage in stages},
-        {stage: usual.get(("reduce", stage), 0.0) for stage in stages},
+        tuple(
+            _ChunkSeconds(usual.get(("gather", stage), 0.0), usual.get(("reduce", stage), 0.0))
+            for stage in stages
+        ),
         usual.get(("clip", -1), 0.0),
         usual.get(("tied", -1), 0.0),
     )
 
 
-class _MeasuredRun(Run):
-    """The simulator's clocks with measured seconds."""
+class _MeasuredRun(RankClocks):
+    """With measured seconds."""
 
     def __init__(
         self,
         programs: Sequence[ProgramNeeds],
-        links: _LinkSeconds,
+        travel: _TravelSeconds,
         replicas: Sequence[int],
         seconds: Sequence[Array],
     ) -> None:
         """``seconds``: of each action of each lane."""
-        first = programs[0].program
-        stages = [
-            SimpleNamespace(parameters=0.0, gather=links.gather[s], reduce=links.reduce[s])
-            for s in range(first.num_stages)
-        ]
-        nothing = SimpleNamespace(busy_ratio=0.0)
-        costs = SimpleNamespace(
-            cluster=SimpleNamespace(expected_slowdown=1.0),
-            stages=stages,
-            data=nothing,
-            pipeline=nothing,
-            message_between=lambda source, target: links.message,
-            tied=links.tied,
-            clip=lambda parameters: links.clip,
-        )
-        super().__init__(
-            [one.program for one in programs], cast("Costs", costs), replicas, {}, jitter=0.0, seed=1
-        )
+        super().__init__([one.program for one in programs], travel, replicas)
         self.seconds = [row.tolist() for row in seconds]
 
-    def _cost(self, lane: int, rank: int, action: Action) -> float:
+    def _seconds(self, lane: int, rank: int, action: Action, begin: float) -> float:
         return self.seconds[lane][self.next[lane]] if action.kind in _MEASURED else 0.0
