@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from myriad.resilience.clocks import ClockComparison
 from myriad.resilience.codec import encode
 from myriad.resilience.decide.state import Plan
-from myriad.resilience.drive import driver as driver_module
 from myriad.resilience.drive.driver import Driver
 from myriad.resilience.drive.journal import Journal
 from myriad.resilience.drive.scribe import Scribe
@@ -72,7 +71,7 @@ async def driving(folder: Path, nodes: int) -> AsyncIterator[tuple[Run, tuple[st
     run = Run(folder)
     Journal(folder / "journal.jsonl").begin(Plan(nodes, nodes, first_epoch=1))
     scribe = Scribe()
-    driver = Driver(run, scribe)
+    driver = Driver(run, scribe, tell=lambda message: None)
     server: list[tuple[str, int]] = []
     start = asyncio.start_server
 
@@ -83,7 +82,6 @@ async def driving(folder: Path, nodes: int) -> AsyncIterator[tuple[Run, tuple[st
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio, "start_server", note_address)
-        patch.setattr(driver_module, "_tell_engine", lambda message: None)
         task = asyncio.create_task(driver.drive())
         while not server:
             await asyncio.sleep(0.001)
@@ -255,22 +253,20 @@ def test_a_driver_that_has_lost_its_lease_has_nothing_done_any_more_and_ends(tmp
         journal = Journal(tmp_path / "journal.jsonl")
         journal.begin(Plan(1, 1, first_epoch=1))
         run, tenure = Run(tmp_path), Tenure(journal)
-        driver = Driver(run, Scribe(), tenure)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(driver_module, "_tell_engine", lambda message: None)
-            task = asyncio.create_task(driver.drive())
-            while not (tmp_path / "driver.json").exists():
-                await asyncio.sleep(0.001)
-            told = read_address(tmp_path)
-            executor = await Executor(run, 0).connect((told["host"], told["port"]))
-            executor.join()
-            await executor.order(Start)
-            tenure.is_mine = False
-            written, events = len(journal.records()), run.read_events()
-            executor.link.send(RankExited(0, 1, 0, -9, "killed", 1, "", "a.log"))
-            with pytest.raises(OSError):
-                await executor.order(End)
-            await asyncio.wait_for(task, SECONDS)
+        driver = Driver(run, Scribe(), tenure, tell=lambda message: None)
+        task = asyncio.create_task(driver.drive())
+        while not (tmp_path / "driver.json").exists():
+            await asyncio.sleep(0.001)
+        told = read_address(tmp_path)
+        executor = await Executor(run, 0).connect((told["host"], told["port"]))
+        executor.join()
+        await executor.order(Start)
+        tenure.is_mine = False
+        written, events = len(journal.records()), run.read_events()
+        executor.link.send(RankExited(0, 1, 0, -9, "killed", 1, "", "a.log"))
+        with pytest.raises(OSError):
+            await executor.order(End)
+        await asyncio.wait_for(task, SECONDS)
         assert told["term"] == 3 and driver.is_lost
         assert len(journal.records()) == written and run.read_events() == events
 

@@ -3,9 +3,10 @@
     executors ──what they see──► decisions ──► journal, then events.jsonl, then ──► executors and the engine
                         ▲ the clock
 
-One a run, no torch, one thread. What it knows is in the journal (what was decided) and with the executors
-(what is): a new one goes on where the last was killed, and training does not notice. It is found by
-RUN/driver.json. To the engine it speaks in lines of JSON on its output: {} each second, {"drives": true}
+Who knocks is answered at the `door`, what others are to do goes out by `orders`, what people read is in
+`notes`. One a run, no torch, one thread. What it knows is in the journal (what was decided) and with the
+executors (what is): a new one goes on where the last was killed, and training does not notice. It is found
+by RUN/driver.json. To the engine it speaks in lines of JSON on its output: {} each second, {"drives": true}
 once it has a lease, {"replace": NODE}, {"end": OUTCOME, "reason": ...}. A SIGINT tells it that the run is to
 save and stop.
 
@@ -15,7 +16,6 @@ does nothing more and ends.
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import resource
@@ -24,33 +24,18 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 from myriad.resilience.clocks import tell_clock
-from myriad.resilience.decide.actions import (
-    Action,
-    Blame,
-    Diagnose,
-    DumpStacks,
-    EndRun,
-    Evict,
-    Examine,
-    Notice,
-    StartAttempt,
-    StopRanks,
-    TellExamined,
-    TellSlow,
-    TurnRanks,
-)
+from myriad.resilience.decide.actions import Action, EndRun
 from myriad.resilience.decide.clocks import Clocks
 from myriad.resilience.decide.decisions import Decider
-from myriad.resilience.decide.evictions import what_follows
-from myriad.resilience.decide.fitness import told
+from myriad.resilience.drive.door import Door
 from myriad.resilience.drive.gate import Gate
 from myriad.resilience.drive.journal import Journal
-from myriad.resilience.drive.members import HEAR_SECONDS, Members
+from myriad.resilience.drive.members import Members
+from myriad.resilience.drive.notes import Notes
+from myriad.resilience.drive.orders import Orders, TellEngine, tell_engine
 from myriad.resilience.drive.scribe import Scribe, ScribeHandler
 from myriad.resilience.drive.tenure import Alone, Tenure
 from myriad.resilience.drive.traces import Traces
@@ -58,34 +43,22 @@ from myriad.resilience.engines.child import die_with_parent
 from myriad.resilience.facts import (
     OBSERVED,
     STOP_ASKED,
-    Agreed,
     Beat,
     ClockAsked,
-    Dump,
-    End,
     EvictionAnswer,
     EvictionAsked,
     Examined,
-    ExamineNode,
-    How,
-    Leave,
     NodeJoined,
     NodeLeft,
-    NodeNumber,
-    NodeRefused,
-    NodeTaken,
     NodeWanted,
     Observation,
     Observed,
-    Order,
-    Start,
     Stop,
     StopAsked,
-    Turn,
 )
 from myriad.resilience.herald import Herald
 from myriad.resilience.listen import split_listen
-from myriad.resilience.traces import TraceAnswer, TraceAsked, Traced
+from myriad.resilience.traces import TraceAsked, Traced
 from myriad.resilience.wire import Link, Refused, run_secret
 from myriad.run import Run
 
@@ -104,28 +77,33 @@ class Driver:
     """Everything but the decisions."""
 
     def __init__(
-        self, run: Run, scribe: Scribe, tenure: Tenure | None = None, listen: str | None = None
+        self,
+        run: Run,
+        scribe: Scribe,
+        tenure: Tenure | None = None,
+        listen: str | None = None,
+        tell: TellEngine = tell_engine,
     ) -> None:
-        """``listen``: where, if not where the plan says."""
+        """``listen``: where, if not where the plan says; ``tell``: hands a line to the engine."""
         self._run = run
         self._journal = Journal(run.path / "journal.jsonl")
         self.tenure = tenure or Alone(self._journal)
         plan, state = self.tenure.replay()
         self._listen = listen or plan.listen
-        self._plan, self._decider = plan, Decider(plan, time.monotonic(), state)
+        self._decider = decider = Decider(plan, time.monotonic(), state)
         self._secret = run_secret(run.path / "secret")
-        self._scribe = scribe
+        self._scribe, self._tell_engine = scribe, tell
         self._links: dict[int, Link] = {}
-        self._members, self._began = Members(), time.monotonic()
-        self._gate = Gate(run, scribe, lambda node: _tell_engine({"replace": node}))
-        self._traces = Traces(run, scribe, self._links, self._decider.step_seconds)
-        self._clocks = Clocks()
+        self._members, self._clocks = Members(), Clocks()
+        gate = Gate(run, scribe, lambda node: tell({"replace": node}))
+        self._notes = Notes(run, scribe, gate)
+        self._orders = Orders(plan, decider, self._links, tell)
+        self._traces = Traces(run, scribe, self._links, decider.step_seconds)
+        self._door = Door(plan, decider, gate, self._members, self._traces, self._links.keys())
         self._over, self._due = asyncio.Event(), asyncio.Event()
         self._rests: asyncio.TimerHandle | None = None
         self.is_lost = False
         """It has ended because another drives, or may."""
-        self._spares = 0
-        self._told_agreed: tuple[Agreed, tuple[int, ...]] | None = None
 
     async def drive(self) -> None:
         """Until the run is over."""
@@ -148,10 +126,10 @@ class Driver:
                     self._lose()
                     break
                 self._act(self._decider.due(time.monotonic()))
-                self._tell_agreed()
+                self._orders.tell_agreed()
                 if time.monotonic() >= tell_at:
                     tell_at = time.monotonic() + _ALIVE_SECONDS
-                    _tell_engine({})
+                    self._tell_engine({})
                     self._tell_spares()
                 await self._rest()
             await self._let_leave()
@@ -187,14 +165,9 @@ class Driver:
             link.abort()
 
     def _tell_spares(self) -> None:
-        """For the account of the run: they stand, and cost."""
         state = self._decider.state
-        if state.phase != "running":
-            return
-        spares = len(self._decider.nodes.keys() - state.placement.keys())
-        if spares != self._spares:
-            self._spares = spares
-            self._scribe.enter_event(self._run, "spares", nodes=spares)
+        if state.phase == "running":
+            self._notes.of_spares(len(self._decider.nodes.keys() - state.placement.keys()))
 
     def _hear_of_stop(self) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._ask_to_stop)
@@ -203,7 +176,7 @@ class Driver:
             self._ask_to_stop()
 
     def _ask_to_stop(self) -> None:
-        self._send_all(Stop())
+        self._orders.send_all(Stop())
         self._hear(StopAsked(-1))
 
     async def _let_leave(self) -> None:
@@ -218,16 +191,13 @@ class Driver:
             await link.prove(self._secret, "driver", "executor")
             joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked, TraceAsked, Examined))
             if isinstance(joined, Examined):
-                self._note_left(joined)
+                self._notes.of_left_out(joined)
                 return
             if not isinstance(joined, NodeJoined):
                 link.send(await self._answer(joined))
                 return
-            if refused := await self._why_refused(joined):
+            if refused := await self._door.why_not(joined):
                 link.send(refused)
-                return
-            if (other := self._members.other_than(joined, time.monotonic())) is not None:
-                link.send(NodeTaken(other))
                 return
             node = joined.node
             self._let_in(joined, link)
@@ -255,6 +225,12 @@ class Driver:
                 self._traces.left(node)
                 self._hear(NodeLeft(node))
 
+    async def _answer(self, asked: NodeWanted | EvictionAsked | TraceAsked) -> object:
+        answer = await self._door.answer(asked)
+        if isinstance(answer, EvictionAnswer) and isinstance(asked, EvictionAsked) and not answer.refused:
+            self._hear(asked)
+        return answer
+
     def _let_in(self, joined: NodeJoined, link: Link) -> None:
         if joined.node in self._links:
             self._links[joined.node].close()
@@ -263,48 +239,6 @@ class Driver:
         if self._decider.state.stop_asked:
             link.send(Stop())
         self._hear(joined)
-
-    async def _why_refused(self, joined: NodeJoined) -> NodeRefused | None:
-        """One that is at work is no matter of earlier runs any more. Who is left out of this one is examined,
-        as it has nothing else to do."""
-        if why := self._decider.why_left_out(joined):
-            others = [one.machine for one in self._decider.nodes.values()]
-            how: How = "short" if joined.machine in others else "full"
-            return NodeRefused(why, None if self._plan.doctor == "off" else how)
-        why = "" if joined.epoch else await self._gate.why_not(joined.machine, joined.node)
-        return NodeRefused(why) if why else None
-
-    def _note_left(self, examined: Examined) -> None:
-        """Of a node that was evicted: for people, and for later runs."""
-        self._note(told(examined, "the doctor has seen a node that was evicted"))
-        if examined.verdict == "unfit" and examined.how == "full":
-            rule = "the doctor found what is wrong"
-            node, machine = examined.node, examined.machine
-            self._gate.remember(Evict(rule=rule, node=node, machine=machine, accused="doctor"))
-
-    async def _answer(
-        self, asked: NodeWanted | EvictionAsked | TraceAsked
-    ) -> NodeNumber | NodeRefused | EvictionAnswer | TraceAnswer:
-        """To who is no node yet, or to a person; a new driver hears of its nodes first."""
-        if not isinstance(asked, NodeWanted) or asked.node < 0:
-            await asyncio.sleep(max(0.0, self._began + HEAR_SECONDS - time.monotonic()))
-        if isinstance(asked, TraceAsked):
-            return await self._traces.ask(asked, self._decider.state)
-        if isinstance(asked, EvictionAsked):
-            return self._answer_person(asked)
-        left_out = self._decider.state.left_out.get(asked.machine, "") if asked.machine else ""
-        if why := left_out or await self._gate.why_not(asked.machine, asked.node):
-            return NodeRefused(why)
-        taken, now = {*self._links, *self._decider.state.placement}, time.monotonic()
-        return NodeNumber(asked.node if asked.node >= 0 else self._members.number_for(asked.host, taken, now))
-
-    def _answer_person(self, asked: EvictionAsked) -> EvictionAnswer:
-        decider = self._decider
-        if refused := decider.why_not_evict(asked):
-            return EvictionAnswer(refused, "")
-        told = what_follows(asked, decider.state, decider.nodes, decider.usable, decider.needed)
-        self._hear(asked)
-        return EvictionAnswer("", told)
 
     def _hear(self, observation: Observation) -> None:
         if isinstance(observation, Beat):
@@ -323,105 +257,16 @@ class Driver:
                 return self._lose()
             self._scribe.enter("a decision", partial(self._journal.append, entry))
             for action in actions:
-                self._note(action)
+                self._notes.of_action(action)
             if not self._scribe.settle():
                 _LOG.warning("acting on what is not in the journal yet: its disk hangs")
         for action in actions:
             self._do(action)
 
-    def _note(self, action: Action) -> None:
-        """For people."""
-        if isinstance(action, StartAttempt) and action.again:
-            self._event("restart", action, "epoch", "layout")
-        elif isinstance(action, Blame):
-            self._event("fault", action, "cause", "rank", "node", "step", "problem")
-        elif isinstance(action, Diagnose):
-            self._event("diagnosis", action, "verdict", "cause", "step", "rank", "node")
-        elif isinstance(action, TellSlow):
-            self._event("diagnosis", action, "culprit", "ranks", "node", "step", "problem")
-        elif isinstance(action, TellExamined):
-            self._event("diagnosis", action, "verdict", "node", "problem")
-        elif isinstance(action, Notice):
-            self._event("health", action, "what", "node", "rank", "problem")
-        elif isinstance(action, TurnRanks):
-            self._event("move", action, "layout", "node")
-        elif isinstance(action, DumpStacks):
-            self._event("diagnosis", action, "ranks")
-        elif isinstance(action, Evict):
-            self._event("eviction", action, "node", "accused", "machine")
-            self._gate.remember(action)
-
     def _do(self, action: Action) -> None:
-        if isinstance(action, StartAttempt):
-            self._start(action)
-        elif isinstance(action, DumpStacks):
-            self._dump(action)
-        elif isinstance(action, StopRanks):
-            self._send_all(End(action.epoch))
-        elif isinstance(action, TurnRanks):
-            self._send_all(Turn(action.epoch))
-        elif isinstance(action, Examine):
-            if action.node in self._links:
-                self._links[action.node].send(ExamineNode(action.how))
-        elif isinstance(action, Evict):
-            if (link := self._links.get(action.node)) is not None:
-                link.abort()
-            _tell_engine({"replace": action.node})
-        elif isinstance(action, EndRun):
-            _tell_engine({"end": action.outcome, "reason": action.reason, "rule": action.rule})
-            self._send_all(Leave())
+        self._orders.carry_out(action)
+        if isinstance(action, EndRun):
             self._over.set()
-
-    def _start(self, action: StartAttempt) -> None:
-        nodes = self._decider.nodes
-        first = nodes[next(iter(action.placement))]
-        for node, ranks in action.placement.items():
-            order = Start(
-                action.epoch,
-                self._plan.world_of(action.layout),
-                ranks,
-                first.host,
-                first.port,
-                action.newest_step,
-                action.skipped_steps,
-                action.layout,
-            )
-            if node in self._links:
-                self._links[node].send(order)
-
-    def _dump(self, action: DumpStacks) -> None:
-        """To each its own: all 12,288 ranks may be meant."""
-        meant = set(action.ranks)
-        for node, ranks in self._decider.state.placement.items():
-            own = tuple(rank for rank in ranks if rank in meant)
-            if own and node in self._links:
-                self._links[node].send(Dump(action.epoch, own))
-
-    def _tell_agreed(self) -> None:
-        """Which steps can be gone back to, to nodes that do not know it."""
-        state = self._decider.state
-        told = Agreed(state.epoch, state.agreed_step), tuple(self._links)
-        if state.agreed_step >= 0 and told != self._told_agreed:
-            self._told_agreed = told
-            self._send_all(told[0])
-
-    def _send_all(self, order: Order) -> None:
-        for link in self._links.values():
-            link.send(order)
-
-    def _event(self, event: str, action: Action, *names: str) -> None:
-        values = asdict(action)
-        told = (*names, "rule", "evidence")
-        fields = {name: values[name] for name in told if values[name] not in (-1, "", {}, (), None)}
-        fields |= {key: value for key, value in fields.pop("layout", {}).items() if value not in (None, ())}
-        self._scribe.enter_event(self._run, event, **fields)
-
-
-def _tell_engine(message: dict[str, Any]) -> None:
-    line = (json.dumps(message) + "\n").encode()
-    os.set_blocking(1, bool(message))  # an engine that is stopped for a night does not read that all is well
-    with suppress(BlockingIOError):
-        os.write(1, line)
 
 
 def main(arguments: list[str]) -> int:
@@ -465,8 +310,8 @@ def _wait_for_tenure(run: Run, given: argparse.Namespace) -> Tenure | None:
 
     journal = Journal(run.path / "journal.jsonl")
     candidate = Candidate(run, journal, given.journal, given.owner, given.lease_seconds)
-    if (tenure := candidate.wait(_tell_engine)) is not None:
-        _tell_engine({"drives": True})
+    if (tenure := candidate.wait(tell_engine)) is not None:
+        tell_engine({"drives": True})
     return tenure
 
 
