@@ -10,42 +10,28 @@ The driver writes `Decider.state` and the actions into its journal before it act
 the last one written and hears from the executors what has become of the ranks. So an action may be done
 twice: each is for one epoch, and does nothing the second time. The same code runs under a virtual clock.
 
-Who is there is kept by `presence`, who may have ranks by `roster`, whether they go on by `watch`, when
-another attempt would be better by `turns`, what an incident asks for by `ladder`, all of this folder.
+All of this folder, each with its part of it:
+
+    presence, roster        who is there; who may have ranks
+    watch, exits            whether ranks go on; what the end of one tells
+    turns, departures       when another attempt would be better; who is to leave though nothing has failed
+    aftermath, attempt      what follows when all ranks are gone; who has which ranks then
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from myriad.comm.attempt_layout import AttemptLayout
-from myriad.resilience.causes import first_not_finite, spike_text
-from myriad.resilience.decide.actions import (
-    Action,
-    EndRun,
-    Evict,
-    Notice,
-    Outcome,
-    StartAttempt,
-    StopRanks,
-)
+from myriad.resilience.decide.actions import Action, Notice, StartAttempt, StopRanks
+from myriad.resilience.decide.aftermath import Aftermath
+from myriad.resilience.decide.attempt import next_attempt
 from myriad.resilience.decide.catch_up import NOWHERE, adopt, is_partial, place_missing, take_over
-from myriad.resilience.decide.evictions import (
-    BY_A_PERSON,
-    RULES_OF_LEAVING,
-    evidence_of,
-    why_left_out,
-    why_not,
-)
+from myriad.resilience.decide.departures import Departures
+from myriad.resilience.decide.evictions import why_left_out
+from myriad.resilience.decide.exits import incident_of, is_as_asked, is_news
 from myriad.resilience.decide.fitness import Fitness
 from myriad.resilience.decide.health import Broken, Health
-from myriad.resilience.decide.incidents import (
-    CORRUPTION,
-    MEMORY_FULL,
-    NOT_FINITE,
-    SPIKE,
-    Incident,
-)
-from myriad.resilience.decide.ladder import accusation_of, count, is_of_the_node, why_hopeless
+from myriad.resilience.decide.incidents import Incident
 from myriad.resilience.decide.presence import Presence
 from myriad.resilience.decide.roster import Roster
 from myriad.resilience.decide.state import Plan, State
@@ -92,7 +78,9 @@ class Decider:
         self._fitness = Fitness(plan)
         self._health = Health(plan.patience, self.state)
         self._roster = Roster(plan, self.state, self._presence, self._fitness, self._health)
+        self._aftermath = Aftermath(plan, self.state, self._numbers, self._roster, self._presence)
         self._turns = Turns(plan, self.state, self._roster, self._watch, self._health, now)
+        self._departures = Departures(self.state, self._presence, self._fitness, self._roster, self._turns)
         self._trains = False
         """The ranks of this attempt, as far as this driver has heard."""
         self._since = now
@@ -147,9 +135,9 @@ class Decider:
         if isinstance(observation, RankExited):
             return [*self._rank_exited(observation, now), *self._go_on(now)]
         if isinstance(observation, EvictionAsked):
-            return [*self._evict_asked(observation, now), *self._go_on(now)]
+            return [*self._departures.asked(observation, now), *self._go_on(now)]
         if isinstance(observation, Examined):
-            return [*self._examined(observation, now), *self._go_on(now)]
+            return [*self._departures.examined(observation, now), *self._go_on(now)]
         return self._beat(observation, now)
 
     # Nodes
@@ -202,68 +190,33 @@ class Decider:
         if step >= 0:
             self._trains = True
             self.state.best_step, self.state.newest_step = max(self.state.best_step, step), None
-        yield from self._carry_out(self._numbers.passed(step))
+        yield from self._aftermath.carry_out(self._numbers.passed(step))
 
     def _compare_replicas(self, now: float) -> Iterator[Action]:
         if self.state.phase == "running" and (found := self._numbers.compare()) is not None:
             incident, evidence = found
             yield from self._end_attempt(incident, now, **evidence)
 
-    def _compare_last(self) -> Iterator[Action]:
-        """What ranks that have ended had told nobody yet."""
-        known = self.state.incident
-        if (known is None or known.cause != CORRUPTION) and (found := self._numbers.compare()) is not None:
-            incident, evidence = found
-            yield incident.blame(**evidence)
-            self.state.incident = known or incident
-
-    def _carry_out(self, actions: Iterable[Action]) -> Iterator[Action]:
-        """What follows from wrong numbers."""
-        for action in actions:
-            if isinstance(action, Evict):
-                yield self._roster.evict(action.node, action.rule, action.accused)
-            elif isinstance(action, EndRun):
-                yield self._end_run(action.rule, action.outcome, action.reason)
-            else:
-                yield action
-
     # Faults
 
     def _rank_exited(self, ended: RankExited, now: float) -> Iterator[Action]:
         state = self.state
-        if (
-            ended.epoch != state.epoch
-            or ended.rank in state.exits
-            or ended.rank not in state.placement.get(ended.node, ())
-            or state.phase not in ("running", "ending")
-        ):
+        if not is_news(ended, state):
             return
         state.exits[ended.rank] = ended.code
         self._watch.changed(ended.node)
         self._numbers.saw(ended.rank, ended.digests)
         if state.phase == "running":
             yield from self._went_on(ended.step)
-        asked_and_obeyed = state.stop_asked and ended.cause == "interrupted"
-        turned = state.turning and ended.cause == "turned"
-        if state.phase == "ending" or ended.code == 0 or asked_and_obeyed or turned:
+        if is_as_asked(ended, state):
             return
         if ended.cause == "device" and self._health.blames_program(ended.node, ended.rank):
             ended = replace(ended, cause="user")
-        if ended.cause == "peer":
-            if state.incident is None:
-                state.incident = Incident.of_exit(ended, "a peer was lost", after_stop=state.stop_asked)
-                self._blame_at = now + _BLAME_SECONDS
-            return
-        incident = Incident.of_exit(ended, "a rank ended", after_stop=state.stop_asked)
-        if ended.cause == NOT_FINITE:  # whoever is told to have ended first, each says who made it
-            rank, text = first_not_finite(ended.error)
-            if rank < self._world:
-                text += f" (log: {ended.log})"
-                incident = replace(incident, rank=rank, node=self.state.node_of(rank), text=text)
-        elif ended.cause == SPIKE:
-            text = f"step {ended.step}: {spike_text(ended.error)}"
-            incident = replace(incident, rank=-1, node=-1, text=text)
-        yield from self._end_attempt(incident, now)
+        if ended.cause != "peer":
+            yield from self._end_attempt(incident_of(ended, state, self._world), now)
+        elif state.incident is None:
+            state.incident = Incident.of_exit(ended, "a peer was lost", after_stop=state.stop_asked)
+            self._blame_at = now + _BLAME_SECONDS
 
     def _end_attempt(self, incident: Incident, now: float, **evidence: object) -> Iterator[Action]:
         """The others cannot go on: none of them is asked to, as their snapshots are in the node's memory."""
@@ -304,7 +257,7 @@ class Decider:
             useless = map(self._health.why_useless, sorted(self.nodes))
             reason = f"{self._plan.nodes} nodes are needed, and only {self.usable} came"
             reason += "".join(f"; {why}" for why in useless if why is not None)
-            actions.append(self._end_run("nodes did not come", "failed", reason))
+            actions.append(self._aftermath.end_run("nodes did not come", "failed", reason))
         return [*actions, *self._go_on(now)]
 
     def _end_again(self, now: float) -> Iterator[Action]:
@@ -324,19 +277,7 @@ class Decider:
 
     def why_not_evict(self, asked: EvictionAsked) -> str:
         """What keeps it from being done; empty: nothing."""
-        return why_not(asked, self.state, self.nodes, self.usable, self.needed)
-
-    def _evict_asked(self, asked: EvictionAsked, now: float) -> Iterator[Action]:
-        """A node without ranks leaves at once, one with ranks after the step under way."""
-        state = self.state
-        if self.why_not_evict(asked):
-            return
-        if state.phase == "gathering" or asked.node not in state.placement:
-            yield self._roster.evict(asked.node, BY_A_PERSON, "person", **evidence_of(asked))
-            return
-        state.asked, state.leaving, state.leaving_as = asked, asked.node, "person"
-        if state.phase == "running" and not state.turning:
-            yield self._turns.leave(asked.node, BY_A_PERSON, now, "person", **evidence_of(asked))
+        return self._departures.why_not(asked)
 
     def _examine(self, now: float) -> Iterator[Action]:
         """Whoever the doctor is to see, and the end of a run that would start on none but unfit nodes."""
@@ -345,16 +286,7 @@ class Decider:
         at_work = () if first else state.placement
         yield from self._fitness.due(self.nodes, at_work, now, first=first, training=training)
         if first and state.phase == "gathering" and (why := self._fitness.why_no_start(self.nodes, now)):
-            yield self._end_run("nodes are unfit", "failed", why)
-
-    def _examined(self, examined: Examined, now: float) -> Iterator[Action]:
-        """A node with ranks that is unfit gives way to a spare, after the step under way."""
-        state, node = self.state, examined.node
-        has_ranks = state.phase in ("running", "ending") and node in state.placement
-        yield from self._fitness.heard(examined, now, at_work=has_ranks)
-        may_turn = state.phase == "running" and not state.turning and not state.stop_asked
-        if has_ranks and may_turn and self._fitness.is_unfit(node) and self._roster.has_spare:
-            yield self._turns.leave(node, RULES_OF_LEAVING["doctor"], now, "doctor")
+            yield self._aftermath.end_run("nodes are unfit", "failed", why)
 
     def _silent_nodes(self, now: float) -> Iterator[Action]:
         for number, silent in self._presence.silent(now):
@@ -415,125 +347,32 @@ class Decider:
         if state.phase == "running" and all_gone and state.incident is not None:
             yield from self._end_attempt(state.incident, now)
         if state.phase in ("running", "ending") and all_gone:
-            yield from self._judge(now)
+            yield from self._aftermath.judge()
+            self._since = now
         if state.phase != "gathering":
             return
         if state.stop_asked:
-            yield self._end_run("a stop was asked for", "interrupted", "")
+            yield self._aftermath.end_run("a stop was asked for", "interrupted", "")
             return
         layout = self._roster.fitting(now - self._since)
         if layout is None:
             self._enough_at = None
-        elif not self._is_early(there := self._roster.preferred, now):
-            yield self._start(there, layout, now)
+        elif not self._is_early(now):
+            yield self._start(layout, now)
 
-    def _is_early(self, there: list[int], now: float) -> bool:
+    def _is_early(self, now: float) -> bool:
         """At the very start a spare that came first takes nobody's place."""
         self._enough_at = now if self._enough_at is None else self._enough_at
-        meant = self.state.placement or set(range(self._plan.nodes)) <= set(there)
+        meant = self.state.placement or set(range(self._plan.nodes)) <= set(self._roster.preferred)
         return not meant and now - self._enough_at < self._plan.late_seconds * self._plan.patience
 
-    def _start(self, there: list[int], layout: AttemptLayout, now: float) -> StartAttempt:
-        """On the nodes of the last attempt, as far as they are there."""
-        state, plan, fewer = self.state, self._plan, self._plan.fewer
-        each = plan.world // plan.nodes
-        chosen = self._numbers.order(*self._roster.places(there, layout))[: plan.nodes_of(layout)]
-        placement = {
-            number: tuple(range(place * each, (place + 1) * each)) for place, number in enumerate(chosen)
-        }
-        rule = "ranks ended as they were asked to" if state.turning else "all nodes are there"
-        evidence: dict[str, object] = {}
-        other_replicas = layout.dp != state.layout.dp
-        if fewer is not None and other_replicas:
-            rule, evidence = fewer.why(state.layout, layout, list(placement))
-        elif list(placement) == list(state.placement):  # else others may be slow there, or nobody
-            turned = state.next_layout
-            layout = state.layout if turned is None or turned.dp != layout.dp else turned
-        state.layout, state.next_layout = layout, None
-        state.moved = state.moved if layout.partition is not None else None
-        if layout.dp is None:
-            state.full_places = tuple(placement)
-        state.placement, state.turning = placement, False
-        state.leaving, state.leaving_as, state.asked = -1, "", None
-        state.epoch, state.phase, state.exits, state.incident = state.epoch + 1, "running", {}, None
+    def _start(self, layout: AttemptLayout, now: float) -> StartAttempt:
+        other_replicas = layout.dp != self.state.layout.dp
+        attempt = next_attempt(self._plan, self.state, self._numbers, self._roster, layout)
         self._numbers.begin()
         self._since, self._blame_at = now, None
         self._watch.begin(other_replicas=other_replicas)
         self._trains = False
-        self._fitness.started(placement)
+        self._fitness.started(attempt.placement)
         self._turns.begin(now)
-        return StartAttempt(
-            rule=rule,
-            evidence=evidence,
-            epoch=state.epoch,
-            placement=dict(placement),
-            again=state.epoch > plan.first_epoch,
-            newest_step=state.newest_step,
-            skipped_steps=state.skipped_steps,
-            layout=state.layout,
-        )
-
-    def _judge(self, now: float) -> Iterator[Action]:
-        """All ranks are gone."""
-        yield from self._compare_last()
-        state = self.state
-        if state.incident is None and not state.stop_asked and not self._turned:
-            yield from self._carry_out(self._numbers.passed())
-        incident = state.incident
-        if incident is None and self._turned:
-            state.phase, self._since = "gathering", now
-        elif incident is None or (state.stop_asked and not incident.after_stop):
-            outcome: Outcome = "interrupted" if state.stop_asked else "finished"
-            yield self._end_run("all ranks are gone", outcome, "")
-        elif incident.after_stop:
-            yield self._end_run("a fault after a stop was asked for", "failed", incident.text)
-        elif (rule := self._why_hopeless(incident)) is not None:
-            yield self._end_run(rule, "failed", incident.text)
-        elif incident.cause == NOT_FINITE:
-            state.phase, self._since = "gathering", now
-            yield from self._carry_out(self._numbers.judge(incident, len(self.nodes)))
-        else:
-            state.phase, self._since = "gathering", now
-            if incident.cause == SPIKE:
-                self._numbers.go_back_before(incident.step)
-            if incident.cause in MEMORY_FULL and state.layout.partition is not None:
-                state.layout, state.next_layout = replace(state.layout, partition=None), None
-                state.layers_stay = True
-            yield from self._swap(incident)
-        if state.phase == "gathering" and (incident is None or state.asked is not None):
-            yield from self._give_way()
-
-    @property
-    def _turned(self) -> bool:
-        """The ranks ended because they were asked to, and not as the run was done."""
-        state = self.state
-        return state.turning and not state.stop_asked and any(state.exits.values())
-
-    def _give_way(self) -> Iterator[Action]:
-        node, asked = self.state.leaving, self.state.asked
-        if asked is not None:
-            if node in self._presence and (self._roster.has_spare or asked.anyway):
-                yield self._roster.evict(node, BY_A_PERSON, "person", **evidence_of(asked))
-        elif self._roster.has_spare and node in self.nodes:
-            yield self._roster.evict(node, RULES_OF_LEAVING[self.state.leaving_as], self.state.leaving_as)
-
-    def _swap(self, incident: Incident) -> Iterator[Action]:
-        """A spare stands ready, and another try on the same node could only cost more than it does."""
-        likely, again = is_of_the_node(self.state, incident)
-        if likely and self._roster.has_spare and incident.node in self.nodes:
-            rule = "the node may be the cause, and a spare is there"
-            accused = accusation_of(incident.cause)
-            yield self._roster.evict(incident.node, rule, accused, cause=incident.cause, again=again)
-
-    def _why_hopeless(self, incident: Incident) -> str | None:
-        state = self.state
-        wrong = incident.cause == CORRUPTION
-        if state.layout.dp is not None and incident.cause in MEMORY_FULL:
-            state.too_few = max(state.too_few, state.layout.dp)
-        progressed = self._numbers.count(incident) if wrong else state.best_step > state.fault_step
-        count(state, incident, progressed=progressed)
-        return why_hopeless(state, incident, self._plan.restarts)
-
-    def _end_run(self, rule: str, outcome: Outcome, reason: str) -> EndRun:
-        self.state.phase, self.state.outcome, self.state.reason = "over", outcome, reason
-        return EndRun(rule=rule, outcome=outcome, reason=reason)
+        return attempt
