@@ -223,6 +223,8 @@ def _print(
     from rich.console import Console
     from rich.text import Text
 
+    from myriad.planner.interval import promise
+
     console = Console(highlight=False)
     console.print(Text(_headline(job, cluster, found), style="bold"), soft_wrap=True)
     peak = f"{found.peak_flops_per_second / 1e12:,.4g} TFLOP/s, {cluster.accelerator.name}"
@@ -239,6 +241,8 @@ def _print(
     if found.stall_seconds:
         stall = f"snapshots add {_seconds(found.stall_seconds)} to an iteration, on average over steps"
         console.print(Text(stall, style="dim"), soft_wrap=True)
+    if said := promise(cluster):
+        console.print(Text(said, style="dim"), soft_wrap=True)
     for line in network:
         console.print(Text(line), soft_wrap=True)
     for path in written:
@@ -280,6 +284,7 @@ def _replicas(one: "RankOutlook") -> str:
 
 
 def _as_json(job: "Job", cluster: "Cluster", found: "Outlook", written: Sequence[Path]) -> dict[str, Any]:
+    from myriad.planner.interval import interval_ratio
     from myriad.planner.outlook import EXPOSED
 
     return {
@@ -287,6 +292,7 @@ def _as_json(job: "Job", cluster: "Cluster", found: "Outlook", written: Sequence
         "cluster": cluster.name,
         "accelerators": found.world,
         "iteration_seconds": found.seconds,
+        "interval_ratio": interval_ratio(cluster),
         "mfu": found.mfu,
         "peak_flops_per_second": found.peak_flops_per_second,
         "tokens_per_second": found.tokens_per_second,

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from myriad.planner.curve_points import CurvePoint
+from myriad.planner.interval import interval_ratio, promise
 from myriad.planner.questions import describe
 from myriad.planner.rescore import Plan
 from myriad.planner.space import Problem
@@ -29,6 +30,8 @@ class Figures:
     tokens_per_second: float
     days: float
     dollars: float | None
+    interval_ratio: float | None
+    """Of the seconds, either way, nine times of ten; ``None``: nothing can be said."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -50,6 +53,7 @@ def figures(problem: Problem, plan: Plan, steps: int) -> Figures:
         tokens_per_second=tokens / plan.seconds,
         days=hours / 24,
         dollars=None if price is None else price * world * hours,
+        interval_ratio=interval_ratio(problem.cluster),
     )
 
 
@@ -72,6 +76,12 @@ def show_ranking(
         )
         lines.append(_Line(rank, found.layout + _switched_off(plan), cells))
     _show_lines(console, title, names, lines)
+    _show_promise(console, problem)
+
+
+def _show_promise(console: "Console", problem: Problem) -> None:
+    if said := promise(problem.cluster):
+        console.print(said, style="dim", highlight=False)
 
 
 @dataclass(frozen=True)
@@ -198,6 +208,7 @@ def show_curve(
         )
         lines.append(_Line(str(world), found.layout, cells, told))
     _show_lines(console, "by number of accelerators", names, lines)
+    _show_promise(console, rows[0][0])
 
 
 def _published(point: CurvePoint) -> str:

@@ -77,7 +77,7 @@ def _predict(names: list[str] | None) -> "list[TableResult]":
 
 
 def _as_json(results: "Sequence[TableResult]") -> dict[str, Any]:
-    from myriad.planner.validation import intervals
+    from myriad.planner.validation import interval, intervals
 
     tables = []
     for result, (width, inside) in zip(results, intervals(results), strict=True):
@@ -94,7 +94,7 @@ def _as_json(results: "Sequence[TableResult]") -> dict[str, Any]:
                 "rows": [_row(one) for one in result.rows],
             }
         )
-    return {"tables": tables}
+    return {"tables": tables, "interval_ratio": interval(results)}
 
 
 _FACTORS = ("matmul", "streams", "tensor", "rest")
@@ -131,7 +131,7 @@ def _print(results: "Sequence[TableResult]", *, rows: bool) -> None:
     from rich.console import Console
     from rich.table import Table as Grid
 
-    from myriad.planner.validation import intervals
+    from myriad.planner.validation import interval, intervals
 
     console = Console()
     if rows:
@@ -161,13 +161,15 @@ def _print(results: "Sequence[TableResult]", *, rows: bool) -> None:
         )
     console.print(grid)
     console.print(_LEGEND, style="dim")
+    console.print(f"a system that is in none of these: 90 % within ±{interval(results):.0%}")
 
 
 _LEGEND = """\
 mean, worst, bias (! all of one sign): errors of the time, zero-shot.
 ranks: rank correlation. fitted: mean error with factors fitted to other rows;
 left out: to the rows of other models.
-90 %: interval from the other tables' errors; held: rows of this one within it."""
+90 %: interval from the other tables' errors, each one voice; held: rows of this
+one within it."""
 
 
 def _mean(score: "Score | None") -> str:

@@ -9,25 +9,25 @@ bubble, pipeline, data parallelism, host) are near 1 unless the rows say otherwi
 relative errors, with rows far off weighing less (Huber), since a table has rows that its own authors' model
 misses by half.
 
-Intervals come from other tables only: the spread of their errors, each table as one voice, is what a
-prediction for a new cluster can promise.
+Intervals come from other tables only (`myriad.planner.interval`): what a prediction for a new cluster can
+promise.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import log
 
 import numpy as np
 import numpy.typing as npt
 
 from myriad.planner.activations import RECOMPUTE
 from myriad.planner.costs import Costs
+from myriad.planner.interval import width
 from myriad.planner.memory import fits_probability, worst_stage_memory
 from myriad.planner.published import Row, Table
 from myriad.planner.rescore import Simulations
 from myriad.planner.work import Work
 
-__all__ = ["Score", "TableResult", "intervals", "predict_table", "score"]
+__all__ = ["Score", "TableResult", "interval", "intervals", "predict_table", "score"]
 
 _Array = npt.NDArray[np.float64]
 _FOLDS = 5
@@ -36,7 +36,6 @@ _RIDGE = 0.02
 several rows agree."""
 _HUBER = 0.08
 """Relative error from which a row's pull grows no more."""
-_COVERAGE = 0.9
 
 
 @dataclass(frozen=True)
@@ -203,14 +202,16 @@ def intervals(results: Sequence[TableResult]) -> list[tuple[float, float]]:
     other tables' errors; and the share of its truths that it holds."""
     found = []
     for result in results:
-        others = [_spread(other) for other in results if other is not result]
-        width = float(np.quantile(np.concatenate(others), _COVERAGE)) if others else float("nan")
-        inside = np.mean([abs(log(1 + error)) <= width for error in result.zero_shot.errors])
-        found.append((float(np.expm1(width)), float(inside)))
+        others = [_logarithms(other) for other in results if other is not result]
+        half = width(others) if others else float("nan")
+        found.append((float(np.expm1(half)), float(np.mean(np.abs(_logarithms(result)) <= half))))
     return found
 
 
-def _spread(result: TableResult) -> _Array:
-    """Quantiles of a table's absolute errors, as many for each table."""
-    errors = np.abs(np.log1p(np.array(result.zero_shot.errors)))
-    return np.quantile(errors, np.linspace(0.025, 0.975, 20))
+def interval(results: Sequence[TableResult]) -> float:
+    """Half width for a system that is in none of the tables, as a ratio."""
+    return float(np.expm1(width([_logarithms(result) for result in results])))
+
+
+def _logarithms(result: TableResult) -> _Array:
+    return np.log1p(np.array(result.zero_shot.errors))

@@ -8,8 +8,9 @@ import pytest
 
 from myriad.errors import BadInputError
 from myriad.planner.cluster import Cluster
+from myriad.planner.interval import INTERVAL_RATIO, interval_ratio, width
 from myriad.planner.published import read_table, ready_tables
-from myriad.planner.validation import TableResult, intervals, predict_table
+from myriad.planner.validation import TableResult, interval, intervals, predict_table
 from myriad.recipes.cluster import load_cluster, scale_cluster
 
 
@@ -85,12 +86,38 @@ def test_parts_of_a_prediction_are_all_of_it() -> None:
             assert all(part >= 0 for part in one.parts)
 
 
-def test_intervals_come_from_other_tables() -> None:
-    results = [result("megascale_table2.csv"), result("megatron_core_h100.csv")]
-    (first, held), (second, _) = intervals(results)
-    worst = [max(abs(error) for error in one.zero_shot.errors) for one in results]
-    assert 0 < first <= worst[1] * 1.2 and 0 < second <= worst[0] * 1.2
-    assert 0 <= held <= 1
+def logarithms(name: str) -> np.ndarray:
+    return np.log1p(np.array(result(name).zero_shot.errors))
+
+
+def test_an_interval_comes_from_other_tables_and_is_wider_the_fewer_there_are() -> None:
+    names = ("megascale_table2.csv", "megatron_core_h100.csv")
+    found = intervals([result(name) for name in names])
+    for (ratio, held), own, other in zip(found, names, reversed(names), strict=True):
+        half = 6.3138 * np.sqrt(np.mean(logarithms(other) ** 2))  # Student's t, one degree of freedom
+        assert np.log1p(ratio) == pytest.approx(half, rel=1e-3)
+        assert held == np.mean(np.abs(logarithms(own)) <= half)
+    same = [logarithms("megascale_table2.csv")] * 7
+    assert width(same) == pytest.approx(1.8946 * np.sqrt(np.mean(same[0] ** 2)), rel=1e-3)
+
+
+def test_of_a_table_that_was_not_seen_intervals_hold_nine_rows_of_ten() -> None:
+    """Each table counts once. vTrain's are all layouts of a sweep: of the quicker half of each model's, which
+    somebody might choose, they hold as many."""
+    results = [result(name) for name in ROWS]
+    assert np.mean([held for _, held in intervals(results)]) > 0.9
+    half = width([logarithms(name) for name in ROWS if not name.startswith("vtrain")])
+    sweep, quick = result("vtrain_multi_node_a100.csv").rows, []
+    for model in {one.row.model for one in sweep}:
+        own = sorted((one for one in sweep if one.row.model == model), key=lambda one: one.row.seconds)
+        quick += own[: len(own) // 2]
+    assert np.mean([abs(np.log1p(one.error)) <= half for one in quick]) > 0.8
+
+
+def test_plans_and_forecasts_promise_what_the_tables_do() -> None:
+    assert interval([result(name) for name in ROWS]) == pytest.approx(INTERVAL_RATIO, abs=0.015)
+    assert interval_ratio(clusters("eos-3072xh100", 64)) == INTERVAL_RATIO
+    assert interval_ratio(load_cluster("laptop")) is None
 
 
 def test_any_file_with_the_same_columns_is_taken(tmp_path) -> None:
