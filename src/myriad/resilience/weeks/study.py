@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from statistics import fmean, quantiles
 
 from myriad.resilience.account.ledger import KINDS, Kind, Ledger
@@ -53,7 +53,7 @@ class Outcome:
     title: str
     ledgers: Sequence[Ledger]
 
-    @property
+    @cached_property
     def ratios(self) -> list[float]:
         """Effective training time ratio of each run."""
         return [ledger.effective_ratio for ledger in self.ledgers]
@@ -71,7 +71,7 @@ class Outcome:
         cuts = quantiles(self.ratios, n=20, method="inclusive")
         return cuts[0], cuts[-1]
 
-    @property
+    @cached_property
     def shares(self) -> dict[Kind, float]:
         """Of the wall time, of each class; in all 1."""
         found = [ledger.seconds() for ledger in self.ledgers]
