@@ -100,10 +100,7 @@ def plan(
     from myriad.cli.plan_question import Asked, Wanted
 
     console = None if as_json else Console()
-    if out is not None and out.suffix != ".toml":
-        raise BadInputError("--out", str(out), "a file name that ends in .toml")
-    if picture is not None:
-        check_picture("--picture", picture)
+    _check_files(out, picture)
     if measure:
         cluster = _this_machine(context, cluster)
     if job is None:
@@ -121,14 +118,9 @@ def plan(
         from myriad.cli.plan_job import check_plan_file
 
         check_plan_file(out, wanted.job)
-    if days is not None and not 0 < days < math.inf:
-        raise BadInputError("--days", days, "more than 0")
     if days is not None or wanted.is_range:
-        of_one = (("--out", out), ("--picture", picture), ("--straggler", straggler), ("--fabric", fabric))
-        for option, given in of_one:
-            if given:
-                told_of = "of one number of accelerators: without --days, and --gpus is no range"
-                raise BadInputError(option, str(given), told_of)
+        of_one = {"--out": out, "--picture": picture, "--straggler": straggler, "--fabric": fabric}
+        _check_many(days, of_one)
     asked = Asked.of(wanted, measure=measure, quiet=console is None)
     with _garbage_kept():
         if days is not None:
@@ -139,6 +131,23 @@ def plan(
             told = _best(asked, objective, top, (out, picture), console, fabric=fabric)
     if as_json:
         typer.echo(json.dumps(told, ensure_ascii=False))
+
+
+def _check_files(out: Path | None, picture: Path | None) -> None:
+    if out is not None and out.suffix != ".toml":
+        raise BadInputError("--out", str(out), "a file name that ends in .toml")
+    if picture is not None:
+        check_picture("--picture", picture)
+
+
+def _check_many(days: float | None, of_one: Mapping[str, object]) -> None:
+    """Of several numbers of accelerators; ``of_one``: options that are of one."""
+    if days is not None and not 0 < days < math.inf:
+        raise BadInputError("--days", days, "more than 0")
+    for option, given in of_one.items():
+        if given:
+            told_of = "of one number of accelerators: without --days, and --gpus is no range"
+            raise BadInputError(option, str(given), told_of)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,13 +31,22 @@ class WantedWeeks:
     job: str | None
     overrides: Sequence[str]
     cluster: str
-    mix: str
-    spares: int
-    runs: int
     seed: int
     sensitivity: bool
     out: Path | None
     as_json: bool
+    mix: str = "llama3"
+    spares: int = 16
+    runs: int = 20
+
+    def with_given(self, mix: str | None, spares: int | None, runs: int | None) -> "WantedWeeks":
+        """With those that were given."""
+        return replace(
+            self,
+            mix=self.mix if mix is None else mix,
+            spares=self.spares if spares is None else spares,
+            runs=self.runs if runs is None else runs,
+        )
 
 
 def simulate_weeks(wanted: WantedWeeks) -> None:

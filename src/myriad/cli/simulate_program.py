@@ -1,0 +1,140 @@
+"""``myriad simulate --program``: the program that pipeline ranks run, checked, and drawn over time."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from myriad.cli.files import write_picture
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from myriad.program.actions import Action, Program
+    from myriad.program.checker import Report
+    from myriad.program.timeline import Timeline
+
+__all__ = ["show_program"]
+
+_WIDEST = 100_000
+"""Columns of a picture that goes into a pipe, where nothing wraps."""
+
+_FEW_COLOURS = {"forward": "blue", "backward": "green", "backward_input": "cyan", "backward_weight": "yellow"}
+"""For terminals of 16 colours."""
+
+
+def show_program(job_name: str, overrides: Sequence[str], out: Path | None, *, as_json: bool) -> None:
+    """Prints, or writes, one iteration. Raises `BadInputError`."""
+    from myriad.job import load_job
+    from myriad.program.build import build_program
+    from myriad.program.checker import check
+    from myriad.program.timeline import timeline
+
+    job = load_job(job_name, overrides)
+    program = build_program(
+        job.layout, job.overlap, job.num_micro_batches, tied=job.model.tied, training=True
+    )
+    report, times = check(program), timeline(program)
+    if out is not None:
+        from myriad.program.draw import draw_svg
+
+        write_picture("--out", out, draw_svg(program, times, report))
+    if as_json:
+        typer.echo(json.dumps(_as_json(program, times, report, out)))
+    elif out is None:
+        _print(program, times, report)
+    else:
+        typer.echo(f"{_summary(program, report)}\n{out}")
+
+
+def _summary(program: "Program", report: "Report") -> str:
+    from myriad.program.draw import describe
+
+    return f"{describe(program)}: bubble {report.bubble_ratio:.1%}, {report.makespan:g} forwards in all"
+
+
+def _as_json(program: "Program", times: "Timeline", report: "Report", out: Path | None) -> dict[str, Any]:
+    from myriad.program.actions import COMPUTE
+
+    boxes = [
+        {
+            "rank": rank,
+            "kind": str(span.action.kind),
+            "stage": span.action.stage,
+            "micro_batch": span.action.micro_batch,
+            "start": span.start,
+            "duration": span.duration,
+        }
+        for rank, spans in enumerate(times.ranks)
+        for span in spans
+        if span.action.kind in COMPUTE
+    ]
+    return {
+        "schedule": program.schedule,
+        "ranks": program.num_ranks,
+        "virtual_stages": program.virtual_stages,
+        "micro_batches": program.num_micro_batches,
+        "unit": "forward of a rank",
+        "makespan": report.makespan,
+        "bubble_ratio": report.bubble_ratio,
+        "bubble": report.bubble,
+        "peak_in_flight": report.peak_in_flight,
+        "out": None if out is None else str(out),
+        "boxes": boxes,
+    }
+
+
+def _print(program: "Program", times: "Timeline", report: "Report") -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from myriad.program.text import text_rows
+
+    console = Console()
+    few = console.color_system == "standard"
+    heads = [f"rank {rank} " for rank in range(program.num_ranks)]
+    tails = [
+        f" idle {idle:g}, {held:g} in flight"
+        for idle, held in zip(report.bubble, report.peak_in_flight, strict=True)
+    ]
+    around = max(map(len, heads)) + max(map(len, tails))
+    columns = max(20, console.width - around) if console.is_terminal else _WIDEST
+    rows = text_rows(program, times, columns)
+    console.print(Text(_summary(program, report), style="bold"), soft_wrap=True)
+    for head, cells, tail in zip(heads, rows, tails, strict=True):
+        line = Text(head.rjust(max(map(len, heads))))
+        for cell in cells:
+            line.append_text(_coloured(program, cell.text, cell.action, few_colours=few))
+        console.print(line + Text(tail, style="dim"), soft_wrap=True)
+    console.print(_legend(program, few_colours=few), soft_wrap=True)
+
+
+def _coloured(program: "Program", text: str, action: "Action | None", *, few_colours: bool) -> "Text":
+    from rich.text import Text
+
+    from myriad.program.palette import box_colour, ink_colour
+
+    if action is None:
+        return Text(text)
+    if few_colours:
+        return Text(text, style=f"black on {_FEW_COLOURS[str(action.kind)]}")
+    return Text(text, style=f"{ink_colour(program, action)} on {box_colour(program, action)}")
+
+
+def _legend(program: "Program", *, few_colours: bool) -> "Text":
+    from rich.text import Text
+
+    from myriad.program.actions import Action
+    from myriad.program.palette import KIND_NAMES
+    from myriad.program.text import LETTERS
+
+    legend = Text()
+    for kind, name in KIND_NAMES.items():
+        if any(action.kind is kind for _, action in program):
+            legend.append_text(
+                _coloured(program, f" {LETTERS[kind]} ", Action(kind, 0), few_colours=few_colours)
+            )
+            legend.append(f" {name}   ")
+    return legend
