@@ -43,7 +43,8 @@ def _prepare(
     ] = None,
     vocabulary: Annotated[int, typer.Option(help="Tokens of the tokenizer that is trained.")] = 32768,
     validation: Annotated[
-        float, typer.Option(help="Share of the documents that is held out, 0 to 1.")
+        float,
+        typer.Option(help="Share of the documents that is held out, 0 to 1; of a few, the end of the text."),
     ] = 0.02,
     key: Annotated[
         str,

@@ -16,15 +16,14 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
+from myriad.data.holding_out import HoldingOut
 from myriad.data.indexed import IndexedWriter, token_type
 from myriad.data.manifest import Split
-from myriad.data.sources import Piece, read_documents
+from myriad.data.sources import Piece
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import RunFailedError
 
-__all__ = ["SPLITS", "PieceResult", "PieceWork", "piece_prefix", "run_pieces", "split_of"]
+__all__ = ["SPLITS", "PieceResult", "PieceWork", "piece_prefix", "run_pieces"]
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -38,7 +37,7 @@ class PieceWork(NamedTuple):
     folder: Path
     tokenizer: Path
     key: str
-    validation: float
+    held_out: HoldingOut
 
 
 class PieceResult(NamedTuple):
@@ -46,11 +45,6 @@ class PieceResult(NamedTuple):
 
     number: int
     text_bytes: dict[Split, int]
-
-
-def split_of(document: str, validation: float) -> Split:
-    """Which split a document belongs to, by its content: equal documents never stand on both sides."""
-    return "validation" if xxhash.xxh3_64_intdigest(document.encode()) < validation * 2**64 else "train"
 
 
 def piece_prefix(folder: Path, number: int, split: Split) -> Path:
@@ -159,11 +153,11 @@ def _tokenize(
     )
     writers = {"train": train, "validation": validation}
     with train, validation:
-        for batch in _batches(piece, work.key):
+        for batch in _batches(piece, work):
             if stop.is_set():
                 raise _Stopped
-            for document, tokens in zip(batch, tokenizer.encode_batch(batch), strict=True):
-                split = split_of(document, work.validation)
+            encoded = tokenizer.encode_batch([document for _, document in batch])
+            for (split, document), tokens in zip(batch, encoded, strict=True):
                 writers[split].add([*tokens, tokenizer.end_of_document])
                 text_bytes[split] += len(document.encode())
     path = work.folder / f"{piece.number:06}.json"
@@ -173,16 +167,15 @@ def _tokenize(
     return PieceResult(piece.number, text_bytes)
 
 
-def _batches(piece: Piece, key: str) -> Iterator[list[str]]:
+def _batches(piece: Piece, work: PieceWork) -> Iterator[list[tuple[Split, str]]]:
     """Documents, about a megabyte at a time."""
-    batch: list[str] = []
+    batch: list[tuple[Split, str]] = []
     size = 0
-    for span in piece.spans:
-        for document in read_documents(span, key):
-            batch.append(document)
-            size += len(document)
-            if size >= _BATCH_BYTES:
-                yield batch
-                batch, size = [], 0
+    for split, document in work.held_out.splits(piece, work.key):
+        batch.append((split, document))
+        size += len(document)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
     if batch:
         yield batch

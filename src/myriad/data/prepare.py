@@ -19,10 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from myriad.data.holding_out import HoldingOut, holding_out
 from myriad.data.indexed import IndexedShard, IndexedWriter, token_type
 from myriad.data.manifest import MANIFEST_FILE, Manifest, ShardRecord, Split, hash_file, read_manifest
-from myriad.data.pieces import SPLITS, PieceResult, PieceWork, piece_prefix, run_pieces, split_of
-from myriad.data.sources import Piece, SourceFile, cut_pieces, find_sources, read_documents
+from myriad.data.pieces import SPLITS, PieceResult, PieceWork, piece_prefix, run_pieces
+from myriad.data.sources import Piece, SourceFile, cut_pieces, find_sources
 from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from myriad.errors import BadInputError
 
@@ -43,7 +44,7 @@ class PrepareOptions(NamedTuple):
     vocabulary: int = 32768
     """Tokens of a tokenizer that is trained."""
     validation: float = 0.02
-    """Share of the documents that is held out."""
+    """Share of the documents that is held out, or of the text's end where those are too few."""
     key: str = "text"
     """Field of JSONL, column of Parquet."""
     shard_bytes: int = 256 << 20
@@ -78,8 +79,9 @@ def prepare(
     if not any(piece.size_bytes for piece in pieces):
         raise BadInputError("INPUT", ", ".join(inputs), "files with text in them: there is none")
     with _work_folder(output, identity) as work:
-        tokenizer = _tokenizer(work, pieces, options, progress)
-        task = PieceWork(work, work / TOKENIZER_FILE, options.key, options.validation)
+        held_out = holding_out(pieces, options.key, options.validation)
+        tokenizer = _tokenizer(work, pieces, options, held_out, progress)
+        task = PieceWork(work, work / TOKENIZER_FILE, options.key, held_out)
         results = run_pieces(task, pieces, options.workers, _piece_progress(pieces, progress))
         total = sum(piece.size_bytes for piece in pieces)
         progress(Progress("writing shards", total, total))
@@ -153,7 +155,11 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 def _tokenizer(
-    work: Path, pieces: Sequence[Piece], options: PrepareOptions, progress: Callable[[Progress], None]
+    work: Path,
+    pieces: Sequence[Piece],
+    options: PrepareOptions,
+    held_out: HoldingOut,
+    progress: Callable[[Progress], None],
 ) -> Tokenizer:
     """The tokenizer of this corpus, in the work folder from its first use on."""
     path = work / TOKENIZER_FILE
@@ -164,23 +170,23 @@ def _tokenizer(
     else:
         total = sum(piece.size_bytes for piece in pieces)
         progress(Progress("training the tokenizer", 0, total))
-        tokenizer = Tokenizer.train(_sample(pieces, options), options.vocabulary)
+        tokenizer = Tokenizer.train(_sample(pieces, options.key, held_out), options.vocabulary)
     partial = work / "tokenizer"
     partial.mkdir(exist_ok=True)
     tokenizer.save(partial).replace(path)
     return tokenizer
 
 
-def _sample(pieces: Sequence[Piece], options: PrepareOptions) -> Iterator[str]:
-    """The beginnings of pieces all over the corpus, held-out documents left out."""
+def _sample(pieces: Sequence[Piece], key: str, held_out: HoldingOut) -> Iterator[str]:
+    """The beginnings of pieces all over the corpus, held-out text left out."""
     some = pieces[:: -(-len(pieces) // _TOKENIZER_SAMPLE_PIECES)]
     share = _TOKENIZER_SAMPLE_BYTES // len(some)
     for piece in some:
         left = share
-        for document in (text for span in piece.spans for text in read_documents(span, options.key)):
+        for split, document in held_out.splits(piece, key):
             if left <= 0:
                 break
-            if split_of(document, options.validation) == "train":
+            if split == "train":
                 yield document[:left]
                 left -= len(document)
 

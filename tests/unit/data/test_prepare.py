@@ -9,7 +9,7 @@ from tiny_corpora import lines, make_corpus, options
 from myriad.data import pieces
 from myriad.data import prepare as module
 from myriad.data.corpus import open_corpus
-from myriad.data.manifest import read_manifest
+from myriad.data.manifest import Split, read_manifest
 from myriad.data.prepare import prepare
 from myriad.data.verify import verify_corpus
 from myriad.errors import BadInputError
@@ -41,6 +41,32 @@ def test_equal_documents_are_never_on_both_sides(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines(40) * 3))
     manifest = prepare([str(path)], tmp_path / "out", options())
     assert manifest.num_documents("train") % 3 == manifest.num_documents("validation") % 3 == 0
+
+
+def text_of(corpus: Path, split: Split) -> str:
+    opened = open_corpus(str(corpus), split)
+    documents = [shard.document(n).tolist() for shard in opened.shards for n in range(shard.num_documents)]
+    return "".join(opened.tokenizer.decode(document[:-1]) for document in documents)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.95])
+@pytest.mark.parametrize("files", [1, 3])
+def test_the_end_of_a_short_text_is_held_out(tmp_path: Path, files: int, share: float) -> None:
+    """By their hashes none of these documents would be, or all."""
+    names, text = [str(tmp_path / f"{number}.txt") for number in range(files)], "\n".join(lines(300))
+    for number, name in enumerate(names):
+        Path(name).write_text(f"chapter {number}\n{text}\n")
+    prepare(names, tmp_path / "out", options(validation=share))
+    train, held_out = (text_of(tmp_path / "out", split) for split in ("train", "validation"))
+    assert train + held_out == "".join(Path(name).read_text() for name in names)
+    assert train.endswith("\n") and share <= len(held_out) / len(train + held_out) < share + 0.01
+    assert not verify_corpus(tmp_path / "out")
+
+
+def test_nothing_is_held_out_where_nothing_is_to_be(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(lines(300)))
+    manifest = prepare([str(tmp_path / "a.txt")], tmp_path / "out", options(validation=0.0))
+    assert manifest.text_bytes["validation"] == 0 and manifest.num_documents("train") == 1
 
 
 def test_small_shards_hold_the_same_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
