@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mounted import disk_that_hangs
+from own_loop import in_a_thread
 
 from myriad.resilience.decide.state import Plan
 from myriad.resilience.drive.journal import Journal
@@ -58,7 +59,7 @@ def test_a_driver_whose_disk_hangs_sees_faults_and_repairs_them(tmp_path: Path) 
             assert driver.stdout is not None and driver.stdout.readline()  # it listens
             found = json.loads((disk.path / "driver.json").read_text())
             address = found["host"], found["port"]
-            asyncio.run(asyncio.wait_for(_repair_twice(address, secret, disk.freeze), SECONDS))
+            in_a_thread(asyncio.wait_for(_repair_twice(address, secret, disk.freeze), SECONDS))
             assert driver.poll() is None
             disk.thaw()
             _wait_until_written(journal, 4)

@@ -7,12 +7,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from own_loop import in_a_thread
 
 from myriad.comm.store_address import redis_address
 from myriad.resilience.decide.state import Plan
@@ -84,12 +83,6 @@ async def starts_asked(
         except TimeoutError:
             then()
     return found
-
-
-def in_a_thread(asked: Coroutine[Any, Any, list[int]]) -> list[int]:
-    """Whatever loop this one has: a browser's tests, before it in the same process, leave theirs running."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, asked).result()
 
 
 @pytest.fixture
