@@ -10,13 +10,14 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch.nn import functional as F
 
+import gpu_float8
 from gpu_timing import measured_seconds
 from myriad.kernels.activation import activate
 from myriad.kernels.attention import attention_by, attention_reference
 from myriad.kernels.attention_blocks import Heads
 from myriad.kernels.attention_choice import AttentionPath, AttentionShape, Timed, hindrance
 from myriad.kernels.cross_entropy import linear_cross_entropy
-from myriad.kernels.float8 import Float8, multiplies_float8
+from myriad.kernels.float8 import multiplies_float8
 from myriad.kernels.norm import LayerNorm, RMSNorm
 from myriad.kernels.rotary import rotary_turns, turned
 from myriad.model.boundary import Boundary
@@ -120,7 +121,7 @@ def cases(device: torch.device, sizes: Sizes, compiles: bool) -> Iterator[Case]:
     """Each made when it is asked for, so that memory is given back."""
     yield from _streaming(device, sizes, compiles)
     yield _cross_entropy(device, sizes)
-    yield from _products(device, sizes)
+    yield from _float8(device, sizes)
     for sequence in sizes.sequences:
         for window in sizes.windows:
             yield _attention(device, sizes, sequence, window)
@@ -196,24 +197,15 @@ def _cross_entropy(device: torch.device, sizes: Sizes) -> Case:
     return Case("output and loss", 0, 6.0 * sizes.tokens * sizes.hidden * sizes.vocabulary, runs)
 
 
-def _products(device: torch.device, sizes: Sizes) -> Iterator[Case]:
-    """The three products of an MLP's first matrix, in bfloat16 and in float8 with the making of its
-    operands."""
+def _float8(device: torch.device, sizes: Sizes) -> Iterator[Case]:
+    """Making both forms of an operand, and the three products of an MLP's first matrix with that."""
     tokens, inner, outer = sizes.tokens, sizes.hidden, sizes.ffn
     x, weight = _values(device, tokens, inner).detach(), _values(device, outer, inner).detach()
     grad = torch.randn(tokens, outer, device=device, dtype=torch.bfloat16)
-    flops = 6.0 * tokens * inner * outer
-
-    def three(float8: Float8) -> object:
-        return float8.output(x, weight), float8.input_gradient(grad, weight), float8.weight_gradient(grad, x)
-
-    runs: dict[str, Callable[[], object]] = {"bf16": lambda: (x @ weight.t(), grad @ weight, grad.t() @ x)}
     if device.type == "cpu" or multiplies_float8(device):
-        runs |= {
-            "float8": partial(three, Float8("tensor")),
-            "float8-blocks": partial(three, Float8("blocks")),
-        }
-    yield Case("MLP's first matrix", 0, flops, runs)
+        for kind, name in gpu_float8.KINDS.items():
+            yield Case(name, gpu_float8.moved_bytes(grad, kind), 0, gpu_float8.makers(grad, kind))
+    yield Case("MLP's first matrix", 0, 6.0 * tokens * inner * outer, gpu_float8.products(x, weight, grad))
 
 
 def _shape(device: torch.device, sizes: Sizes, sequence: int, window: int | None) -> AttentionShape:

@@ -14,7 +14,7 @@ from gpu_timing import wait
 from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
-from myriad.optim.config import OptimizerConfig, Precision
+from myriad.optim.config import OptimizerConfig, Precision, float8_scaling
 from myriad.parallel.runtime import Batch
 from myriad.planner.cluster import Accelerator, Cluster, Link, Links
 from myriad.planner.costs import Costs, computed_pairs
@@ -68,7 +68,7 @@ class TrainingCase:
 
     def work(self) -> Work:
         """One iteration, for the planner."""
-        practice = Practice(float8=self.precision.startswith("float8"), cuda_graphs=self.cuda_graphs)
+        practice = Practice(float8=float8_scaling(self.precision), cuda_graphs=self.cuda_graphs)
         layout = Layout(micro_batch=self.micro_batch)
         return Work(self.model, layout, self.rows, practice=practice)
 

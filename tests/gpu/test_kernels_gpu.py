@@ -4,7 +4,8 @@ where there is no CUDA device."""
 import pytest
 import torch
 
-from myriad.kernels.agreement import LIMITS, disagreements
+from myriad.kernels.agreement import LIMITS, disagreements, float8_disagreements
+from myriad.kernels.float8 import multiplies_float8
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -21,3 +22,10 @@ def test_kernels_give_what_the_formulas_say(dtype: torch.dtype, rows: int, width
 def test_the_same_values_twice_give_the_same_bits() -> None:
     device = torch.device("cuda", 0)
     assert disagreements(torch.float32, device) == disagreements(torch.float32, device)
+
+
+def test_float8_operands_are_those_of_a_cpu_to_the_bit() -> None:
+    device = torch.device("cuda", 0)
+    if not multiplies_float8(device):
+        pytest.skip("needs a GPU with float8")
+    assert float8_disagreements(device)["float8"] <= LIMITS[torch.bfloat16]

@@ -6,6 +6,7 @@ from pathlib import Path
 from myriad.comm.layout import Layout, lacks_for_graphs
 from myriad.errors import BadInputError
 from myriad.job import Job, dump_toml, load_job
+from myriad.optim.config import float8_scaling
 from myriad.planner.cluster import Cluster
 from myriad.planner.placement import Placement
 from myriad.planner.questions import describe
@@ -44,9 +45,8 @@ def problem_of(job: Job, cluster: Cluster) -> Problem:
 
 def practice_of(job: Job) -> Practice:
     """How it computes."""
-    return Practice(
-        sums_in_norms=job.train.kernels != "plain", float8=job.train.precision.startswith("float8")
-    )
+    scaling = float8_scaling(job.train.precision)
+    return Practice(sums_in_norms=job.train.kernels != "plain", float8=scaling)
 
 
 def saves_of(job: Job) -> Saves:

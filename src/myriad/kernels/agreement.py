@@ -17,15 +17,16 @@ from myriad.kernels.attention_blocks import Heads
 from myriad.kernels.choice import Operator, choose
 from myriad.kernels.config import Kernels
 from myriad.kernels.cross_entropy import linear_cross_entropy
+from myriad.kernels.float8 import BOTH, Kind, scaled_reference, seen_reference
 from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
 from myriad.kernels.rotary import rotary_reference, rotary_turns, turned
 
-__all__ = ["LIMITS", "Tried", "beyond_limits", "disagreements", "proved"]
+__all__ = ["LIMITS", "Tried", "beyond_limits", "disagreements", "float8_disagreements", "proved"]
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Of a difference: some roundings. Wrong synchronisation or a wrong address is far beyond it."""
 
-Tried = Operator | Literal["attention"]
+Tried = Operator | Literal["attention", "float8"]
 _Function = Callable[..., torch.Tensor]
 
 
@@ -115,9 +116,12 @@ def _cases(
     )
 
 
-def proved(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> tuple[Kernels, str]:
+def proved(
+    kernels: Kernels, device: torch.device, dtype: torch.dtype, *, float8: bool = False
+) -> tuple[Kernels, str]:
     """What a rank is to compute with, and a line where that is not what "auto" means: Triton's kernels are
-    tried on the rank's own device first, a second or two with compiling. Insisted on, they are not tried."""
+    tried on the rank's own device first, a second or two with compiling. Insisted on, they are not tried.
+    ``float8``: whether it needs those as well."""
     if (
         kernels != "auto"
         or device.type != "cuda"
@@ -128,6 +132,8 @@ def proved(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> tuple[
     try:
         for one in dict.fromkeys((dtype, torch.float32)):  # what optimizers move is float32 in any case
             wrong += beyond_limits(disagreements(one, device), one)
+        if float8:
+            wrong += beyond_limits(float8_disagreements(device), torch.bfloat16)
     except Exception as error:  # whatever a compiler or a driver raises: the library's kernels are there
         return "plain", f"without Triton's kernels: {type(error).__name__}: {error}".partition("\n")[0]
     told = f"without Triton's kernels: not what the formulas say on this device: {', '.join(wrong)}"
@@ -150,6 +156,36 @@ def disagreements(
             share = ((found.double() - right).abs().max() / right.abs().max().clamp(min=1.0)).item()
             worst[operator] = max(worst.get(operator, 0.0), share if share == share else float("inf"))
     return worst | _of_optimizers(device, rows * width) if dtype == torch.float32 else worst
+
+
+def float8_disagreements(device: torch.device, rows: int = 144, width: int = 272) -> dict[Tried, float]:
+    """Operands that are not the reference's to the bit count as wholly wrong; of products of blocks, added to
+    what is there, the largest difference."""
+    from myriad.kernels.triton.float8 import add_product_of_blocks
+    from myriad.kernels.triton.scaling import largest
+    from myriad.kernels.triton.scaling import scaled as scaled_in_triton
+
+    x, dtype = _values(rows, width, dtype=torch.bfloat16, device=device, seed=10), torch.float8_e4m3fn
+    kinds: tuple[Kind, ...] = ("tensor", "lines", "squares")
+    expected = {kind: scaled_reference(seen_reference(x, kind), dtype, kind, BOTH) for kind in kinds}
+    found = {
+        kind: scaled_in_triton(x, dtype, kind, largest(x) if kind == "tensor" else None, BOTH)
+        for kind in kinds
+    }
+    parts = [
+        (part.float(), right.float())
+        for kind in kinds
+        for form, wanted in zip(found[kind], expected[kind], strict=True)
+        for part, right in zip(form, wanted, strict=True)
+    ]
+    worst = 0.0 if all(torch.equal(*pair) for pair in parts) else 1.0
+    (lines, across), (squares, _) = expected["lines"], expected["squares"]
+    for a, b in ((lines, squares), (across, across)):
+        total = torch.ones(len(a.values), len(b.values), device=device)
+        add_product_of_blocks(total, *a, *b)
+        right = 1.0 + a.restored(torch.float32).double() @ b.restored(torch.float32).double().t()
+        worst = max(worst, _worst([total], (right,)))
+    return {"float8": worst}
 
 
 def _of_optimizers(device: torch.device, size: int) -> dict[Tried, float]:

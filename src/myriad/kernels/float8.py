@@ -12,23 +12,53 @@ of two, so that it costs no rounding of its own: a scaled float8 is exact in bfl
 such instructions computes the very same values, multiplied in bfloat16 or float32. That is how a CPU
 rehearses a run in float8 (slower, not quicker).
 
+Neighbours are those that are multiplied together, so every matrix is wanted in two forms, as it lies and
+transposed: a gradient in both at once, which takes one read; ``x`` and ``W`` as they lie in the forward and
+transposed in the backward, from what is kept in any case. Of these the forward hands over the largest value
+(`Seen`), so that the backward does not look for it again. Nothing here asks the device for a number.
+
 NaN and infinity stay what they are: whoever looks for them finds them.
 """
 
+import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
 
-__all__ = ["BLOCK", "MULTIPLE", "Float8", "Scaled", "Scaling", "multiplies_float8", "scaled"]
+from myriad.kernels.choice import has_triton
+from myriad.kernels.config import Kernels
+
+__all__ = [
+    "BLOCK",
+    "BOTH",
+    "MULTIPLE",
+    "Float8",
+    "Form",
+    "Kind",
+    "Scaled",
+    "Scaling",
+    "Seen",
+    "multiplies_float8",
+    "scaled",
+    "scaled_reference",
+    "seen",
+    "seen_reference",
+]
 
 Scaling = Literal["tensor", "blocks"]
+Kind = Literal["tensor", "lines", "squares"]
+"""What has a scale of its own: everything, 128 neighbours of a row, 128 x 128 values."""
+Form = Literal["rows", "columns"]
+"""As it lies, and transposed."""
+BOTH: tuple[Form, Form] = ("rows", "columns")
 BLOCK = 128
 """Neighbours that share a scale."""
 MULTIPLE = 16
 """Of which every length of a product must be one (torch._scaled_mm, cuBLASLt)."""
-_LEAST = 2.0**-100
-"""Of a scale: zeros have one too."""
+_LEAST = 127 - 100
+"""Of a scale: zeros have 2^-100. As float32 writes an exponent."""
 
 
 class Scaled(NamedTuple):
@@ -69,53 +99,78 @@ def multiplies_float8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _largest(x: torch.Tensor) -> torch.Tensor:
-    """Of the absolute values, in one pass."""
+class Seen(NamedTuple):
+    """A matrix ``[M, K]``, and where it is to have one scale, numbers among which is its largest."""
+
+    matrix: torch.Tensor
+    largest: torch.Tensor | None
+
+
+def seen(x: torch.Tensor, kind: Kind, kernels: Kernels = "auto") -> Seen:
+    """Looks for the largest absolute value where that is needed."""
+    if kind != "tensor" or not _in_triton(x, kernels):
+        return seen_reference(x, kind)
+    from myriad.kernels.triton.scaling import largest
+
+    return Seen(x, largest(x))
+
+
+def seen_reference(x: torch.Tensor, kind: Kind) -> Seen:
+    """`seen` by plain operators."""
+    if kind != "tensor":
+        return Seen(x, None)
     if x.numel() == 0:
-        return x.new_zeros(())
+        return Seen(x, x.new_zeros(()))
     least, most = torch.aminmax(x)
-    return torch.maximum(-least, most)
+    return Seen(x, torch.maximum(-least, most))
+
+
+def _in_triton(x: torch.Tensor, kernels: Kernels) -> bool:
+    return x.is_cuda and kernels != "plain" and has_triton()
 
 
 def _power_of_two(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The least scale that brings ``largest`` into the type."""
-    needed = largest.float() / torch.finfo(dtype).max
-    return torch.exp2(torch.log2(needed.clamp(min=_LEAST)).ceil())
+    """The least scale that brings ``largest`` into the type, whose own largest is 1.75 x 2^k: found in the
+    bits of float32, so that every device finds the same."""
+    shift = int(math.log2(torch.finfo(dtype).max))
+    bits = largest.float().view(torch.int32)
+    exponent = ((bits + 0x1FFFFF) >> 23) - shift  # one more where the mantissa is above 1.75
+    scales = (exponent.clamp(min=_LEAST) << 23).view(torch.float32)
+    return torch.where(largest.isfinite(), scales, largest.float())
 
 
-def scaled(x: torch.Tensor, dtype: torch.dtype, scaling: Scaling, *, square: bool = False) -> Scaled:
-    """``x`` ``[M, K]`` as float8; ``square``: blocks of 128 x 128 instead of 128 of a row."""
-    if scaling == "tensor":
-        scale = _power_of_two(_largest(x), dtype)
-        return Scaled((x / scale.to(x.dtype)).to(dtype).contiguous(), scale)
-    if x.is_cuda:
-        from myriad.kernels.triton.float8 import scaled_in_blocks
+def scaled(
+    x: Seen, dtype: torch.dtype, kind: Kind, forms: Sequence[Form], kernels: Kernels = "auto"
+) -> list[Scaled]:
+    """``x`` as float8 in each of the forms."""
+    if not _in_triton(x.matrix, kernels):
+        return scaled_reference(x, dtype, kind, forms)
+    from myriad.kernels.triton.scaling import scaled as scaled_in_triton
 
-        return Scaled(*scaled_in_blocks(x, dtype, square))
-    return _scaled_in_blocks(x, dtype, square)
+    return [Scaled(*one) for one in scaled_in_triton(x.matrix, dtype, kind, x.largest, forms)]
 
 
-def _scaled_in_blocks(x: torch.Tensor, dtype: torch.dtype, square: bool) -> Scaled:
+def scaled_reference(x: Seen, dtype: torch.dtype, kind: Kind, forms: Sequence[Form]) -> list[Scaled]:
+    """`scaled` by plain operators."""
+    matrix, largest = x
+    if kind == "lines":
+        return [_in_blocks(matrix if form == "rows" else matrix.t(), dtype, 1) for form in forms]
+    if kind == "squares":
+        rows = _in_blocks(matrix, dtype, BLOCK)
+    else:
+        assert largest is not None
+        scale = _power_of_two(largest, dtype)
+        rows = Scaled((matrix / scale.to(matrix.dtype)).to(dtype).contiguous(), scale)
+    return [rows if form == "rows" else Scaled(*(part.t().contiguous() for part in rows)) for form in forms]
+
+
+def _in_blocks(x: torch.Tensor, dtype: torch.dtype, height: int) -> Scaled:
     rows, columns = x.shape
-    height = BLOCK if square else 1
     padded = torch.nn.functional.pad(x, (0, -columns % BLOCK, 0, -rows % height))
     cut = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, height))  # [M/h, h, K/128, 128]
     scales = _power_of_two(cut.abs().amax((1, 3)), dtype)
     values = (cut / scales[:, None, :, None].to(x.dtype)).to(dtype)
     return Scaled(values.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scales)
-
-
-def _product(a: Scaled, b: Scaled, out: torch.dtype, *, quick: bool) -> torch.Tensor:
-    """``a b^T``: ``[M, K]`` and ``[N, K]`` to ``[M, N]``. ``quick``: sums may be kept in fewer bits than
-    float32's on the way."""
-    if not multiplies_float8(a.values.device):
-        exact = torch.float32 if out == torch.float32 else torch.bfloat16
-        return (a.restored(exact) @ b.restored(exact).t()).to(out)
-    if a.scales.ndim:
-        from myriad.kernels.triton.float8 import product_of_blocks
-
-        return product_of_blocks(*a, *b, out)
-    return torch._scaled_mm(a.values, b.values.t(), a.scales, b.scales, out_dtype=out, use_fast_accum=quick)
 
 
 class Float8(NamedTuple):
@@ -124,21 +179,62 @@ class Float8(NamedTuple):
     scaling: Scaling
     forward_type: torch.dtype = torch.float8_e4m3fn
     gradient_type: torch.dtype = torch.float8_e5m2
+    kernels: Kernels = "auto"
+    """plain: operands by the library's operators, and what is in blocks multiplied as on a CPU."""
 
-    def output(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    @property
+    def _of_values(self) -> Kind:
+        return "tensor" if self.scaling == "tensor" else "lines"
+
+    @property
+    def _of_weights(self) -> Kind:
+        return "tensor" if self.scaling == "tensor" else "squares"
+
+    def seen(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[Seen, Seen]:
+        """As the products take them."""
+        return seen(x, self._of_values, self.kernels), seen(weight, self._of_weights, self.kernels)
+
+    def output(self, x: Seen, weight: Seen) -> torch.Tensor:
         """``x W^T``: ``[T, I]`` and ``[O, I]`` to ``[T, O]``."""
-        rows = scaled(x, self.forward_type, self.scaling)
-        return _product(rows, self._weight(weight), x.dtype, quick=True)
+        (rows,) = scaled(x, self.forward_type, self._of_values, ["rows"], self.kernels)
+        (outputs,) = scaled(weight, self.forward_type, self._of_weights, ["rows"], self.kernels)
+        return self._product(rows, outputs, x.matrix.dtype, quick=True)
 
-    def input_gradient(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """``g W``: ``[T, O]`` and ``[O, I]`` to ``[T, I]``."""
-        rows = scaled(grad, self.gradient_type, self.scaling)
-        return _product(rows, self._weight(weight.t()), grad.dtype, quick=False)
+    def gradient(self, grad: torch.Tensor) -> tuple[Scaled, Scaled]:
+        """``g`` ``[T, O]``, and transposed, for the other two products."""
+        found = seen(grad, self._of_values, self.kernels)
+        rows, columns = scaled(found, self.gradient_type, self._of_values, BOTH, self.kernels)
+        return rows, columns
 
-    def weight_gradient(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``g^T x``: ``[T, O]`` and ``[T, I]`` to ``[O, I]``."""
-        columns = scaled(grad.t(), self.gradient_type, self.scaling)
-        return _product(columns, scaled(x.t(), self.forward_type, self.scaling), grad.dtype, quick=False)
+    def input_gradient(self, rows: Scaled, weight: Seen) -> torch.Tensor:
+        """``g W``: ``[T, O]``, as float8 already, and ``[O, I]`` to ``[T, I]``."""
+        (inputs,) = scaled(weight, self.forward_type, self._of_weights, ["columns"], self.kernels)
+        return self._product(rows, inputs, weight.matrix.dtype, quick=False)
 
-    def _weight(self, weight: torch.Tensor) -> Scaled:
-        return scaled(weight, self.forward_type, self.scaling, square=True)
+    def add_weight_gradient(self, total: torch.Tensor, columns: Scaled, x: Seen) -> None:
+        """``total += g^T x``: ``[O, T]``, as float8 already, and ``[T, I]`` to ``[O, I]`` in float32."""
+        (inputs,) = scaled(x, self.forward_type, self._of_values, ["columns"], self.kernels)
+        if self.scaling == "blocks" and self._multiplies(total):
+            from myriad.kernels.triton.float8 import add_product_of_blocks
+
+            add_product_of_blocks(total, *columns, *inputs)
+        else:
+            total.add_(self._product(columns, inputs, x.matrix.dtype, quick=False))
+
+    def _multiplies(self, x: torch.Tensor) -> bool:
+        """Whether float8 values are multiplied as they are on the device of ``x``."""
+        return multiplies_float8(x.device) and (self.scaling == "tensor" or _in_triton(x, self.kernels))
+
+    def _product(self, a: Scaled, b: Scaled, out: torch.dtype, *, quick: bool) -> torch.Tensor:
+        """``a b^T``: ``[M, K]`` and ``[N, K]`` to ``[M, N]``. ``quick``: sums may be kept in fewer bits than
+        float32's on the way."""
+        if not self._multiplies(a.values):
+            exact = torch.float32 if out == torch.float32 else torch.bfloat16
+            return (a.restored(exact) @ b.restored(exact).t()).to(out)
+        if self.scaling == "blocks":
+            from myriad.kernels.triton.float8 import product_of_blocks
+
+            return product_of_blocks(*a, *b, out)
+        return torch._scaled_mm(
+            a.values, b.values.t(), a.scales, b.scales, out_dtype=out, use_fast_accum=quick
+        )

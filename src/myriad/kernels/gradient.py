@@ -11,22 +11,18 @@ one list, so a stage keeps one list per micro-batch and the order of the additio
 the sums have the same bits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from myriad.kernels.float8 import Float8
+from myriad.kernels.float8 import Float8, Scaled, Seen
 
 __all__ = ["DeferredProduct", "GradientSink", "apply_deferred", "set_sink", "sink_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class DeferredProduct:
-    """A weight gradient not computed yet: ``grad_output^T x``, both 2-D, for ``sink``."""
-
-    sink: "GradientSink"
-    grad_output: torch.Tensor
-    x: torch.Tensor
+DeferredProduct = Callable[[], None]
+"""Computes a weight's gradient and adds it to the sink's total, wherever that is by then."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,23 +32,26 @@ class GradientSink:
     total: torch.Tensor
     """Same shape as the weight, float32; usually a view of a flat buffer."""
     deferred: list[DeferredProduct] | None = None
-    """While a list, `add_product` appends to it instead of computing."""
+    """While a list, `run` puts products there instead of computing them."""
     float8: Float8 | None = None
     """In which the weight is multiplied, in all three products; ``None``: as the operands are."""
 
-    def add_product(self, grad_output: torch.Tensor, x: torch.Tensor) -> None:
-        """``total += grad_output^T x``: ``[T, O]`` and ``[T, I]`` to ``[O, I]``."""
-        if self.deferred is None:
-            self.multiply(grad_output, x)
+    def run(self, product: DeferredProduct, later: list[DeferredProduct] | None = None) -> None:
+        """Now, or when what is on the list of `deferred`, or else on ``later``, is applied."""
+        waiting = later if self.deferred is None else self.deferred
+        if waiting is None:
+            product()
         else:
-            self.deferred.append(DeferredProduct(self, grad_output, x))
+            waiting.append(product)
 
-    def multiply(self, grad_output: torch.Tensor, x: torch.Tensor) -> None:
-        """`add_product`, now."""
-        if self.float8 is None:
-            accumulate_product(self.total, grad_output, x)
-        else:
-            self.total.add_(self.float8.weight_gradient(grad_output, x))
+    def add_product(self, grad_output: torch.Tensor, x: torch.Tensor) -> None:
+        """``total += grad_output^T x``, now: ``[T, O]`` and ``[T, I]`` to ``[O, I]``."""
+        accumulate_product(self.total, grad_output, x)
+
+    def add_float8(self, columns: Scaled, x: Seen) -> None:
+        """The same, now, of what `Float8.gradient` made of the outputs' gradient."""
+        assert self.float8 is not None
+        self.float8.add_weight_gradient(self.total, columns, x)
 
     def add(self, gradient: torch.Tensor, scale: float = 1.0) -> None:
         """``total += scale * gradient``, now."""
@@ -72,7 +71,7 @@ def accumulate_product(total: torch.Tensor, grad_output: torch.Tensor, x: torch.
 def apply_deferred(products: list[DeferredProduct]) -> None:
     """The weight part of a backward: every product on the list, oldest first; leaves it empty."""
     for product in products:
-        product.sink.multiply(product.grad_output, product.x)
+        product()
     products.clear()
 
 

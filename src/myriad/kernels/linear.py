@@ -5,13 +5,14 @@ The weight is kept as an object, not saved: a runtime that frees parameters betw
 stage 3) may point ``weight.data`` at new memory in between.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from myriad.kernels.float8 import Float8
+from myriad.kernels.float8 import Float8, Seen
 from myriad.kernels.gradient import DeferredProduct, sink_of
 from myriad.kernels.remade import Remade
 
@@ -36,23 +37,46 @@ class _Linear(torch.autograd.Function):
         ctx.has_bias, ctx.float8 = bias is not None, _float8_of(weight)
         if ctx.float8 is None:
             return F.linear(x, weight, bias)
-        y = ctx.float8.output(x.flatten(0, -2), weight).view(*x.shape[:-1], len(weight))
+        operands: tuple[Seen, Seen] = ctx.float8.seen(x.flatten(0, -2), weight)
+        ctx.largest = [operand.largest for operand in operands]
+        y = ctx.float8.output(*operands).view(*x.shape[:-1], len(weight))
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad_output,) = grads
-        weight: torch.Tensor = ctx.weight
-        grad_rows = grad_output.flatten(0, -2)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            own = ctx.float8.input_gradient(grad_rows, weight) if ctx.float8 else grad_rows @ weight
-            grad_x = own.view(ctx.shape)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            x = ctx.saved_tensors[0] if ctx.remade is None else ctx.remade.take()
-            grad_weight = weight_gradient(weight, grad_rows, x.flatten(0, -2), ctx.later)
-        return grad_x, grad_weight, grad_rows.sum(0) if ctx.has_bias else None, None, None
+        grad_rows = grads[0].flatten(0, -2)
+        grad_bias = grad_rows.sum(0) if ctx.has_bias else None
+        both = _by_float8 if ctx.float8 else _by_weight
+        return *both(ctx, grad_rows), grad_bias, None, None
+
+
+def _by_weight(ctx: Any, grad_rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the input and, where no sink takes it, of the weight."""
+    grad_x = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        grad_x = (grad_rows @ ctx.weight).view(ctx.shape)
+    if ctx.needs_input_grad[1]:
+        grad_weight = weight_gradient(ctx.weight, grad_rows, _input_of(ctx), ctx.later)
+    return grad_x, grad_weight
+
+
+def _by_float8(ctx: Any, grad_rows: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+    """The same in float8: one read of the gradient for both."""
+    rows, columns = ctx.float8.gradient(grad_rows)
+    largest_x, largest_weight = ctx.largest
+    grad_x = None
+    if ctx.needs_input_grad[0]:
+        grad_x = ctx.float8.input_gradient(rows, Seen(ctx.weight, largest_weight)).view(ctx.shape)
+    if ctx.needs_input_grad[1]:
+        sink = sink_of(ctx.weight)
+        assert sink is not None, "what says float8 is the sink"
+        sink.run(partial(sink.add_float8, columns, Seen(_input_of(ctx), largest_x)), ctx.later)
+    return grad_x, None
+
+
+def _input_of(ctx: Any) -> torch.Tensor:
+    x: torch.Tensor = ctx.saved_tensors[0] if ctx.remade is None else ctx.remade.take()
+    return x.flatten(0, -2)
 
 
 def _float8_of(weight: torch.Tensor) -> Float8 | None:
@@ -68,10 +92,7 @@ def weight_gradient(
     sink = sink_of(weight)
     if sink is None:
         return grad_rows.t() @ rows
-    if later is not None and sink.deferred is None:
-        later.append(DeferredProduct(sink, grad_rows, rows))
-    else:
-        sink.add_product(grad_rows, rows)
+    sink.run(partial(sink.add_product, grad_rows, rows), later)
     return None
 
 

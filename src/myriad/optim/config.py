@@ -6,12 +6,19 @@ from pydantic import Field
 
 from myriad.config import Config
 
-__all__ = ["OptimizerConfig", "Precision"]
+__all__ = ["OptimizerConfig", "Precision", "float8_scaling"]
 
 Precision = Literal["auto", "float32", "bfloat16", "float8", "float8-blocks"]
 """bfloat16: compute in it, master weights and gradient sums in float32. auto: bfloat16 where the device
 multiplies it natively, else float32. float8: as auto, but the blocks' matrix products in 8 bits with a scale
 for each tensor; float8-blocks: with one for each 128 neighbours, and of weights for each 128 x 128."""
+
+
+def float8_scaling(precision: Precision) -> Literal["tensor", "blocks"] | None:
+    """What has a scale of its own in float8; ``None``: nothing is."""
+    if precision == "float8":
+        return "tensor"
+    return "blocks" if precision == "float8-blocks" else None
 
 
 class OptimizerConfig(Config):

@@ -8,8 +8,9 @@ that has no such instructions: there it could only be a mistake.
 import torch
 
 from myriad.errors import BadInputError
+from myriad.kernels.config import Kernels
 from myriad.kernels.float8 import Float8, multiplies_float8
-from myriad.optim.config import Precision
+from myriad.optim.config import Precision, float8_scaling
 
 __all__ = ["multiplies_bfloat16", "resolve_float8", "resolve_precision"]
 
@@ -30,9 +31,10 @@ def resolve_precision(config: Precision, device: torch.device | str) -> torch.dt
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config]
 
 
-def resolve_float8(config: Precision) -> Float8 | None:
+def resolve_float8(config: Precision, kernels: Kernels = "auto") -> Float8 | None:
     """How the blocks' products are computed, if not in the type of training."""
-    return {"float8": Float8("tensor"), "float8-blocks": Float8("blocks")}.get(config)
+    scaling = float8_scaling(config)
+    return None if scaling is None else Float8(scaling, kernels=kernels)
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

@@ -25,6 +25,7 @@ from myriad.model.config import ModelConfig
 from myriad.model.parts import num_parts
 from myriad.planner.cluster import Accelerator, Cluster
 from myriad.planner.collectives import begin_seconds, half_sum_seconds, sum_seconds, tensor_group
+from myriad.planner.float8 import moved_by_float8
 from myriad.planner.operators import (
     Number,
     flash_seconds,
@@ -54,9 +55,6 @@ multiprocessor, reaches half of its speed (arXiv 2307.08691, section 3.2)."""
 _LOSS_FORWARD, _LOSS_BACKWARD = {True: 8.0, False: 30.0}, {True: 6.0, False: 14.0}
 """Bytes moved for each logit, by whether the loss is one operator: else they are made float32, and maximum,
 difference, exponential, sum and quotient each go over them (Megatron-LM's vocab_parallel_cross_entropy)."""
-_TO_FLOAT8 = 9.0
-"""Bytes moved for each value that becomes a float8 in eager operators: read for the largest one (2), read and
-written by the scaling (4), read and written by the cast (3)."""
 _UNFUSED = 2.2
 """Passes over memory of the plain norm, activation and dropout for each of the fused ones."""
 
@@ -170,25 +168,32 @@ def _products(model: ModelConfig, where: Slice, tokens: Number) -> tuple[Number,
 def _in_float8(
     where: Slice, tokens: Number, shapes: Sequence[tuple[Number, Number]]
 ) -> tuple[Number, Number, Number]:
-    """Products at float8's rate, and what makes their operands so."""
-    quick = {"peak_flops_per_second": where.accelerator.float8_flops_per_second}
-    changed = where.cluster.model_copy(update={"accelerator": where.accelerator.model_copy(update=quick)})
-    forward, inputs, weights = _three_turns(replace(where, cluster=changed), tokens, shapes)
-    before, after = (sum(tokens * side for side in sides) for sides in zip(*shapes, strict=True))
-    matrices = sum(n * k for n, k in shapes)
+    """Products at float8's rate, and what else they move."""
+    scaling, accelerator, value = where.practice.float8, where.accelerator, where.value_bytes
+    assert scaling is not None
+    quick = {"peak_flops_per_second": accelerator.float8_flops_per_second}
+    changed = where.cluster.model_copy(update={"accelerator": accelerator.model_copy(update=quick)})
+    sum_bytes = where.practice.gradient_bytes
+    written = None if scaling == "blocks" else float(value)
+    products = _three_turns(replace(where, cluster=changed), tokens, shapes, written)
 
-    def cast(values: Number) -> Number:
-        return stream_seconds(where.accelerator, _TO_FLOAT8 * values, 6.0 * len(shapes))
-
-    return forward + cast(after + matrices), inputs + cast(before + matrices), weights + cast(before + after)
+    found = list(products)
+    for n, k in shapes:
+        for turn, moved in enumerate(
+            moved_by_float8(scaling, value, tokens * k, tokens * n, n * k, sum_bytes)
+        ):
+            found[turn] = found[turn] + stream_seconds(accelerator, *moved)
+    forward, inputs, weights = found
+    return forward, inputs, weights
 
 
 def _three_turns(
-    where: Slice, tokens: Number, shapes: Sequence[tuple[Number, Number]]
+    where: Slice, tokens: Number, shapes: Sequence[tuple[Number, Number]], written: float | None = None
 ) -> tuple[Number, Number, Number]:
-    """Of matrices ``[out, in]``."""
+    """Of matrices ``[out, in]``; ``written``: bytes moved by the product itself for each value of a weight's
+    gradient, if it does not read and write the sum."""
     accelerator, value = where.accelerator, where.value_bytes
-    summed = 2.0 * where.practice.gradient_bytes  # read and written
+    summed = 2.0 * where.practice.gradient_bytes if written is None else written
     forward = sum(matmul_seconds(accelerator, tokens, n, k, value_bytes=value) for n, k in shapes)
     inputs = sum(matmul_seconds(accelerator, tokens, k, n, value_bytes=value) for n, k in shapes)
     weights = sum(

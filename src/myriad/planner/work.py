@@ -35,8 +35,8 @@ class Practice:
     sums_hide: bool = False
     """Where tensor-parallel communication is not cut in parts, one sum or scatter of each backward, that of
     an input's gradient, travels behind the weight's."""
-    float8: bool = False
-    """The blocks' products are in 8 bits, with operands that are scaled and rounded before each."""
+    float8: Literal["tensor", "blocks"] | None = None
+    """The blocks' products are in 8 bits: what has a scale of its own (`myriad.planner.float8`)."""
     cuda_graphs: bool = False
     """A stage's operators are started at once, by a captured graph."""
     gradient_bytes: int = 4

@@ -20,7 +20,7 @@ from myriad.kernels.config import Kernels
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
 from myriad.model.layers import Block
-from myriad.optim.config import OptimizerConfig, Precision
+from myriad.optim.config import OptimizerConfig, Precision, float8_scaling
 from myriad.optim.precision import resolve_float8, resolve_precision
 from myriad.optim.schedule import learning_rate
 from myriad.parallel.captured import CudaGraphs
@@ -67,7 +67,7 @@ def fit(
     on = pick_device(device, 0, place)
     dtype = resolve_precision(precision, on)
     check_kernels(kernels, on.type, str(dtype).removeprefix("torch."), {})
-    kernels, _ = proved(kernels, on, dtype)
+    kernels, _ = proved(kernels, on, dtype, float8=float8_scaling(precision) is not None)
     groups = open_world(layout, on, comm=comm)
     try:
         load = partial(_load, batch, dtype, on)
@@ -89,7 +89,7 @@ def fit(
             overlap=overlap,
             comm=comm,
             kernels=kernels,
-            float8=resolve_float8(precision),
+            float8=resolve_float8(precision, kernels),
         )
         num_targets = sample.targets[0].numel() * global_batch
         if cuda_graphs and on.type == "cuda":

@@ -26,6 +26,7 @@ from myriad.errors import MyriadError, RunFailedError
 from myriad.job import dump_toml
 from myriad.kernels.agreement import proved
 from myriad.model.gpt import GPT
+from myriad.optim.config import float8_scaling
 from myriad.optim.precision import resolve_float8, resolve_precision
 from myriad.optim.schedule import learning_rate
 from myriad.parallel.captured import CudaGraphs
@@ -88,7 +89,9 @@ class Trainer:
         self.job, told = within_budget(job, on_cpu=on_cpu, value_bytes=value_bytes)
         job = self.job
         lines = [told, *settle_kernels(job, self.device, self.dtype)]
-        self.kernels, doubt = proved(job.train.kernels, self.device, self.dtype)
+        self.kernels, doubt = proved(
+            job.train.kernels, self.device, self.dtype, float8=float8_scaling(job.train.precision) is not None
+        )
         for line in filter(None, [*lines, doubt]):
             _LOG.warning(line)
         self.groups = open_world(job.layout, self.device, comm=job.comm)
@@ -160,7 +163,7 @@ class Trainer:
             overlap=job.overlap,
             comm=links,
             kernels=self.kernels,
-            float8=resolve_float8(job.train.precision),
+            float8=resolve_float8(job.train.precision, self.kernels),
         )
 
     def _build_meter(self) -> StepMeter:

@@ -9,8 +9,8 @@ from myriad.kernels.attention_choice import (
     check_attention,
     fallback_attention,
 )
-from myriad.kernels.choice import check_kernels, fallback, in_interpreter
-from myriad.optim.precision import resolve_float8
+from myriad.kernels.choice import check_kernels, fallback, has_triton, in_interpreter
+from myriad.optim.config import float8_scaling
 
 __all__ = ["precision_told", "settle_kernels"]
 
@@ -25,7 +25,9 @@ def settle_kernels(job: Job, device: torch.device, dtype: torch.dtype) -> list[s
     check_kernels(asked, kind, name, model.kernel_widths)
     check_attention(asked, shape)
     lines = [fallback(asked, kind, name, model.kernel_widths), fallback_attention(asked, shape)]
-    if kind == "cpu" and resolve_float8(job.train.precision) is not None:
+    scaling = float8_scaling(job.train.precision)
+    without = kind == "cpu" or asked == "plain" or not has_triton()
+    if (scaling == "blocks" and without) or (scaling == "tensor" and kind == "cpu"):
         lines.append(f"{job.train.precision} is emulated here: the same numbers, slower than {name}")
     if kind == "cpu" and job.train.cuda_graphs:
         lines.append("no CUDA graphs here: operators are started one by one")
@@ -35,7 +37,7 @@ def settle_kernels(job: Job, device: torch.device, dtype: torch.dtype) -> list[s
 def precision_told(job: Job, dtype: torch.dtype) -> str:
     """For people."""
     asked = job.train.precision
-    return f"{asked} in {_name(dtype)}" if resolve_float8(asked) is not None else _name(dtype)
+    return f"{asked} in {_name(dtype)}" if float8_scaling(asked) is not None else _name(dtype)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -31,6 +31,8 @@ def test_every_kernel_is_measured(monkeypatch, capsys) -> None:
         "GELU",
         "rotary",
         "output and loss",
+        "float8, one scale",
+        "float8, scales of blocks",
         "attention, 128, window",
     ):
         own = [row for row in rows if row.startswith(operator)]

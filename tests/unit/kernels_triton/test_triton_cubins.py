@@ -1,11 +1,12 @@
-"""The attention kernels build for a Hopper GPU where there is none: a kernel that does not fit its shared
-memory, or whose block sizes spill registers, would be found on the first day of a cluster only."""
+"""The kernels of attention and of float8 build for a Hopper GPU where there is none: one that does not fit
+its shared memory, or whose block sizes spill registers, would be found on the first day of a cluster only."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,14 +24,29 @@ STACK_BYTES = 384
 """Of a thread, for what finds no register: 232 with Triton 3.9, 328 with 3.6."""
 
 
-def test_kernels_compile_for_hopper_and_fit_it() -> None:
-    script = Path(__file__).with_name("attention_cubins.py")
+def told_by(script: str, *wanted: str) -> list[dict[str, Any]]:
+    """In a process of its own."""
+    path = Path(__file__).with_name(script)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    told = subprocess.run([sys.executable, script, *WANTED], capture_output=True, text=True, env=environment)
+    told = subprocess.run([sys.executable, path, *wanted], capture_output=True, text=True, env=environment)
     assert told.returncode == 0, told.stderr[-2000:]
-    found = [json.loads(line) for line in told.stdout.splitlines()]
+    return [json.loads(line) for line in told.stdout.splitlines()]
+
+
+def test_kernels_compile_for_hopper_and_fit_it() -> None:
+    found = told_by("attention_cubins.py", *WANTED)
     assert len(found) == len(WANTED)
     for one in found:
         assert one["shared_bytes"] <= SHARED_BYTES, one
         assert one["stack_bytes"] <= STACK_BYTES, one
         assert one["tensor_core_products"] > 0, one
+
+
+def test_float8_kernels_compile_for_hopper_and_fit_it() -> None:
+    found = told_by("float8_cubins.py")
+    assert {one["kernel"].split()[0] for one in found} == {"largest", "cast", "product"}
+    for one in found:
+        assert one["shared_bytes"] <= SHARED_BYTES and one["stack_bytes"] <= 64, one
+        assert (one["tensor_core_products"] > 0) == one["kernel"].startswith("product"), one
+        if one["kernel"].startswith("cast"):  # two programs of 256 threads share a multiprocessor
+            assert one["registers"] <= 128, one

@@ -37,6 +37,14 @@ def test_cuda_graphs_on_a_cpu_fall_back_with_a_line() -> None:
     assert line == "no CUDA graphs here: operators are started one by one"
 
 
+def test_blocks_of_float8_have_no_product_but_tritons(monkeypatch) -> None:
+    monkeypatch.setattr("myriad.train.settle_kernels.has_triton", lambda: False)
+    lines = settle_kernels(load_job("tiny", ["train.precision=float8-blocks"]), CUDA, torch.bfloat16)
+    assert any("float8-blocks is emulated" in line for line in lines)
+    lines = settle_kernels(load_job("tiny", ["train.precision=float8"]), CUDA, torch.bfloat16)
+    assert not any("emulated" in line for line in lines)
+
+
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False)])
 def test_float8_on_a_gpu_without_it_is_refused(monkeypatch, capability, refused) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

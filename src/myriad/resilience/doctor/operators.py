@@ -32,10 +32,13 @@ def try_operators(device: "torch.device") -> Iterator[Reading]:
         return
     import torch
 
-    from myriad.kernels.agreement import beyond_limits, disagreements
+    from myriad.kernels.agreement import beyond_limits, disagreements, float8_disagreements
+    from myriad.kernels.float8 import multiplies_float8
 
     for dtype in (torch.float32, torch.bfloat16):
         found = disagreements(dtype, device)
+        if dtype == torch.bfloat16 and multiplies_float8(device):
+            found |= float8_disagreements(device)
         wrong = beyond_limits(found, dtype)
         yield Reading(
             name=f"GPU {device.index} Triton kernels, {str(dtype).removeprefix('torch.')}",
