@@ -25,15 +25,15 @@ from myriad.kernels.float8 import Float8
 from myriad.kernels.host_memory import keep_freed_memory
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
-from myriad.model.rectangle import Rectangle, whole_rectangles
+from myriad.model.rectangle import Rectangle
 from myriad.optim.clip import clip_scale, squared_norms
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.optimizer import build_optimizer
-from myriad.optim.region import Region
 from myriad.parallel.agreement import Agreement
 from myriad.parallel.captured import Capturer, comes_in_turn
-from myriad.parallel.chunk import Chunk, Entry, Sharing
+from myriad.parallel.chunk import Chunk, Sharing
 from myriad.parallel.float8_weights import multiply_in_float8
+from myriad.parallel.held import Held
 from myriad.parallel.non_finite import Finding, first_finding
 from myriad.parallel.pieces import build_pieces, shapes_between_stages
 from myriad.parallel.runtime import Batch, Plan, Runtime
@@ -136,20 +136,11 @@ class Engine:
             training: Plan.of(program.ranks[groups.grid.index("pp")], self.pieces.tied_stages)
             for training, program in self.programs.items()
         }
-        self._entries = [(chunk, entry) for chunk in self.pieces.chunks for entry in chunk.entries]
-        self._regions: list[Region] = []
-        self._regions_of: dict[Chunk, range] = {}
-        for chunk in self.pieces.chunks:
-            self._regions += chunk.regions
-            self._regions_of[chunk] = range(len(self._regions) - len(chunk.regions), len(self._regions))
-        self._regions = self._regions or [_nothing(device)]
-        self._agreement = Agreement(groups, comm, self._regions) if self._trains_alone else None
-        self.optimizer = build_optimizer(
-            optimizer, self._regions, len(self._entries), self._reduce_table, kernels
-        )
-        self._counts = torch.tensor([self._counts_row(*row) for row in self._entries], dtype=torch.float64)
-        self._counts = self._counts.to(device)
-        self._squares = torch.zeros(len(self._entries), dtype=torch.float64, device=device)
+        self._held = Held(self.pieces, groups, device, trains_alone=self._trains_alone)
+        regions, num_parameters = self._held.regions, len(self._held.entries)
+        self._agreement = Agreement(groups, comm, regions) if self._trains_alone else None
+        self.optimizer = build_optimizer(optimizer, regions, num_parameters, self._reduce_table, kernels)
+        self._squares = torch.zeros(num_parameters, dtype=torch.float64, device=device)
         """Of each parameter's gradient, as far as it is complete."""
         self._step, self._skips, self._moves = 0, False, False
         self._refuses: Callable[[float, float], bool] | None = None
@@ -223,22 +214,6 @@ class Engine:
         """One of the tensor-parallel ranks, which all have the same loss, counts it."""
         return 1.0 if self.groups.grid.index("tp") == 0 else 0.0
 
-    def _counts_row(self, chunk: Chunk, entry: Entry) -> float:
-        """1 where this rank counts its part of a parameter in the global norm, so that each element counts
-        once."""
-        copy_over_dp = self._is_replicated and self.groups.grid.index("dp") > 0
-        return 0.0 if copy_over_dp or self._is_copy(chunk, entry) else 1.0
-
-    @property
-    def _is_replicated(self) -> bool:
-        """All data-parallel ranks hold the same, whole."""
-        return self.layout.zero == 0 and not self._trains_alone
-
-    def _is_copy(self, chunk: Chunk, entry: Entry) -> bool:
-        """Another tensor- or pipeline-parallel rank holds the same parameter, and counts."""
-        over_tp = entry.cut is None and self.groups.grid.index("tp") > 0
-        return over_tp or (chunk is self.pieces.tied and not self.pieces.counts_tied)
-
     def clip(self, loss: torch.Tensor, learning_rate: float, signal: float) -> StepResult:
         """Gradients of all ranks are complete: finds their norm and begins the optimizer's step, unless
         everything has moved already."""
@@ -248,7 +223,7 @@ class Engine:
         # replicas that train alone have a norm each: all travel in one message
         own = squares.new_zeros(2 + self._num_replicas)
         own[0], own[1] = loss.double() * self._counts_loss, signal
-        own[2 + self._replica] = (squares * self._counts).sum()
+        own[2 + self._held.replica] = (squares * self._held.counts).sum()
         total_loss, total_signal, *norms = all_reduce(own, self.groups.world).tolist()
         if self._skips:
             return StepResult(total_loss, math.sqrt(sum(norms)), total_signal, skipped=True)
@@ -260,7 +235,7 @@ class Engine:
             self._skips = True
             return StepResult(total_loss, whole_norm, total_signal, skipped=True)
         if not self._updates_early:
-            norm = math.sqrt(norms[self._replica])
+            norm = math.sqrt(norms[self._held.replica])
             self.optimizer.begin(learning_rate, clip_scale(norm, self._clip_norm))
         return StepResult(total_loss, whole_norm, total_signal)
 
@@ -268,11 +243,6 @@ class Engine:
     def _num_replicas(self) -> int:
         """Replicas with gradients of their own at the step."""
         return self.layout.dp if self._trains_alone else 1
-
-    @property
-    def _replica(self) -> int:
-        """This rank's among them."""
-        return self.groups.grid.index("dp") if self._trains_alone else 0
 
     def update(self, stage: int, learning_rate: float) -> None:
         """Moves the parameters of a stage; tied ones with the first stage of this rank that holds them. Early
@@ -288,7 +258,7 @@ class Engine:
             if self._skips:
                 chunk.restart()  # what transfers keep of these gradients may be no number either
             else:
-                self.optimizer.update(self._regions_of[chunk], stays)
+                self.optimizer.update(self._held.regions_of[chunk], stays)
                 chunk.end_iteration()
 
     def _complete(self, chunks: Sequence[Chunk]) -> None:
@@ -298,8 +268,9 @@ class Engine:
             self.before_update()
             self._squares.zero_()
         self._sum_over_tp(chunks)
-        if regions := [self._regions[index] for chunk in chunks for index in self._regions_of[chunk]]:
-            self._squares += squared_norms(regions, len(self._entries))
+        held = self._held
+        if regions := [held.regions[index] for chunk in chunks for index in held.regions_of[chunk]]:
+            self._squares += squared_norms(regions, len(held.entries))
 
     def _sum_over_tp(self, chunks: Sequence[Chunk]) -> None:
         """Adds up the gradients of what tensor-parallel ranks hold alike, in one message."""
@@ -314,7 +285,7 @@ class Engine:
     def _fail_non_finite(self, squares: torch.Tensor, loss: float) -> None:
         """Names the rank that made the first number that is not finite, and what it is."""
         last_stage = self.layout.num_stages - 1
-        found = first_finding(self.pieces, self._entries, self._runtime.outputs, squares, last_stage)
+        found = first_finding(self.pieces, self._held.entries, self._runtime.outputs, squares, last_stage)
         everyone: list[Finding | None] = [found]
         if self.groups.world is not None:
             everyone = [None] * self.layout.world
@@ -327,7 +298,7 @@ class Engine:
     def _reduce_table(self, table: torch.Tensor) -> torch.Tensor:
         """Adds up what the ranks hold of each parameter (LAMB's norms), each element once."""
         if self.groups.grid.index("tp") > 0:
-            whole = [row for row, (_, entry) in enumerate(self._entries) if entry.cut is None]
+            whole = [row for row, (_, entry) in enumerate(self._held.entries) if entry.cut is None]
             table[whole] = 0.0
         axes = ("dp", "tp") if self.layout.zero else ("tp",)
         return all_reduce(table, self.groups.along(*axes))
@@ -337,50 +308,25 @@ class Engine:
         ``model.NAME`` and ``optimizer.STATE.NAME`` (of replicas that train alone: ``replica.N.optimizer...``
         too, and ``outer.velocity.NAME``); what several ranks hold alike comes from one of them only, each of
         data-parallel replicas giving its share."""
-        yield from self._named_rectangles(owned_only=True)
+        return self._held.rectangles(self._states(owned_only=True), owned_only=True)
 
     def all_rectangles(self) -> Iterator[Rectangle]:
         """The same with everything this rank holds: what a load fills."""
-        yield from self._named_rectangles(owned_only=False)
+        return self._held.rectangles(self._states(owned_only=False), owned_only=False)
 
-    def _named_rectangles(self, *, owned_only: bool) -> Iterator[Rectangle]:
-        states = self._states(owned_only=owned_only)
-        grid = self.groups.grid
-        for index, region in enumerate(self._regions):
-            low, high = self._share(region) if owned_only else (0, region.values.numel())
-            for piece in region.pieces:
-                chunk, entry = self._entries[piece.parameter]
-                first, stop = max(piece.start, low), min(piece.stop, high)
-                if first >= stop or (owned_only and self._is_copy(chunk, entry)):
-                    continue
-                row_start = chunk.spans[piece.parameter - chunk.first_row][0]
-                offset = int(region.values.storage_offset()) - int(chunk.master.storage_offset())
-                start = chunk.start + offset + first - row_start
-                for prefix, tensors in states.items():
-                    flat = tensors[index][first:stop]
-                    yield from whole_rectangles(
-                        f"{prefix}.{entry.name}",
-                        entry.shape,
-                        start,
-                        flat,
-                        entry.cut,
-                        grid.index("tp"),
-                        self.layout.tp,
-                    )
-
-    def _share(self, region: Region) -> tuple[int, int]:
-        """Of a region, what this rank writes: all, or its part of what all replicas hold."""
-        size, rank, ranks = region.values.numel(), self.groups.grid.index("dp"), self.layout.dp
-        return (size * rank // ranks, size * (rank + 1) // ranks) if self._is_replicated else (0, size)
-
-    def _states(self, *, owned_only: bool) -> dict[str, list[torch.Tensor]]:
+    def _states(self, *, owned_only: bool) -> dict[str, Sequence[torch.Tensor]]:
         """Name to a tensor like each region's values."""
-        states = {"model": [region.values for region in self._regions]}
-        prefix = f"replica.{self._replica}." if self._replica else ""
-        own = {f"{prefix}optimizer.{name}": tensors for name, tensors in self.optimizer.state().items()}
+        replica = self._held.replica
+        prefix = f"replica.{replica}." if replica else ""
+        own: dict[str, Sequence[torch.Tensor]] = {
+            f"{prefix}optimizer.{name}": tensors for name, tensors in self.optimizer.state().items()
+        }
+        if owned_only and replica:
+            return own
+        shared = {"model": [region.values for region in self._held.regions]}
         if self._agreement is not None:
-            states["outer.velocity"] = self._agreement.outer.velocity
-        return own if owned_only and self._replica else states | own
+            shared["outer.velocity"] = self._agreement.outer.velocity
+        return shared | own
 
     def replicated(self) -> list[torch.Tensor]:
         """What data-parallel replicas hold alike, bit for bit, when an update is about to begin (those that
@@ -391,7 +337,7 @@ class Engine:
         found = [chunk.values for chunk in self.pieces.chunks]
         if self.layout.zero == 0:
             found += [chunk.master for chunk in self.pieces.chunks if not chunk.master_is_values]
-        if self._is_replicated:
+        if self._held.is_replicated:
             found += [tensor for tensors in self.optimizer.state().values() for tensor in tensors]
         return found
 
@@ -461,8 +407,3 @@ def _difference(expected: tuple[float, torch.Tensor], found: tuple[float, torch.
 
 def _do_nothing() -> None:
     """Nobody reads the state."""
-
-
-def _nothing(device: torch.device) -> Region:
-    """What a rank without parameters gives the optimizer."""
-    return Region(torch.zeros(0, device=device), torch.zeros(0, device=device), decays=False, pieces=())
