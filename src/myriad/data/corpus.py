@@ -182,6 +182,9 @@ def open_corpus(name: str, split: Split, vocabulary: int = 4096, cache: Path | N
         allowed = (
             "embedded, a folder made by `myriad data prepare`, or the prefix of Megatron's .bin and .idx"
         )
+        if path.is_file():
+            allowed = f"is a file, not a corpus: myriad data prepare {name} --output FOLDER makes one of text"
+            raise BadInputError("data.corpus", name, allowed)
         raise BadInputError("data.corpus", name, f"no such corpus; {allowed}")
     shards = [IndexedShard(prefix)] if split == "train" else []
     return Corpus(prefix, shards, None)

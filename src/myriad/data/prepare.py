@@ -138,14 +138,19 @@ def _work_folder(output: Path, identity: dict[str, Any]) -> Iterator[Path]:
         except BlockingIOError:
             raise BadInputError("--output", str(output), "is being prepared by another process") from None
         if plan.is_file() and json.loads(plan.read_text()) != identity:
-            allowed = (
-                "was begun with other inputs or options; the same again, another folder, or remove this one"
-            )
-            raise BadInputError("--output", str(output), allowed)
+            _empty_or_refuse(output, work)
         _write_atomically(plan, json.dumps(identity))
         yield work
     finally:
         os.close(descriptor)
+
+
+def _empty_or_refuse(output: Path, work: Path) -> None:
+    """Another corpus's work is thrown away where no piece of it is finished: a key was wrong, or a file."""
+    if any(work.glob("[0-9]*.json")):
+        allowed = "was begun with other inputs or options; the same again, another folder, or remove this one"
+        raise BadInputError("--output", str(output), allowed)
+    (work / TOKENIZER_FILE).unlink(missing_ok=True)
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -167,12 +167,19 @@ def read_documents(span: Span, key: str) -> Iterator[str]:
         else:
             documents = _read_text(span)
         yield from (document for document in documents if document)
-    except UnicodeDecodeError as error:
-        raise BadInputError(
-            "INPUT", span.url, f"not UTF-8 ({error.reason}, part from byte {span.start})"
-        ) from None
     except (OSError, EOFError, ImportError) as error:
-        raise BadInputError("INPUT", span.url, f"cannot be read: {error}") from None
+        raise BadInputError("INPUT", _name(span.url), f"cannot be read: {error}") from None
+
+
+def _name(url: str) -> str:
+    """As a person would type it."""
+    return url.removeprefix("file://")
+
+
+def _not_utf8(span: Span, offset: int, error: UnicodeDecodeError) -> BadInputError:
+    place = f"byte {offset + error.start} is {error.object[error.start]:#04x}"
+    allowed = f"not UTF-8 ({place}): convert it, as by iconv -f ISO-8859-1 -t UTF-8, or leave it out"
+    return BadInputError("INPUT", _name(span.url), allowed)
 
 
 def _lines(span: Span, limit: int) -> Iterator[tuple[int, bytes]]:
@@ -204,16 +211,25 @@ def _skip_line(file: IO[bytes]) -> int:
 def _read_text(span: Span) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     parts: list[str] = []
-    size = 0
+    size, end = 0, span.start
     for offset, line in _lines(span, LONGEST_TEXT_BYTES):
         if size + len(line) > LONGEST_TEXT_BYTES and parts:
             yield "".join(parts)
             parts, size = [], 0
-        text = decoder.decode(line)
+        text, end = _decode(decoder, span, offset, line), offset + len(line)
         parts.append(text.removeprefix("\ufeff") if offset == 0 else text)
         size += len(line)
-    parts.append(decoder.decode(b"", final=True))
+    parts.append(_decode(decoder, span, end))
     yield "".join(parts)
+
+
+def _decode(decoder: codecs.IncrementalDecoder, span: Span, offset: int, line: bytes = b"") -> str:
+    """The text of a line, after what was left of the one before; without a line, nothing may be left."""
+    left = len(decoder.getstate()[0])
+    try:
+        return decoder.decode(line, final=not line)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(span, offset - left, error) from None
 
 
 def _read_jsonl(span: Span, key: str) -> Iterator[str]:
@@ -223,11 +239,21 @@ def _read_jsonl(span: Span, key: str) -> Iterator[str]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise BadInputError("INPUT", span.url, f"line at byte {offset} is not JSON: {error}") from None
+            place = f"line at byte {offset} is not JSON: {error}"
+            raise BadInputError("INPUT", _name(span.url), place) from None
+        except UnicodeDecodeError as error:
+            raise _not_utf8(span, offset, error) from None
         text = record.get(key) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            raise BadInputError("INPUT", span.url, f"line at byte {offset} has no text under the key {key!r}")
+            raise _no_text(span, offset, key, record)
         yield text
+
+
+def _no_text(span: Span, offset: int, key: str, record: object) -> BadInputError:
+    fields = record.items() if isinstance(record, dict) else ()
+    others = " or ".join(f"--key {name}" for name, value in fields if isinstance(value, str))
+    allowed = f"line at byte {offset} has no text under the key {key!r}" + (f"; {others}?" if others else "")
+    return BadInputError("INPUT", _name(span.url), allowed)
 
 
 def _read_parquet(span: Span, key: str) -> Iterator[str]:
@@ -245,7 +271,7 @@ def _parquet(file: IO[bytes], url: str, key: str) -> Any:
     try:
         opened = parquet.ParquetFile(file)
     except arrow.ArrowInvalid as error:
-        raise BadInputError("INPUT", url, f"not a Parquet file: {error}") from None
+        raise BadInputError("INPUT", _name(url), f"not a Parquet file: {error}") from None
     schema = opened.schema_arrow
     if key not in schema.names:
         raise BadInputError("--key", key, f"{url} has the columns {', '.join(schema.names)}")

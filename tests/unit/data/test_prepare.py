@@ -69,6 +69,14 @@ def test_nothing_is_held_out_where_nothing_is_to_be(tmp_path: Path) -> None:
     assert manifest.text_bytes["validation"] == 0 and manifest.num_documents("train") == 1
 
 
+def test_a_wrong_key_leaves_nothing_that_refuses_the_right_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"body": line}) + "\n" for line in lines(9)))
+    with pytest.raises(BadInputError, match="--key body"):
+        prepare([str(path)], tmp_path / "out", options())
+    assert prepare([str(path)], tmp_path / "out", options(key="body")).num_documents("train")
+
+
 def test_small_shards_hold_the_same_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PIECE_BYTES", 4096)
     many = make_corpus(tmp_path, "many", count=400)
