@@ -68,7 +68,7 @@ def _run(
     nodes evicted per incident.
 
     Exit code: 0 all aims were met (at random: 99 % of singles and 95 % of doubles handled, 95 % of culprits
-    right, no healthy node evicted), 1 some were not, 2 bad input.
+    right, no healthy node evicted), 1 some were not, 2 bad input, 130 Ctrl-C: what was tried is told.
     """
     names, drawn = list(scenarios or []), random + doubles > 0
     if bool(names) + all_ + drawn != 1:
@@ -82,7 +82,13 @@ def _run(
     else:
         chosen = list(_able() if all_ else ((Path(name).stem, _load(name)) for name in names))
     _check(chosen, oversubscribe)
-    reports = [_try(name, scenario, folder) for name, scenario in chosen]
+    reports: list[Report] = []
+    try:
+        for name, scenario in chosen:
+            reports.append(_try(name, scenario, folder))
+    except KeyboardInterrupt:
+        _tell_all(reports, drawn, None, as_json=as_json)
+        raise
     if not _tell_all(reports, drawn, markdown, as_json=as_json):
         raise typer.Exit(1)
 

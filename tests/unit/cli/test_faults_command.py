@@ -2,14 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from myriad.cli import faults
 from myriad.cli.main import main
 from myriad.errors import RunFailedError
+from myriad.resilience.engines.engine import Observer
 from myriad.resilience.faults import trial
 from myriad.resilience.faults.grade import Grade, Report
+from myriad.resilience.faults.scenario import load_scenario
+from myriad.run import Run
 
 SCENARIO = 'job = "tiny"\n[[faults]]\nkind = "kill"\nrank = 0\nstep = 5\n'
 
@@ -56,6 +60,44 @@ def test_a_scenario_that_breaks_is_a_row_and_the_others_are_tried(
     assert "- second: it could not be tried: the executor does not stay alive" in told
     last = "3 incidents, 66.7% handled without a person; culprit right 2 of 2 (100.0%); "
     assert told.splitlines()[-1].startswith(last)
+
+
+def test_ctrl_c_ends_them_all_and_tells_what_was_tried(
+    scenarios: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = trial.try_scenario
+
+    def until_the_second(name: str, *rest: Any) -> Report:
+        if name == "second":
+            raise KeyboardInterrupt
+        return tried(name, *rest)
+
+    monkeypatch.setattr(trial, "try_scenario", until_the_second)
+    assert run(*scenarios) == 130
+    told = capsys.readouterr().out
+    assert "| first" in told and "third" not in told
+
+
+@pytest.mark.parametrize("undisturbed", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_a_person_ends_is_not_graded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: bool, fails: bool
+) -> None:
+    """Also where it fails on its way to the end: its ranks hang, as they were to."""
+
+    def stopped(run: Run, world: int, *, threads: int = 0, observer: Observer | None = None) -> str:
+        if observer is None and not undisturbed:
+            return "finished"
+        if observer is not None:
+            observer.stopping()
+            if fails:
+                raise RunFailedError("rank 0 hung")
+        return "interrupted"
+
+    monkeypatch.setattr(trial, "run_local", stopped)
+    (tmp_path / "one.toml").write_text(SCENARIO)
+    with pytest.raises(KeyboardInterrupt):
+        trial.try_scenario("one", load_scenario(str(tmp_path / "one.toml")), tmp_path, print)
 
 
 def test_programs_get_the_same_as_json(scenarios: list[str], capsys: pytest.CaptureFixture[str]) -> None:

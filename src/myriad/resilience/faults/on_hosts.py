@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from myriad.errors import BadInputError
-from myriad.resilience.engines.engine import Outcome
+from myriad.resilience.engines.engine import Observer, Outcome
 from myriad.resilience.engines.local import LocalEngine, num_cores
 from myriad.resilience.engines.supervise import see_through
 from myriad.resilience.faults.namespaces import Namespaces, missing
@@ -32,7 +32,9 @@ def made_hosts(num_nodes: int) -> Iterator[Namespaces]:
         yield hosts
 
 
-def run_on_hosts(run: Run, world: int, hosts: Namespaces, *, threads: int = 0) -> Outcome:
+def run_on_hosts(
+    run: Run, world: int, hosts: Namespaces, *, threads: int = 0, observer: Observer | None = None
+) -> Outcome:
     """As `run_local`. Raises `RunFailedError`."""
     how, driver = run.job().resilience, hosts.num_hosts - 1
     threads = threads or max(1, num_cores() // world)
@@ -42,7 +44,7 @@ def run_on_hosts(run: Run, world: int, hosts: Namespaces, *, threads: int = 0) -
 
     engine = _HostsEngine(run, how.nodes, how.spares, threads, (), how.patience, where)
     with hosts.network_of(driver):
-        return see_through(run, world, engine, listen=hosts.address(driver))
+        return see_through(run, world, engine, observer, listen=hosts.address(driver))
 
 
 class _HostsEngine(LocalEngine):

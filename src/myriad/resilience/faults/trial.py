@@ -112,23 +112,36 @@ def _break(
     if devices is not None:
         told[DEVICES] = str(devices.folder)
     threads, num_nodes = job.train.threads, job.resilience.nodes + job.resilience.spares
-    injector = Injector(run, world, faults, group, num_nodes, hosts, devices)
+    injector, person = Injector(run, world, faults, group, num_nodes, hosts, devices), _Person()
     injector.start()
     try:
         with run.lock(), _environment(told), _ended_after(limit) as overdue:
             if hosts is None:
-                outcome: str = run_local(run, world, threads=threads)
+                outcome: str = run_local(run, world, threads=threads, observer=person)
             else:
-                outcome = run_on_hosts(run, world, hosts, threads=threads)
+                outcome = run_on_hosts(run, world, hosts, threads=threads, observer=person)
     except RunFailedError as error:
         outcome = str(error)
     finally:
         injector.end()
     if overdue.is_set():
         return f"it was ended after {limit:.0f} s"
-    if outcome == "interrupted":
+    if person.wants_the_end or outcome == "interrupted":
         raise KeyboardInterrupt
     return outcome
+
+
+class _Person:
+    """Who sits before it, as an observer of the run: a Ctrl-C ends it all, however the run takes it."""
+
+    wants_the_end = False
+
+    def tick(self) -> None:
+        """Nothing."""
+
+    def stopping(self) -> None:
+        """A Ctrl-C."""
+        self.wants_the_end = True
 
 
 def _stand_in(run: Run, job: Job) -> StandIn:
@@ -177,7 +190,8 @@ def _undisturbed(job: Job, folder: Path, tell: Tell) -> Run:
         tell(f"the undisturbed run: {job.train.steps} steps of {job.name} in {run.path}")
         with run.lock():
             run.create_or_resume(job)
-            run_local(run, job.layout.world, threads=job.train.threads)
+            if run_local(run, job.layout.world, threads=job.train.threads) == "interrupted":
+                raise KeyboardInterrupt
     return run
 
 
