@@ -87,7 +87,8 @@ def _run(
         for name, scenario in chosen:
             reports.append(_try(name, scenario, folder))
     except KeyboardInterrupt:
-        _tell_all(reports, drawn, None, as_json=as_json)
+        if reports:
+            _tell_all(reports, drawn, None, as_json=as_json)
         raise
     if not _tell_all(reports, drawn, markdown, as_json=as_json):
         raise typer.Exit(1)

@@ -64,7 +64,8 @@ def tally_line(found: Tally) -> str:
     if found.singles and found.doubles:
         parts[0] += f" (single {found.singles_handled} of {found.singles}, "
         parts[0] += f"double {found.doubles_handled} of {found.doubles})"
-    parts.append(f"culprit right {found.named_right} of {found.named} ({found.culprit_ratio:.1%})")
+    share = f" ({found.culprit_ratio:.1%})" if found.named else ""
+    parts.append(f"culprit right {found.named_right} of {found.named}{share}")
     parts.append(f"healthy nodes evicted per incident {found.evicted_per_incident:.2f}")
     parts.append(f"false alarms {found.false_alarms}")
     return "; ".join(parts)

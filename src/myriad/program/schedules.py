@@ -31,6 +31,9 @@ from myriad.program.vee import vee, vee_stage_rank
 
 __all__ = ["SCHEDULES", "check_virtual_stages", "schedule", "stage_owners"]
 
+_MOST_MICRO_BATCHES = 100_000
+"""A program is a list, and longer ones are mistakes: memory runs out before anybody is told."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
@@ -50,6 +53,11 @@ def schedule(name: str, num_ranks: int, virtual_stages: int, num_micro_batches: 
     check_virtual_stages(name, virtual_stages)
     if num_micro_batches < 1:
         raise BadInputError("num_micro_batches", num_micro_batches, "at least 1")
+    if num_micro_batches > _MOST_MICRO_BATCHES:
+        allowed = (
+            f"at most {_MOST_MICRO_BATCHES:,} micro-batches in an iteration: a smaller train.global_batch"
+        )
+        raise BadInputError("num_micro_batches", num_micro_batches, allowed)
     shape = _Shape(num_ranks, virtual_stages, num_micro_batches)
     return Program(
         schedule=name,

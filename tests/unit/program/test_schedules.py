@@ -111,6 +111,7 @@ def test_the_split_backward_is_two_halves():
         (("interleaved", 2, 0, 4), "layout.virtual_stages"),
         (("gpipe", 0, 1, 4), "layout.pp"),
         (("gpipe", 2, 1, 0), "num_micro_batches"),
+        (("1f1b", 2, 1, 10**11), "num_micro_batches"),
     ],
 )
 def test_an_impossible_shape_is_refused_by_the_key_to_change(arguments, key):
