@@ -1,6 +1,8 @@
 """If these fail, a name that --help offers does not work, or a recipe is not the model it is named after."""
 
 import re
+from importlib import resources
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +94,13 @@ def test_a_rate_is_of_one_network_port() -> None:
 def test_a_change_that_makes_no_sense_is_refused(change: str, words: str) -> None:
     with pytest.raises(BadInputError, match=re.escape(words)):
         load_cluster("megascale-256xa100", [change])
+
+
+def test_a_misspelt_key_is_named_and_not_only_the_one_that_is_then_missing(tmp_path: Path) -> None:
+    text = resources.files("myriad").joinpath("recipes", "clusters", "one-node-8xh100.toml").read_text()
+    (tmp_path / "own.toml").write_text(text.replace("nodes =", "noodes =", 1))
+    with pytest.raises(BadInputError, match=r"noodes = 1: unknown key; did you mean nodes\?"):
+        load_cluster(str(tmp_path / "own.toml"))
 
 
 def test_a_cluster_is_scaled_by_nodes() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -33,7 +34,9 @@ def train(
     context: typer.Context,
     job: Annotated[
         str,
-        typer.Argument(metavar="JOB", help="A job file, a recipe's name, or a run folder to go on with."),
+        typer.Argument(
+            metavar="JOB", help="A job file, a recipe's name, or a run to go on with: its folder or name."
+        ),
     ] = _DEFAULT_JOB,
     run: Annotated[
         str | None,
@@ -135,7 +138,7 @@ def _end(run: "Run", ended: str, console: "Console | None", oversubscribe: bool)
 def _check_standby(job: str, run: "Run", resolved: "Job", overrides: list[str]) -> None:
     from myriad.resilience.engines.standby import check_standby
 
-    if not Path(job).is_dir():
+    if _run_folder(job) is None:
         raise BadInputError("--standby", job, "needs the folder of a run that is being trained")
     for key, _, value in (one.partition("=") for one in overrides):
         if key != "resilience.listen":
@@ -197,15 +200,28 @@ def _resolve(job: str, run: str | None, overrides: list[str]) -> "tuple[Job, Run
     from myriad.job import load_job
     from myriad.run import Run
 
-    if Path(job).is_dir():
+    path = _run_folder(job)
+    if path is not None:
         if run is not None:
-            raise BadInputError("--run", run, f"not together with the run folder {job}")
-        folder = Run(job)
+            raise BadInputError("--run", run, f"not together with the run folder {path}")
+        folder = Run(path)
         if not folder.exists:
             raise BadInputError("job", job, "a run folder has a job.toml; this folder has none")
         return load_job(str(folder.job_path), overrides), folder
+    if run == "":
+        raise BadInputError("--run", run, "a name, or a path")
     resolved = load_job(job, _spread(job, overrides))
     return resolved, Run(_run_path(run or resolved.name))
+
+
+def _run_folder(job: str) -> Path | None:
+    """The folder of the run that is to go on; None for a job. What is the name of both is the job's."""
+    from myriad.recipes import recipe_names
+
+    by_name = Path("runs") / job
+    if Path(job).is_dir():
+        return Path(job)
+    return by_name if (by_name / "job.toml").is_file() and job not in recipe_names("jobs") else None
 
 
 def _spread(job: str, overrides: list[str]) -> list[str]:
@@ -228,7 +244,8 @@ def _launch(run: "Run", job: "Job", console: "Console | None") -> Literal["finis
 
     if console and job.resilience.engine == "join":
         nodes = f"{job.resilience.nodes} node{'' if job.resilience.nodes == 1 else 's'}"
-        told = f"begins when {nodes} have joined: on each, `{_program()} join {run.path.resolve()}`"
+        join = f"{_program()} join {shlex.quote(str(run.path.resolve()))}"
+        told = f"begins when {nodes} have joined: on each, `{join}`"
         console.print(told, markup=False, highlight=False, soft_wrap=True)
     screen = open_screen(console, run, job.train.steps)
     try:
@@ -242,6 +259,7 @@ def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> bool:
     from myriad.cli.report import save_report
     from myriad.cli.screen import save_plot, show_summary
     from myriad.cli.summary import summarize
+    from myriad.data.corpus import EMBEDDED
 
     save_plot(run)
     save_report(run)
@@ -250,14 +268,16 @@ def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> bool:
     if console is None:
         typer.echo(json.dumps(summary.as_json(), ensure_ascii=False))
         return finished
-    again = f"{_program()} train {run.path}{' --oversubscribe' if oversubscribe else ''}"
+    path = shlex.quote(str(run.path))
+    again = f"{_program()} train {path}{' --oversubscribe' if oversubscribe else ''}"
     if not finished:
         saved = summary.saved_step
         at = f"stopped at step {saved}" if saved else "stopped before the first step was saved"
         console.print(f"{at}; `{again}` goes on from there", markup=False, highlight=False, soft_wrap=True)
         return False
     longer = f"{again} --train.steps {2 * summary.steps_planned}"
-    sample = f'{_program()} sample {run.path} --prompt "def "'
+    prompt = "def " if run.job().data.corpus == EMBEDDED else "The "
+    sample = f'{_program()} sample {path} --prompt "{prompt}"'
     show_summary(console, run, summary, f"go on:   {longer}\nsample:  {sample}")
     return True
 

@@ -44,7 +44,12 @@ def load_cluster(name_or_path: str, changes: Sequence[str] = ()) -> Cluster:
     try:
         return Cluster.model_validate(tree).check()
     except ValidationError as error:
-        raise _as_bad_input(name_or_path, error.errors()[0]) from None
+        raise _as_bad_input(name_or_path, _worst(error.errors())) from None
+
+
+def _worst(errors: list[ErrorDetails]) -> ErrorDetails:
+    """The first, but a key that nobody knows before one that is missing: it may be that one, misspelt."""
+    return next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
 
 
 def _as_bad_input(name_or_path: str, error: ErrorDetails) -> BadInputError:

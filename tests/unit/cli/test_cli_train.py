@@ -72,7 +72,15 @@ def test_ctrl_c_saves_says_how_to_go_on_and_that_works(myriad, monkeypatch):
     monkeypatch.delenv("FAKE_STOP_STEP")
     code, out, _ = myriad("train", "runs/tiny")
     assert code == 0 and "going on from step 7" in out
+    assert "myriad train runs/tiny --train.steps 40" in out
     assert Run("runs/tiny").job().train.seed == 3
+
+
+def test_a_run_goes_on_by_its_name_and_what_may_be_typed_next_can_be(myriad, monkeypatch):
+    assert myriad("train", "tiny", "--run", "runs/my run")[0] == 0
+    code, out, _ = myriad("train", "my run", "--train.steps", "25")
+    assert code == 0 and "going on from step 20" in out
+    assert "myriad train 'runs/my run' --train.steps 50" in out
 
 
 def test_a_failed_rank_ends_the_command_with_one_line_and_exit_code_1(myriad, monkeypatch):
@@ -97,6 +105,7 @@ def test_a_failed_rank_ends_the_command_with_one_line_and_exit_code_1(myriad, mo
         (["tiny", "stray"], "unexpected extra argument"),
         (["tiny", "--run", "/proc/none/run"], "must be a writable folder"),
         (["."], "run folder"),
+        (["tiny", "--run", ""], "a name, or a path"),
     ],
 )
 def test_bad_input_gets_one_line_exit_code_2_and_leaves_no_trace(myriad, arguments, told):
