@@ -282,7 +282,7 @@ def test_ranks_that_were_thought_dead_commit_no_more(tmp_path: Path) -> None:
 
     run_ranks(1, old_and_new)
     assert CheckpointFolder(tmp_path / "checkpoints").steps() == [1]
-    assert events(tmp_path, "fault")
+    assert events(tmp_path, "superseded")
 
 
 def test_storage_that_fails_stops_nobody_and_is_an_alarm_after_a_while(tmp_path: Path) -> None:

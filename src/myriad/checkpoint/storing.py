@@ -95,6 +95,10 @@ class Retention:
     max_age_seconds: float | None
 
 
+class _TakenOverError(OSError):
+    """A newer attempt owns the folder."""
+
+
 class Storing:
     """Stores one checkpoint at a time; lives in the keeper of rank 0's node."""
 
@@ -162,7 +166,10 @@ class Storing:
             num_bytes = self._commit(step, attempt, write, progress)
         except Exception as error:  # whatever a storage does, training goes on
             problem = f"checkpoint not stored: {str(error) or type(error).__name__}"
-            self._tell_failure(step, problem)
+            if isinstance(error, _TakenOverError):  # nothing has failed: the newer one stores
+                self._tell("superseded", step=step, problem=problem)
+            else:
+                self._tell_failure(step, problem)
             self._clear(step, attempt)
             self._end(under_way, problem)
             return False
@@ -205,7 +212,7 @@ class Storing:
     def _check_owner(self, attempt: int) -> None:
         owner = self._folder.owner()
         if owner > attempt:
-            raise OSError(f"attempt {owner} of the run has taken over; this is attempt {attempt}")
+            raise _TakenOverError(f"attempt {owner} of the run has taken over; this is attempt {attempt}")
         if owner < attempt:  # storage was away when the attempt began
             self._folder.claim(attempt)
 

@@ -129,6 +129,8 @@ def _show(facts: "Facts", look: "Look", told: str) -> None:
     console.print(f"run {facts.run.path.name}: {facts.state}", style="bold", markup=False, soft_wrap=True)
     wall = format_seconds(account.ledger.wall_seconds)
     parts = [f"effective training time {account.effective_ratio:.1%} of {wall}"]
+    if not account.steps:
+        parts = [f"no step is done, in {wall}"]
     if account.ledger.seconds()["planned"] > 0:
         parts.append(f"{account.meant_ratio:.1%} without planned stops")
     parts.append(f"goodput {format_count(account.goodput)} tokens/s")

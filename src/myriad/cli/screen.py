@@ -27,8 +27,6 @@ __all__ = ["Screen", "loss_series", "open_screen", "save_plot", "show_summary"]
 
 _PLAIN_LINE_SECONDS = 5.0
 _MAX_BAR = 24
-_NOT_SHOWN = ("time", "event", "cause", "rank", "node", "rule", "evidence")
-"""Of a fault: for programs; its problem says it in words."""
 _SAVING = "saving the state; Ctrl-C again stops without"
 
 
@@ -142,9 +140,7 @@ def _event_line(event: Record) -> Text | None:
         )
         return Text(f"weights from {event.get('source')}{differs}", style="yellow" if differs else "dim")
     if name == "fault":
-        details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in _NOT_SHOWN)
-        loud = bool(event.get("alarm"))
-        return Text(f"{'ALARM' if loud else 'fault'}: {details}", style="bold red" if loud else "yellow")
+        return _fault_line(event)
     if name == "diagnosis" and "problem" in event:
         label = f"node {event.get('node')} is {event['verdict']}" if "verdict" in event else "slow"
         return Text(f"{label}: {event['problem']}", style="yellow")
@@ -167,6 +163,16 @@ def _event_line(event: Record) -> Text | None:
             f"step {step}: state from {event.get('source')} in {event.get('seconds', 0.0):.2f} s", style="dim"
         )
     return None
+
+
+def _fault_line(event: Record) -> Text:
+    loud, failures = bool(event.get("alarm")), event.get("failures", 1)
+    at = "" if event.get("step") is None else f" at step {event['step']}"
+    again = f" ({failures} in a row)" if failures != 1 else ""
+    told = f"{'ALARM' if loud else 'fault'}{at}: {event.get('problem')}{again}"
+    if gone := event.get("set_aside"):
+        told += f"; set aside: {', '.join(map(str, gone))}"
+    return Text(told, style="bold red" if loud else "yellow")
 
 
 def _start_line(event: Record) -> Text:

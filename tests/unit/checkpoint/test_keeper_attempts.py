@@ -1,5 +1,6 @@
 """If these fail, a run that died twice loses what it had in memory, or goes on from a past it had left."""
 
+import json
 import os
 import socket
 import threading
@@ -146,7 +147,9 @@ def test_a_dead_attempt_stores_nothing_once_another_has_taken_the_run_over(tmp_p
     folder.claim(2)  # on another machine
     flush(keeper)
     assert folder.steps() == []
-    assert "attempt 2 of the run has taken over" in (tmp_path / "events.jsonl").read_text()
+    (told,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert told["event"] == "superseded", "an account of the run would count a fault"
+    assert "attempt 2 of the run has taken over" in told["problem"]
 
 
 def test_a_keeper_that_takes_anothers_place_is_told_what_was_over_before_it_was_known(tmp_path):

@@ -84,6 +84,19 @@ def test_spans_that_are_lost_are_told_while_the_run_goes_on(run):
     assert drawn(console)[:2] == [full_line, "spans of node 3 to files: it works again"]
 
 
+def test_a_fault_is_a_sentence_with_its_step(run):
+    console = terminal(120)
+    screen = open_screen(console, run, 100)
+    run.append_event(
+        "fault", cause="disk", rank=1, rule="ends", evidence={}, step=7, problem="rank 1 is full"
+    )
+    run.append_event("fault", step=8, problem="checkpoint not stored", failures=3, alarm=True)
+    screen.tick()
+    lines = drawn(console)
+    assert "fault at step 7: rank 1 is full" in lines
+    assert "ALARM at step 8: checkpoint not stored (3 in a row)" in lines
+
+
 def test_earlier_attempts_do_not_count_for_this_ones_speed(run):
     step(run, 1, step_seconds=9999.0)
     screen = open_screen(console := terminal(120), run, 100)
