@@ -4,6 +4,7 @@
               metrics.jsonl       a line per step      } appended with one write each; a reader skips a torn
               events.jsonl        a line per event     } last line: killed at any instant, a run is readable
               spans/              what ranks did when, in files that are whole: attempt-A-node-N-K.parquet
+              tokenizer.json                of its corpus: text can be made wherever the run lies
               logs/               rank-R-attempt-A.log
               checkpoints/        step-N/
               profile.json, hierarchy.json, peak.json    measured once, so that a resumed run computes alike
@@ -237,7 +238,9 @@ def _refuse_other_job(old: "Job", new: "Job", path: Path) -> None:
     before = dict(_flatten(old.model_dump(mode="json")))
     for key, value in _flatten(new.model_dump(mode="json")):
         if before.get(key) != value and not _MAY_CHANGE.fullmatch(key):
-            allowed = f"{path} is a run folder of another job, with {before.get(key)!r}; choose another --run"
+            weights = "" if key.startswith("model.") else f", with --init-from {path} for its weights"
+            was = f"{path} is a run folder of another job, with {before.get(key)!r}"
+            allowed = f"{was}; choose another --run{weights}"
             raise BadInputError(key, value, allowed)
         if key == "layout.dp" and before[key] != value and old.comm.sync_every > 1:
             allowed = f"must stay {before[key]}: with comm.sync_every > 1 each replica has a state of its own"

@@ -48,5 +48,5 @@ def _in_memory(run: Path) -> list[Row]:
     return [
         {"step": step, "tier": "memory", "path": None, "state": "complete", "problems": []}
         | {"time": None, "bytes": num_bytes}
-        for step, num_bytes in list_in_memory(run)
+        for step, num_bytes in dict(list_in_memory(run)).items()  # of several attempts: once
     ]

@@ -82,7 +82,7 @@ def train(
     from myriad.cli.summary import is_done
     from myriad.resilience.engines.begin import check_journal
     from myriad.resilience.engines.engine import check_engine
-    from myriad.train.inputs import open_inputs, refuse_other_tokenizer
+    from myriad.train.inputs import keep_tokenizer, open_inputs, refuse_other_tokenizer
 
     given = {"train.init_from": init_from, "resilience.engine": engine}
     short = [f"{key}={value}" for key, value in given.items() if value is not None]
@@ -116,6 +116,7 @@ def train(
         return
     with folder.lock():
         folder.create_or_resume(resolved)
+        keep_tokenizer(folder, corpora)
         folder.append_event("corpus", fingerprint=corpora.fingerprint, tokens=corpora.num_tokens)
         ended = _launch(folder, resolved, console)
     _end(folder, ended, console, oversubscribe)

@@ -71,8 +71,12 @@ class Tokenizer:
     def save(self, folder: Path) -> Path:
         """Writes ``tokenizer.json`` into ``folder``."""
         path = folder / TOKENIZER_FILE
-        path.write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        path.write_text(self.as_text(), encoding="utf-8")
         return path
+
+    def as_text(self) -> str:
+        """What ``tokenizer.json`` holds."""
+        return str(self._backend.to_str(pretty=True))
 
     def encode(self, text: str) -> list[int]:
         """Tokens of one text, without the end of document."""

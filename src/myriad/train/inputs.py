@@ -12,11 +12,12 @@ from myriad.data.corpus import EMBEDDED, Corpora, open_corpora
 from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.run import Run
+from myriad.whole_file import write_whole
 
 if TYPE_CHECKING:
     from myriad.data.tokenizer import Tokenizer
 
-__all__ = ["open_inputs", "refuse_other_tokenizer", "tokenizer_of"]
+__all__ = ["keep_tokenizer", "open_inputs", "refuse_other_tokenizer", "tokenizer_of"]
 
 
 def open_inputs(job: Job, tell: Callable[[str], None]) -> Corpora:
@@ -43,8 +44,17 @@ def refuse_other_tokenizer(run: Run, job: Job, corpora: Corpora) -> None:
         raise BadInputError("data.corpus", job.data.corpus, allowed)
 
 
+def keep_tokenizer(run: Run, corpora: Corpora) -> None:
+    """Beside the weights, which mean nothing without it, whatever becomes of the corpus."""
+    from myriad.data.tokenizer import TOKENIZER_FILE
+
+    path = run.path / TOKENIZER_FILE
+    if corpora.tokenizer is not None and not path.is_file():
+        write_whole(path, corpora.tokenizer.as_text())
+
+
 def tokenizer_of(run: Run, job: Job) -> "Tokenizer | None":
-    """The run's own, which came with imported weights, else its corpus's; ``None`` where that has none."""
+    """The run's own, else its corpus's; ``None`` where that has none."""
     from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 
     if (run.path / TOKENIZER_FILE).is_file():

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from myriad.cli.main import main
 from myriad.resilience.engines import local
 from myriad.run import Run
+from myriad.train.inputs import tokenizer_of
 
 WORKER = [sys.executable, str(Path(__file__).with_name("fake_worker.py"))]
 
@@ -151,13 +153,13 @@ def test_a_missing_or_empty_corpus_is_told_before_anything_starts(myriad, corpus
     assert not Path("runs").exists()
 
 
-def test_a_run_does_not_go_on_with_another_tokenizer(myriad):
+def test_a_run_keeps_its_tokenizer_and_does_not_go_on_with_another(myriad):
     corpus_file(Path("corpus"), 300)
     keys = ["--data.corpus", "corpus/text", "--run", "one"]
     assert myriad("train", "tiny", *keys)[0] == 0
-    for path in Path("corpus").iterdir():
-        path.unlink()
-    Path("corpus").rmdir()
+    shutil.rmtree("corpus")
+    kept = tokenizer_of(Run("runs/one"), Run("runs/one").job())
+    assert kept is not None and kept.vocabulary == 300, "text is made of the weights without the corpus"
     corpus_file(Path("corpus"), 280)
     code, _, err = myriad("train", "tiny", *keys, "--train.steps", "30")
     assert code == 2 and "tokenizer" in err and err.count("\n") == 1
