@@ -11,6 +11,7 @@ import sys
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from myriad import __version__
 from myriad.cli import (
@@ -102,6 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(format="myriad: %(levelname)s: %(message)s")
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command = typer.main.get_command(build_app())
+    _flow(command)
     try:
         code = command(arguments, prog_name="myriad", standalone_mode=False)
     except MyriadError as error:
@@ -122,6 +124,15 @@ def main(arguments: list[str] | None = None) -> None:
         _tell(f"{os.fsdecode(error.filename)}: {error.strerror}")
         code = 1 if error.errno in _FULL else 2
     sys.exit(code or 0)
+
+
+def _flow(command: object) -> None:
+    """Help is as wide as the terminal: where a line of a docstring ends says nothing."""
+    if isinstance(command, (TyperCommand, TyperGroup)):
+        command.help = "\n\n".join(" ".join(one.split()) for one in (command.help or "").split("\n\n"))
+    if isinstance(command, TyperGroup):
+        for verb in command.commands.values():
+            _flow(verb)
 
 
 def _tell(text: str) -> None:

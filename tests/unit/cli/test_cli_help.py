@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -23,6 +24,14 @@ def test_help_of_train_lists_every_key_with_its_default(capsys, monkeypatch):
     missing = [key for key, _ in job_keys() if f"--{key} " not in out]
     assert missing == []
     assert "Ranks that share each matrix" in out
+
+
+def test_paragraphs_flow_to_the_terminals_width(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    said = shown(capsys, "faults", "run", "--help").split("\u256d")[0]
+    lines = [line.strip() for line in said.splitlines()]
+    full = [line for line, after in pairwise(lines) if line and after]
+    assert len(full) > 6 and all(len(line) > 45 for line in full), "only a paragraph's last line is short"
 
 
 def test_myriad_alone_shows_its_verbs(capsys):
