@@ -185,7 +185,8 @@ def open_corpus(name: str, split: Split, vocabulary: int = 4096, cache: Path | N
         if path.is_file():
             allowed = f"is a file, not a corpus: myriad data prepare {name} --output FOLDER makes one of text"
             raise BadInputError("data.corpus", name, allowed)
-        raise BadInputError("data.corpus", name, f"no such corpus; {allowed}")
+        where = "" if path.is_absolute() else f" from {Path.cwd()}"
+        raise BadInputError("data.corpus", name, f"no such corpus{where}; {allowed}")
     shards = [IndexedShard(prefix)] if split == "train" else []
     return Corpus(prefix, shards, None)
 

@@ -78,14 +78,16 @@ class SpanQueries:
         except duckdb.Error as error:
             raise BadInputError("QUERY", _short(query), _words(error)) from None
         columns = tuple(str(one[0]) for one in self._connection.description or ())
-        return Answer(columns, self._fetch())
+        return Answer(columns, self._fetch(query))
 
-    def _fetch(self) -> Rows:
+    def _fetch(self, query: str) -> Rows:
         import duckdb
 
         try:
             while rows := self._connection.fetchmany(_AT_ONCE):
                 yield from rows
+        except duckdb.ProgrammingError as error:  # of what was asked, as a time with its zone
+            raise BadInputError("QUERY", _short(query), _words(error)) from None
         except (duckdb.Error, OSError) as error:
             raise RunFailedError(f"the files cannot be read to their end: {_words(error)}") from None
 
