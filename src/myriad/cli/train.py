@@ -1,5 +1,6 @@
 """``myriad train``: start a run, or go on with it, and show how it goes."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -118,7 +119,11 @@ def train(
         folder.create_or_resume(resolved)
         keep_tokenizer(folder, corpora)
         folder.append_event("corpus", fingerprint=corpora.fingerprint, tokens=corpora.num_tokens)
-        ended = _launch(folder, resolved, console)
+        try:
+            ended = _launch(folder, resolved, console)
+        except RunFailedError:  # what is there of it is told all the same
+            _report(folder, console, oversubscribe)
+            raise
     _end(folder, ended, console, oversubscribe)
 
 
@@ -262,7 +267,8 @@ def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> bool:
     from myriad.cli.summary import summarize
     from myriad.data.corpus import EMBEDDED
 
-    save_plot(run)
+    with contextlib.suppress(OSError):  # a full disk has no room for a picture; what was trained stands
+        save_plot(run)
     save_report(run)
     summary = summarize(run)
     finished = summary.state == "finished"
@@ -273,7 +279,7 @@ def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> bool:
     again = f"{_program()} train {path}{' --oversubscribe' if oversubscribe else ''}"
     if not finished:
         saved = summary.saved_step
-        at = f"stopped at step {saved}" if saved else "stopped before the first step was saved"
+        at = f"stopped at step {saved}" if saved else "stopped before the first step was stored"
         console.print(f"{at}; `{again}` goes on from there", markup=False, highlight=False, soft_wrap=True)
         return False
     longer = f"{again} --train.steps {2 * summary.steps_planned}"
