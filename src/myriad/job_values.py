@@ -37,7 +37,7 @@ class TrainConfig(Config):
 
     steps: int = Field(100, ge=1)
     """Iterations of the whole run."""
-    global_batch: int = Field(8, ge=1)
+    global_batch: int = Field(8, ge=1, le=2**24)
     """Sequences in one iteration, over all ranks and micro-batches."""
     seed: int = Field(1, ge=0)
     """Of initial weights, sample order and dropout."""

@@ -184,6 +184,7 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         ([GRAPHS, "train.memory_budget=1 GiB"], "train.cuda_graphs", "needs train.memory_budget = off"),
         ([GRAPHS, *EARLY], "train.cuda_graphs", "needs overlap.optimizer_in_backward = false"),
         (["layout.zero=4"], "layout.zero", "less than or equal to 3"),
+        (["train.global_batch=100000000000"], "train.global_batch", "less than or equal to 16777216"),
         (
             ["layout.schedule=fifo"],
             "layout.schedule",

@@ -122,7 +122,7 @@ def plan(
         of_one = {"--out": out, "--picture": picture, "--straggler": straggler, "--fabric": fabric}
         _check_many(days, of_one)
     asked = Asked.of(wanted, measure=measure, quiet=console is None)
-    with _garbage_kept():
+    with _garbage_kept(), _default_told(context, cluster):
         if days is not None:
             told = _fewest(asked, days, console)
         elif len(asked.sizes) > 1:
@@ -160,6 +160,19 @@ def _garbage_kept() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def _default_told(context: typer.Context, cluster: str) -> Iterator[None]:
+    """Who names no cluster may not know which one nothing fits on."""
+    try:
+        yield
+    except BadInputError as error:
+        source = context.get_parameter_source("cluster")
+        if error.key != "accelerators" or source is None or source.name != "DEFAULT":
+            raise
+        allowed = f"{error.allowed}; --cluster was not given, and is {cluster}"
+        raise BadInputError(error.key, error.value, allowed) from None
 
 
 def _this_machine(context: typer.Context, cluster: str) -> str:

@@ -1,6 +1,7 @@
 """Everything that ``myriad plan`` says of one number of accelerators, as a value: shown, printed as JSON,
 drawn."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Told", "tell"]
 
+_MOST_ALIKE = 3
+"""Of layouts with the same grid and micro-batch that are shown."""
 _MOST_NODES = 128
 """Of an order that are printed."""
 
@@ -63,12 +66,17 @@ class Told:
 
     def ranking(self) -> list[tuple[str, Plan]]:
         """The first few, the layout as written at its place among all, and the best without --what-if. Of
-        layouts that differ only in shards, recomputation and overlaps the best one."""
+        layouts that differ only in shards, recomputation and overlaps the best one; of those that differ only
+        in stages and schedule as well, a few."""
         distinct: dict[tuple[object, ...], Plan] = {}
+        alike: Counter[tuple[int, ...]] = Counter()
         for plan in self.answer.plans:
             layout = plan.candidate.layout
-            grid = (layout.dp, layout.tp, layout.pp, layout.virtual_stages)
-            distinct.setdefault((*grid, layout.schedule_name, layout.micro_batch), plan)
+            grid = (layout.dp, layout.tp, layout.pp, layout.micro_batch)
+            key = (*grid, layout.virtual_stages, layout.schedule_name)
+            if key not in distinct and alike[grid] < _MOST_ALIKE:
+                distinct[key] = plan
+                alike[grid] += 1
         first = list(distinct.values())[: self.top]
         rows = [(str(rank), plan) for rank, plan in enumerate(first, 1)]
         if self.written is not None:

@@ -74,7 +74,8 @@ def show_ranking(
             _days(found.days),
             _cost(found),
         )
-        lines.append(_Line(rank, found.layout + _switched_off(plan), cells))
+        elsewhere = "" if found.accelerators == problem.cluster.world else f", on {found.accelerators:,}"
+        lines.append(_Line(rank, found.layout + elsewhere + _switched_off(plan), cells))
     _show_lines(console, title, names, lines)
     _show_promise(console, problem)
 

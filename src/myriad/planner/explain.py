@@ -94,7 +94,8 @@ def waterfall(problem: Problem, candidate: Candidate, simulations: Simulations) 
         sum(saved[3:]) + slow,
         costs.stall(steps[0]),
     )
-    return dict(zip(PARTS, values, strict=True))
+    least = 1e-9 * steps[0]  # what differences of sums leave of nothing
+    return {name: value if abs(value) > least else 0.0 for name, value in zip(PARTS, values, strict=True)}
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,24 @@ def test_a_layout_as_written_is_ranked_among_the_others(capsys: pytest.CaptureFi
     assert written["keys"]["tp"] == 4 and written["seconds"] > told["plans"][0]["seconds"]
 
 
+def test_of_layouts_that_share_the_work_alike_a_few_are_ranked(capsys: pytest.CaptureFixture[str]) -> None:
+    told = _told(capsys, "gpt2-124m", "--cluster", "one-node-8xh100", "--top", "10")
+    grids = [tuple(plan["keys"][key] for key in ("dp", "tp", "pp", "micro_batch")) for plan in told["plans"]]
+    assert len(grids) > 3 and max(grids.count(grid) for grid in grids) <= 3
+
+
+def test_a_layout_for_another_number_of_accelerators_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _plan("tiny", "--gpus", "4", "--layout.dp", "2", "--top", "1") == 0
+    rows = capsys.readouterr().out.splitlines()
+    written = next(row for row in rows if row.startswith("as written"))
+    assert written.endswith(", on 2") and not any(row.endswith(", on 4") for row in rows)
+
+
+def test_who_names_no_cluster_is_told_which_one_nothing_fits_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _plan("gpt-13b") == 2
+    assert "--cluster was not given, and is laptop" in capsys.readouterr().err
+
+
 def test_checkpoints_are_shown_where_they_cost_something() -> None:
     for seconds in (0.0, 0.5):
         with StringIO() as text:
