@@ -92,7 +92,9 @@ def _reshard(
 ) -> None:
     """Write a checkpoint cut for another layout: --layout.tp 2 --layout.dp 4.
 
-    A run needs none of this: any layout goes on from any checkpoint. It saves reads at the next start."""
+    A run needs none of this: any layout goes on from any checkpoint. It saves reads at the next start, of a
+    run that has OUT as its checkpoint.url.
+    """
     from myriad.train.reshard import reshard_checkpoint
 
     overrides = OverrideCommand.of(context)
