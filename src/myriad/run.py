@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 _MAY_CHANGE = re.compile(
     r"(layout|overlap|checkpoint|resilience|telemetry)\..*"
-    r"|train\.(threads|device|steps|validate_every|collect_garbage_every)"
+    r"|train\.(threads|device|cuda_graphs|memory_budget|steps|validate_every|collect_garbage_every)"
     r"|comm\.(store|timeout_seconds|hierarchy|node_size|node_order|switch_size|\w+_bandwidth)"
 )
 """Keys that a resumed run may change: how it is computed and how long it goes on, never what is computed."""

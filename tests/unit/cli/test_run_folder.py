@@ -31,7 +31,8 @@ def test_a_new_run_keeps_its_whole_job(run):
     "override",
     ["layout.dp=2", "layout.zero=1", "train.threads=1", "train.steps=40", "train.validate_every=5",
      "train.device=cpu", "checkpoint.every=3", "train.collect_garbage_every=0", "overlap.tensor_chunks=4",
-     "comm.hierarchy=node", "comm.timeout_seconds=60", "comm.network_bandwidth=1e9"],
+     "comm.hierarchy=node", "comm.timeout_seconds=60", "comm.network_bandwidth=1e9",
+     "train.cuda_graphs=true", "train.memory_budget=1 GiB"],
 )  # fmt: skip
 def test_how_a_run_is_computed_may_change_when_it_goes_on(run, override):
     run.create_or_resume(load_job("tiny"))
