@@ -13,6 +13,7 @@ from myriad.comm.store_address import check_package, check_store
 from myriad.errors import BadInputError
 from myriad.job_values import SPIKE_STEPS_BEFORE, JobValues, work_of
 from myriad.kernels.choice import check_kernels
+from myriad.optim.config import float8_scaling
 from myriad.program.partition import partition_layers
 from myriad.telemetry.config import is_address
 
@@ -196,7 +197,7 @@ def _check_collector(job: JobValues) -> None:
 def _check_precision(job: JobValues) -> None:
     """Float8's instructions take lengths that are multiples of 16; what is not would silently stay as it
     is."""
-    if job.train.precision not in ("float8", "float8-blocks"):
+    if float8_scaling(job.train.precision) is None:
         return
     model, tp = job.model, job.layout.tp
     up = model.ffn_width * (2 if model.activation == "swiglu" else 1)

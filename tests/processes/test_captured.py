@@ -16,7 +16,7 @@ from replaying import Replaying
 from torch import nn
 
 from myriad.comm.groups import close_world
-from myriad.errors import BadInputError
+from myriad.errors import BadInputError, RunFailedError
 from myriad.parallel.engine import Engine
 
 DROPOUT = {"dropout": 0.1}
@@ -112,6 +112,25 @@ def test_a_layer_that_counts_its_runs_is_refused() -> None:
 def test_a_layer_that_asks_the_device_for_a_number_is_refused() -> None:
     (said,) = run_ranks(1, refused, True)
     assert "not permitted when stream is capturing" in said
+
+
+def diverged() -> str:
+    case = Case(global_batch=2)
+    engine = make_engine(case)
+    engine.pieces.chunks[0].master[-1] = torch.nan  # of the last norm: some gradients stay finite
+    capture(case, engine)
+    try:
+        train_steps(case, engine, 0, 1)
+    except RunFailedError as error:
+        return str(error)
+    finally:
+        close_world()
+    return "nothing"
+
+
+def test_numbers_that_are_not_finite_are_told_by_the_step_and_not_taken_for_a_bad_capture() -> None:
+    (said,) = run_ranks(1, diverged)
+    assert said.startswith("step 1: loss is nan")
 
 
 def test_one_that_is_captured_moves_nothing() -> None:

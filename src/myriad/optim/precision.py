@@ -19,7 +19,7 @@ def resolve_precision(config: Precision, device: torch.device | str) -> torch.dt
     """The type to compute in. Master weights and gradient sums are float32 either way. Raises
     `BadInputError` for a GPU without what was asked for."""
     on = torch.device(device)
-    if config in ("float8", "float8-blocks"):
+    if float8_scaling(config) is not None:
         allowed = (
             "auto, bfloat16 or float32 here: float8 needs a GPU from Ada or Hopper on (or a CPU, emulated)"
         )
