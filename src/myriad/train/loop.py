@@ -33,6 +33,7 @@ from myriad.parallel.captured import CudaGraphs
 from myriad.parallel.engine import Engine, StepResult
 from myriad.parallel.runtime import Batch
 from myriad.run import Run
+from myriad.spin_watch import watch_spinning
 from myriad.telemetry.device_clock import cuda_clock
 from myriad.telemetry.progress_page import TURNED_CODE, own_row
 from myriad.telemetry.spans import Recorder
@@ -84,6 +85,7 @@ class Trainer:
         """Number of this attempt, from the driver; 0: there is none."""
         open_inputs(job, _LOG.info)
         self.device = pick_device(job.train.device, job.train.threads, self.place)
+        self._spin_watch = watch_spinning(torch.get_num_threads()) if self.device.type == "cpu" else None
         self.dtype = resolve_precision(job.train.precision, self.device)
         value_bytes, on_cpu = self.dtype.itemsize, self.device.type == "cpu"
         self.job, told = within_budget(job, on_cpu=on_cpu, value_bytes=value_bytes)
@@ -245,6 +247,8 @@ class Trainer:
         self.engine.close()
         self.feed.close()
         close_world()
+        if self._spin_watch is not None:
+            self._spin_watch.close()
 
     def _announce(self) -> None:
         job = self.job
