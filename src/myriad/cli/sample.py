@@ -2,10 +2,13 @@
 
 import json
 import sys
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from myriad.cli.bars import count_bar
 from myriad.cli.runs import existing_run
 
 __all__ = ["register", "sample"]
@@ -33,12 +36,37 @@ def sample(
 ) -> None:
     """Continue a text with a trained model."""
     path = existing_run(run)
-    from myriad.run import Run
-    from myriad.train.sample import open_run
+    settings = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    shows_text = not as_json and sys.stdout.isatty()  # then the text itself is the progress
+    with count_bar("loading the model") as show:
+        pieces = _pieces(path, prompt, settings)
+        if not shows_text:
+            show("generating tokens", 0, tokens)
+            pieces = _counted(pieces, lambda done: show("generating tokens", done, tokens))
+            _write(path, prompt, settings, pieces, as_json=as_json)
+    if shows_text:
+        _write(path, prompt, settings, pieces, as_json=False)
 
-    pieces = open_run(Run(path)).generate(prompt, tokens, temperature, top_p, seed)
+
+def _pieces(path: Path, prompt: str, settings: dict[str, Any]) -> Iterator[str]:
+    from myriad.run import Run
+    from myriad.train.sample import open_run, settle_threads
+
+    run = Run(path)
+    settle_threads(run.job().model.num_parameters())
+    return open_run(run).generate(prompt, **settings)
+
+
+def _counted(pieces: Iterator[str], show: Callable[[int], None]) -> Iterator[str]:
+    for number, piece in enumerate(pieces, 1):
+        show(number)
+        yield piece
+
+
+def _write(
+    path: Path, prompt: str, settings: dict[str, Any], pieces: Iterator[str], *, as_json: bool
+) -> None:
     if as_json:
-        settings = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
         typer.echo(json.dumps({"run": str(path), "prompt": prompt, "text": "".join(pieces), **settings}))
         return
     sys.stdout.write(prompt)

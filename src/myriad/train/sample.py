@@ -1,5 +1,6 @@
 """Text from a run's newest checkpoint, on one device."""
 
+import os
 from collections.abc import Iterator
 
 import torch
@@ -12,9 +13,20 @@ from myriad.errors import BadInputError, RunFailedError
 from myriad.model.generate import generate
 from myriad.model.gpt import build_full
 from myriad.run import Run
+from myriad.spin_watch import watch_spinning
 from myriad.train.inputs import tokenizer_of
 
-__all__ = ["Sampler", "continue_text", "open_run"]
+__all__ = ["Sampler", "continue_text", "open_run", "settle_threads"]
+
+_ONE_THREAD_PARAMETERS = 100_000_000
+"""Up to so many, threads take longer to meet than to compute a token."""
+
+
+def settle_threads(parameters: int) -> None:
+    """Choose how many threads this process generates with; a user's OMP_NUM_THREADS stays."""
+    if parameters <= _ONE_THREAD_PARAMETERS and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    watch_spinning(torch.get_num_threads())
 
 
 class Sampler:
