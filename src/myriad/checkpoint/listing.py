@@ -1,12 +1,15 @@
 """What a run has saved, as people ask for it: on storage, half written, set aside, and in memory."""
 
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from myriad.checkpoint.folder import Checkpoint, CheckpointFolder, verify
 from myriad.checkpoint.keeper_client import list_in_memory
+from myriad.errors import RunFailedError
 
-__all__ = ["Row", "list_checkpoints"]
+__all__ = ["Row", "list_checkpoints", "resume_point"]
 
 Row = dict[str, Any]
 """``step``, ``tier`` (storage, memory), ``path``, ``state`` (verified, complete, damaged, unfinished, set
@@ -21,6 +24,18 @@ def list_checkpoints(run: Path, folder: CheckpointFolder, *, every_byte: bool = 
     rows += [_set_aside(folder, step) for step in folder.damaged()]
     rows += _in_memory(run)
     return sorted(rows, key=lambda row: int(row["step"]))
+
+
+def resume_point(run: Path, folder: CheckpointFolder) -> tuple[int, str] | None:
+    """Return the step that the next start goes on from, and its tier (memory, storage); ``None``: no step is
+    saved. As `myriad.checkpoint.search` does, memory goes before storage at the same step."""
+    found = [(int(step), "memory") for step, _ in list_in_memory(run)]
+    with suppress(OSError, RunFailedError):  # storage is away
+        whole = (
+            step for step in reversed(folder.steps()) if not verify(folder.at_step(step), sizes_only=True)
+        )
+        found += [(step, "storage") for step in islice(whole, 1)]
+    return max(found, key=lambda one: (one[0], one[1] == "memory"), default=None)
 
 
 def _complete(checkpoint: Checkpoint, step: int, every_byte: bool) -> Row:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -17,6 +16,7 @@ from myriad.errors import BadInputError, RunFailedError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from myriad.cli.summary import Summary
     from myriad.job import Job
     from myriad.run import Run
 
@@ -278,9 +278,7 @@ def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> bool:
     path = shlex.quote(str(run.path))
     again = f"{_program()} train {path}{' --oversubscribe' if oversubscribe else ''}"
     if not finished:
-        saved = summary.saved_step
-        at = f"stopped at step {saved}" if saved else "stopped before the first step was stored"
-        console.print(f"{at}; `{again}` goes on from there", markup=False, highlight=False, soft_wrap=True)
+        console.print(_stopped(run, summary, again), markup=False, highlight=False, soft_wrap=True)
         return False
     longer = f"{again} --train.steps {2 * summary.steps_planned}"
     prompt = "def " if run.job().data.corpus == EMBEDDED else "The "
@@ -289,9 +287,21 @@ def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> bool:
     return True
 
 
+def _stopped(run: "Run", summary: "Summary", again: str) -> str:
+    """What a person needs to know about a run that did not finish."""
+    step, stored = summary.resumes_from_step, summary.saved_step
+    if step is None:
+        return f"stopped before the first step was saved; `{again}` starts again"
+    at = f"stopped at step {step}"
+    if summary.resumes_from == "memory" and step != stored:
+        minutes = run.job().checkpoint.linger_seconds / 60
+        at += f", kept in memory for {minutes:g} minutes (stored: {f'step {stored}' if stored else 'none'})"
+    return f"{at}; `{again}` goes on from there"
+
+
 def _program() -> str:
-    """How this program can be called again: by name when that is on the path."""
-    called = Path(sys.argv[0])
-    if shutil.which("myriad") or called.name != "myriad":
+    """How this program can be called again from any folder: by name when that is on the path."""
+    called, found = Path(sys.argv[0]).absolute(), shutil.which("myriad")
+    if called.name != "myriad" or (found is not None and Path(found).resolve() == called.resolve()):
         return "myriad"
-    return os.path.relpath(called)
+    return shlex.quote(str(called))
