@@ -121,8 +121,11 @@ def train(
         folder.append_event("corpus", fingerprint=corpora.fingerprint, tokens=corpora.num_tokens)
         try:
             ended = _launch(folder, resolved, console)
-        except RunFailedError:  # what is there of it is told all the same
-            _report(folder, console, oversubscribe)
+        except RunFailedError as error:  # what there is of the run is shown all the same
+            _report(folder, console, oversubscribe, error)
+            if console is None:
+                sys.stderr.write(f"myriad: error: {error}\n")
+                raise typer.Exit(error.exit_code) from None
             raise
     _end(folder, ended, console, oversubscribe)
 
@@ -138,7 +141,8 @@ def _end(run: "Run", ended: str, console: "Console | None", oversubscribe: bool)
         return
     if ended == "interrupted":
         raise typer.Exit(_INTERRUPTED)
-    raise RunFailedError(f"all ranks ended before the last step (logs: {run.logs_path})")
+    sys.stderr.write(f"myriad: error: all ranks ended before the last step (logs: {run.logs_path})\n")
+    raise typer.Exit(RunFailedError.exit_code)
 
 
 def _check_standby(job: str, run: "Run", resolved: "Job", overrides: list[str]) -> None:
@@ -260,8 +264,10 @@ def _launch(run: "Run", job: "Job", console: "Console | None") -> Literal["finis
         screen.close()
 
 
-def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> bool:
-    """Tells how a run stands; whether it is finished."""
+def _report(
+    run: "Run", console: "Console | None", oversubscribe: bool, error: RunFailedError | None = None
+) -> bool:
+    """Show how a run stands; return whether it is finished. ``error``: what ended it."""
     from myriad.cli.report import save_report
     from myriad.cli.screen import save_plot, show_summary
     from myriad.cli.summary import summarize
@@ -273,7 +279,8 @@ def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> bool:
     summary = summarize(run)
     finished = summary.state == "finished"
     if console is None:
-        typer.echo(json.dumps(summary.as_json(), ensure_ascii=False))
+        failed = error and {"error": {"message": str(error), "exit_code": error.exit_code}}
+        typer.echo(json.dumps(summary.as_json() | (failed or {})))
         return finished
     path = shlex.quote(str(run.path))
     again = f"{_program()} train {path}{' --oversubscribe' if oversubscribe else ''}"
