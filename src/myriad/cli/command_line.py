@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -75,9 +75,26 @@ _USERS_PLACES = (
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
+class _Interrupted(MyriadError):
+    """A Ctrl-C or a SIGTERM ended the command."""
+
+    exit_code = 130
+
+
+class _Root(TyperGroup):
+    """All verbs; an interrupt of any of them is an error with a line, which typer would end without one."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _Interrupted("interrupted") from error
+
+
 def build_app() -> typer.Typer:
     """The command line with all its verbs."""
-    app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=_CONTEXT)
+    app = typer.Typer(cls=_Root, add_completion=False, rich_markup_mode="rich", context_settings=_CONTEXT)
     app.callback()(_root)
     for verb in _VERBS:
         verb.register(app)
