@@ -112,18 +112,27 @@ def test_one_ctrl_c_during_validation_does_not_wait_for_its_end_and_the_next_sta
     assert [event["step"] for event in events(tmp_path, "interrupted")] == [2, 4, 4]
 
 
-def _drives(folder: Path) -> None:
+def _imports(command: Command, folder: Path) -> None:
+    maps = Path(f"/proc/{command.process.pid}/maps")
+    wait_until(lambda: "_struct" in maps.read_text() or "pydantic" in maps.read_text())
+
+
+def _computes(command: Command, folder: Path) -> None:
+    time.sleep(2.0)
+
+
+def _drives(command: Command, folder: Path) -> None:
     wait_until(lambda: [*folder.rglob("driver.json")] != [])
 
 
-_TEXTS = sys.prefix + "/lib/*/site-packages/torch"
+_TEXTS = sys.prefix + "/lib/*/site-packages/torch/**/*.py"
 _ANY = pytest.mark.parametrize(
     ("words", "when"),
     [
-        (("train", "tiny"), lambda folder: time.sleep(0.25)),
+        (("train", "tiny"), _imports),
         (_TINY, _drives),
-        (("validate",), lambda folder: time.sleep(1.0)),
-        (("data", "prepare", _TEXTS, "--output", "out"), lambda folder: time.sleep(2.0)),
+        (("validate",), _imports),
+        (("data", "prepare", _TEXTS, "--output", "out"), _computes),
         (("faults", "run", "kill-rank"), _drives),
         (("parity", "tiny", "--layout", "dp=1", "--layout", "dp=2", "--folder", "."), _drives),
     ],
@@ -133,10 +142,10 @@ _ANY = pytest.mark.parametrize(
 
 @_ANY
 def test_ctrl_c_ends_any_command_in_a_line(
-    words: tuple[str, ...], when: Callable[[Path], object], tmp_path: Path
+    words: tuple[str, ...], when: Callable[[Command, Path], None], tmp_path: Path
 ) -> None:
     command = Command(tmp_path, *words)
-    when(tmp_path)
+    when(command, tmp_path)
     command.signal()
     lines = command.end().splitlines()
     assert "interrupted" in lines[-1] or "stopped" in lines[-1], lines

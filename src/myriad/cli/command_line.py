@@ -3,11 +3,13 @@
 0 done · 1 the run failed · 2 bad input, nothing was changed · 130 interrupted
 """
 
+import contextlib
 import errno
 import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -84,12 +86,31 @@ class _Interrupted(MyriadError):
 class _Root(TyperGroup):
     """All verbs; an interrupt of any of them is an error with a line, which typer would end without one."""
 
+    def main(self, *arguments: Any, **settings: Any) -> Any:
+        """Run a command; an interrupt before its verb runs counts, too."""
+        self.interrupted = False
+        code = super().main(*arguments, **settings)
+        if self.interrupted:
+            raise _Interrupted("interrupted")
+        return code
+
+    def make_context(self, *arguments: Any, **settings: Any) -> Any:
+        """Read the options."""
+        with self._noting():
+            return super().make_context(*arguments, **settings)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the verb."""
-        try:
+        with self._noting():
             return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            raise _Interrupted("interrupted") from error
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.interrupted = True
+            raise
 
 
 def build_app() -> typer.Typer:
