@@ -29,9 +29,8 @@ def test_an_output_without_room_is_one_line_and_exit_code_1(tmp_path: Path) -> N
     assert shell(tmp_path, "myriad --version >&-").returncode == 0
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_an_output_without_unicode_shows_what_it_can(encoding: str, tmp_path: Path) -> None:
-    done = shell(tmp_path, "myriad plan tiny", PYTHONIOENCODING=encoding, COLUMNS="60", TERM="dumb")
+def test_an_output_without_unicode_shows_what_it_can(tmp_path: Path) -> None:
+    done = shell(tmp_path, "myriad plan tiny", PYTHONIOENCODING="ascii", COLUMNS="60", TERM="dumb")
     assert (done.returncode, done.stderr) == (0, "") and "layouts" in done.stdout
 
 
