@@ -26,6 +26,9 @@ _ALONE_SECONDS = 30.0
 """How long a keeper waits for its first rank."""
 _LOST_SECONDS = 1.0
 """After the last rank is gone: others may be on their way out, or in."""
+_PROOF_SECONDS, _PROOF_BYTES, _MOST_UNPROVEN = 5.0, 1024, 64
+"""Until a connection from another machine has shown the attempt's token: its deadline, the longest message,
+and how many there may be at a time. When there are more, the oldest is closed."""
 _POLL_SECONDS, _BUSY_SECONDS = 0.05, 1.0
 """How often it looks whether it is needed: while ranks are there one that leaves wakes it."""
 
@@ -40,6 +43,8 @@ class _Server:
         self._left = threading.Event()
         """A rank has gone since this was last looked at."""
         self._tokens: set[str] = set()
+        self._unproven: list[Wire] = []
+        """Oldest first."""
         self._tcp: socket.socket | None = None
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._unix.bind(f"\0{name}")
@@ -156,8 +161,7 @@ class _Server:
         return port
 
     def _serve_keeper(self, wire: Wire) -> None:
-        message, _, _ = wire.receive()
-        if message["op"] != "keeper" or message["token"] not in self._tokens:
+        if not self._is_keeper(wire):
             return
         while True:
             message, payload, _ = wire.receive()
@@ -166,6 +170,23 @@ class _Server:
             except (OSError, AssertionError, KeyError) as error:
                 answer = {"problem": str(error) or type(error).__name__}
             wire.send(answer)
+
+    def _is_keeper(self, wire: Wire) -> bool:
+        """Return whether the other end shows the token of an attempt, in time and in few bytes."""
+        with self._lock:
+            self._unproven.append(wire)
+            for oldest in self._unproven[:-_MOST_UNPROVEN]:
+                oldest.shut()
+        try:
+            wire.patience(_PROOF_SECONDS)
+            message, _, _ = wire.receive(_PROOF_BYTES)
+            wire.patience(None)
+            return message.get("op") == "keeper" and message.get("token") in self._tokens
+        except (ValueError, AttributeError, TypeError):  # not JSON, not an object, not a token
+            return False
+        finally:
+            with self._lock:
+                self._unproven.remove(wire)
 
     def _answer_keeper(self, message: Message, payload: memoryview) -> dict[str, Any]:
         op, attempt = message["op"], self.keeper.attempt(message["attempt"])

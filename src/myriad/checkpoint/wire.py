@@ -50,11 +50,16 @@ class Wire:
         except OSError as error:
             raise Closed(str(error)) from error
 
-    def receive(self) -> tuple[Message, memoryview, list[int]]:
+    def receive(self, max_bytes: int | None = None) -> tuple[Message, memoryview, list[int]]:
         """The next message, its bytes and its descriptors. Raises `Closed`, or ``TimeoutError`` when nothing
-        begins to come within the time that `patience` set."""
+        begins to come within the time that `patience` set. A message that says that it is longer than
+        ``max_bytes`` is refused as `Closed` before memory is taken for it."""
         header, descriptors = self._first(_HEADER.size)
         text_bytes, payload_bytes = _HEADER.unpack(header)
+        if max_bytes is not None and text_bytes + payload_bytes > max_bytes:
+            raise Closed(
+                f"a message of {text_bytes + payload_bytes} bytes; at most {max_bytes} are allowed here"
+            )
         message = json.loads(bytes(self._exactly(text_bytes)))
         return message, self._exactly(payload_bytes), descriptors
 
@@ -71,10 +76,14 @@ class Wire:
         except OSError:
             return False
 
-    def close(self) -> None:
-        """Also wakes whoever receives."""
+    def shut(self) -> None:
+        """End the connection; the thread that receives from it gets `Closed`, and closes it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Also wakes whoever receives."""
+        self.shut()
         self._socket.close()
 
     def _first(self, count: int) -> tuple[bytes, list[int]]:

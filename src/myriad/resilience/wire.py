@@ -28,6 +28,7 @@ from myriad.resilience.codec import decode, encode
 from myriad.whole_file import write_whole
 
 __all__ = [
+    "HANDSHAKE_SECONDS",
     "MAX_BYTES",
     "MAX_UNREAD_BYTES",
     "SECRET_FILE",
@@ -51,7 +52,10 @@ SECRET_FILE = "MYRIAD_SECRET_FILE"
 """Names, in the environment, a file with the secret of all runs there: it need not lie in a shared folder."""
 _HEADER = struct.Struct("!2sHI")
 _MAGIC = b"MY"
-_HANDSHAKE_SECONDS = 10.0
+HANDSHAKE_SECONDS = 10.0
+"""An end that has not proven that it knows the secret by then is not waited for."""
+_HANDSHAKE_BYTES = 1024
+"""The longest message of an end that has not proven it."""
 _READ_BYTES = 2**16
 
 
@@ -69,8 +73,10 @@ def frame(message: dict[str, Any]) -> bytes:
 class Frames:
     """Cuts a stream into messages, whatever pieces it comes in."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._buffer = bytearray()
+        self.max_bytes = max_bytes
+        """A longer message is refused before it has arrived."""
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
         """Those that are now complete. Raises `Refused`."""
@@ -79,8 +85,8 @@ class Frames:
             magic, version, size = _HEADER.unpack_from(self._buffer)
             if magic != _MAGIC or version != VERSION:
                 raise Refused(f"version {version} of {magic!r}; this is version {VERSION}")
-            if size > MAX_BYTES:
-                raise Refused(f"{size} bytes; at most {MAX_BYTES}")
+            if size > self.max_bytes:
+                raise Refused(f"{size} bytes; at most {self.max_bytes}")
             end = _HEADER.size + size
             if len(self._buffer) < end:
                 return
@@ -129,12 +135,12 @@ class Link:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._frames = Frames()
+        self._frames = Frames(_HANDSHAKE_BYTES)
         self._ready: deque[dict[str, Any]] = deque()
 
     async def prove(self, secret: bytes, role: str, other: str) -> None:
         """Both ends show that they know the secret. Raises `Refused`, ``OSError``."""
-        async with asyncio.timeout(_HANDSHAKE_SECONDS):
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
             mine = secrets.token_hex(16)
             self._send({"nonce": mine})
             theirs = await self._receive()
@@ -143,7 +149,8 @@ class Link:
             answer = await self._receive()
         proof, expected = str(answer.get("proof", "")), _proof(secret, other, nonce, mine)
         if not hmac.compare_digest(_encoded(proof), _encoded(expected)):
-            raise Refused(f"whoever is there does not know the secret of this run's {other}")
+            raise Refused(f"the other end does not know the secret of this run's {other}")
+        self._frames.max_bytes = MAX_BYTES
 
     def send(self, message: Any) -> None:
         """A dataclass; nothing is waited for."""

@@ -233,6 +233,46 @@ def test_whatever_one_connection_sends_the_driver_serves_the_others(
         asyncio.run(drive(Path(folder)))
 
 
+def test_nodes_join_while_idle_strangers_come_faster_than_they_time_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("myriad.resilience.wire.HANDSHAKE_SECONDS", 10 * SECONDS)
+    monkeypatch.setattr("myriad.resilience.drive.driver.HANDSHAKE_SECONDS", 10 * SECONDS)
+
+    async def drive() -> None:
+        async with driving(tmp_path, nodes=1) as (run, address):
+            strangers = [await asyncio.open_connection(*address) for _ in range(400)]
+            executor = await Executor(run, 0).connect(address)
+            executor.join()
+            assert (await executor.order(Start)).epoch == 1
+            closed = 0
+            for reader, writer in strangers[:100]:  # the oldest
+                with suppress(OSError):
+                    while await reader.read(2**16):
+                        pass
+                closed += 1
+                writer.close()
+            assert closed == 100
+            for _, writer in strangers[100:]:
+                writer.close()
+            executor.link.close()
+
+    asyncio.run(drive())
+
+
+def test_a_long_message_is_refused_before_its_sender_is_authenticated(tmp_path: Path) -> None:
+    async def drive() -> None:
+        async with driving(tmp_path, nodes=1) as (_, address):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"MY\0" + bytes([VERSION]) + (2**20).to_bytes(4, "big") + b"{")
+            with suppress(OSError):
+                while await reader.read(2**16):  # without more of it
+                    pass
+            writer.close()
+
+    asyncio.run(drive())
+
+
 class Tenure(Alone):
     """Of a driver that may act until it may not."""
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from myriad.errors import BadInputError
+from myriad.resilience.admission import Admission
 from myriad.resilience.doctor.cluster import Node
 from myriad.resilience.doctor.findings import Findings
 from myriad.resilience.doctor.rounds import Pair, Rounds, better
@@ -64,7 +65,7 @@ class Coordinator:
         self._lines: dict[int, _Line] = {}
         self._complaints: dict[int, list[str]] = {}
         self._all_here = asyncio.Event()
-        self._strangers = 0
+        self._admission = Admission(_MOST_STRANGERS + len(nodes), _HELLO_SECONDS)
 
     async def listen(self) -> asyncio.Server:
         """Raises `BadInputError` when the first node's address cannot be listened on."""
@@ -102,16 +103,12 @@ class Coordinator:
     # Nodes
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Whoever does not prove within seconds that it knows the secret is sent away, unheard."""
-        self._strangers += 1
+        """Take a connection that proves within seconds that it knows the secret; close any other."""
         try:
-            if self._strangers > _MOST_STRANGERS + len(self._nodes):
-                raise Refused("too many at once")
-            await asyncio.wait_for(self._take(reader, writer), _HELLO_SECONDS)
+            async with self._admission.authenticating(writer):
+                await self._take(reader, writer)
         except (OSError, EOFError, TimeoutError):
             writer.close()
-        finally:
-            self._strangers -= 1
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         mine = hello()

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
+from myriad.resilience.admission import Admission
 from myriad.resilience.clocks import tell_clock
 from myriad.resilience.decide.actions import Action, EndRun
 from myriad.resilience.decide.clocks import Clocks
@@ -59,7 +60,7 @@ from myriad.resilience.facts import (
 from myriad.resilience.herald import Herald
 from myriad.resilience.listen import split_listen
 from myriad.resilience.traces import TraceAsked, Traced
-from myriad.resilience.wire import Link, Refused, run_secret
+from myriad.resilience.wire import HANDSHAKE_SECONDS, Link, Refused, run_secret
 from myriad.run import Run
 
 __all__ = ["Driver", "main"]
@@ -69,6 +70,8 @@ _DUE_SECONDS, _CALM_SECONDS = 0.25, 1.0
 """How often the time is looked at: while something may be wrong, and while nothing is."""
 _ALIVE_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
+_MOST_UNAUTHENTICATED = 256
+"""Connections, beside one of each node, that may be authenticating at the same time."""
 _MOST_WAITING = 4096
 """Connections that are not accepted yet: all executors come at once when there is a new driver."""
 
@@ -100,6 +103,8 @@ class Driver:
         self._orders = Orders(plan, decider, self._links, tell)
         self._traces = Traces(run, scribe, self._links, decider.step_seconds)
         self._door = Door(plan, decider, gate, self._members, self._traces, self._links.keys())
+        limit = _MOST_UNAUTHENTICATED + plan.nodes
+        self._admission = Admission(limit, HANDSHAKE_SECONDS)
         self._over, self._due = asyncio.Event(), asyncio.Event()
         self._rests: asyncio.TimerHandle | None = None
         self.is_lost = False
@@ -188,8 +193,9 @@ class Driver:
         """One executor, until it is gone or says what cannot be."""
         link, node = Link(reader, writer), None
         try:
-            await link.prove(self._secret, "driver", "executor")
-            joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked, TraceAsked, Examined))
+            async with self._admission.authenticating(writer):
+                await link.prove(self._secret, "driver", "executor")
+                joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked, TraceAsked, Examined))
             if isinstance(joined, Examined):
                 self._notes.of_left_out(joined)
                 return
@@ -214,7 +220,8 @@ class Driver:
                     self._hear(heard)
                 self._members.heard(node, time.monotonic())
         except Refused as error:
-            _LOG.warning("a connection was refused: %s", error)
+            if node is not None:
+                _LOG.warning("node %d: its connection is closed: %s", node, error)
         except (OSError, TimeoutError):
             pass  # it is gone: told below
         finally:
