@@ -13,7 +13,7 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from myriad.resilience.codec import plain, read
 from myriad.resilience.decide.actions import Action, EndRun, Evict, StartAttempt, StopRanks, TurnRanks
@@ -27,6 +27,9 @@ CUT_OFF_SECONDS = 3.5
 """After which a node without a driver's machine ends its ranks by itself."""
 SETTLE_SECONDS = 3600.0
 """In which a run that meets no more faults must be at work again, or have ended with a reason."""
+
+WHILE = st.sampled_from([0.0, 0.25, 1.0, 4.0, 12.0])
+RANK, NODE = st.integers(0, WORLD - 1), st.integers(0, NODES)
 
 
 @dataclass
@@ -77,7 +80,7 @@ class Cluster(RuleBasedStateMachine):
         self.nodes: dict[int, Node] = {}
         for number in range(NODES + spares):
             self.replace(number, after=0.0)
-        self.advance(1.0)
+        self.advance(4.0)
 
     # The driver
 
@@ -263,48 +266,46 @@ class Cluster(RuleBasedStateMachine):
         step_seconds = 1.0 if rank.step > 0 else 0.0
         return RankSeen(number, 9, "S", phase, "reduce", rank.step, entered, left, idle, step_seconds)
 
-    # What can happen
+    # What can happen, after a while
 
-    living = precondition(lambda self: self.end is None)
+    def node_of(self, rank: int) -> Node | None:
+        return next((node for node in self.nodes.values() if rank in node.ranks), None)
 
-    @rule(seconds=st.sampled_from([0.25, 1.0, 4.0, 12.0]))
+    @rule(seconds=WHILE)
     def time_passes(self, seconds: float) -> None:
         self.advance(seconds)
 
-    @living
-    @rule(
-        number=st.integers(0, WORLD - 1), how=st.sampled_from([(-9, "killed"), (1, "peer"), (-11, "crash")])
-    )
-    def a_rank_ends(self, number: int, how: tuple[int, str]) -> None:
-        for node in list(self.nodes.values()):
-            if number in node.ranks:
-                self.exit(node, number, *how)
+    @rule(after=WHILE, number=RANK, how=st.sampled_from([(-9, "killed"), (1, "peer"), (-11, "crash")]))
+    def a_rank_ends(self, after: float, number: int, how: tuple[int, str]) -> None:
+        self.advance(after)
+        if self.end is None and (node := self.node_of(number)) is not None:
+            self.exit(node, number, *how)
 
-    @living
-    @rule(number=st.integers(0, WORLD - 1))
-    def a_rank_hangs(self, number: int) -> None:
-        for node in self.nodes.values():
-            if number in node.ranks and node.ranks[number].step > 0:
-                node.ranks[number].hangs = True
+    @rule(after=WHILE, number=RANK)
+    def a_rank_hangs(self, after: float, number: int) -> None:
+        self.advance(after)
+        node = self.node_of(number)
+        if node is not None and node.ranks[number].step > 0:
+            node.ranks[number].hangs = True
 
-    @living
-    @rule(number=st.integers(0, NODES), lag=st.sampled_from([0.0, 0.5, 2.0]))
-    def messages_are_late(self, number: int, lag: float) -> None:
+    @rule(after=WHILE, number=NODE, lag=st.sampled_from([0.0, 0.5, 2.0]))
+    def messages_are_late(self, after: float, number: int, lag: float) -> None:
+        self.advance(after)
         if number in self.nodes:
             self.nodes[number].lag = lag
 
-    @living
-    @rule(number=st.integers(0, NODES))
-    def a_connection_breaks(self, number: int) -> None:
-        if number in self.nodes and self.nodes[number].connected:
+    @rule(after=WHILE, number=NODE)
+    def a_connection_breaks(self, after: float, number: int) -> None:
+        self.advance(after)
+        if self.end is None and number in self.nodes and self.nodes[number].connected:
             self.disconnect(self.nodes[number], self.now + RECONNECT_SECONDS)
             self.hear(NodeLeft(number))
 
-    @living
-    @rule(number=st.integers(0, NODES))
-    def a_cable_is_cut_or_mended(self, number: int) -> None:
+    @rule(after=WHILE, number=NODE)
+    def a_cable_is_cut_or_repaired(self, after: float, number: int) -> None:
+        self.advance(after)
         node = self.nodes.get(number)
-        if node is None:
+        if node is None or self.end is not None:
             return
         if node.cut_at is not None:
             node.cut_at, node.connects_at = None, self.now
@@ -314,31 +315,35 @@ class Cluster(RuleBasedStateMachine):
                 self.disconnect(node, self.now)
                 self.hear(NodeLeft(number))
 
-    @living
-    @rule(number=st.integers(0, NODES), told=st.booleans())
-    def an_executor_dies(self, number: int, told: bool) -> None:
-        if number in self.nodes:
+    @rule(after=WHILE, number=NODE, with_driver=st.booleans())
+    def an_executor_dies(self, after: float, number: int, with_driver: bool) -> None:
+        self.advance(after)
+        if self.end is None and number in self.nodes:
             was = self.nodes[number].connected
-            self.replace(number, REPLACE_SECONDS)
-            if was and told:
+            self.replace(number, 60.0 if with_driver else REPLACE_SECONDS)
+            if with_driver:
+                self.next_driver()
+            elif was:
                 self.hear(NodeLeft(number))
 
-    @living
     @rule(
-        how=st.sampled_from(["at once", "dies before it acts", "acts before the journal", "acts, then dies"])
+        after=WHILE,
+        how=st.sampled_from(["at once", "dies before it acts", "acts before the journal", "acts, then dies"]),
     )
-    def a_driver_dies(self, how: str) -> None:
-        if how == "at once":
+    def a_driver_dies(self, after: float, how: str) -> None:
+        self.advance(after)
+        if self.end is None and how == "at once":
             self.next_driver()
         else:
             self.dies = how
 
-    @living
-    @rule()
-    def a_person_stops_it(self) -> None:
-        for node in self.nodes.values():
-            node.stop_asked = True
-        self.hear(StopAsked(-1))
+    @rule(after=WHILE, sure=st.integers(0, 9))
+    def a_person_stops_it(self, after: float, sure: int) -> None:
+        self.advance(after)
+        if sure == 9 and self.end is None:
+            for node in self.nodes.values():
+                node.stop_asked = True
+            self.hear(StopAsked(-1))
 
     @invariant()
     def the_journal_can_be_read(self) -> None:
@@ -378,4 +383,4 @@ class Cluster(RuleBasedStateMachine):
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestCluster.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
