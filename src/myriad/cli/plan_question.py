@@ -66,9 +66,9 @@ class Asked:
     slower: dict[int, float]
 
     @classmethod
-    def of(cls, wanted: Wanted, *, measure: bool, quiet: bool) -> "Asked":
+    def of(cls, wanted: Wanted, *, measure: bool) -> "Asked":
         """Measures where that is asked for, or needed. Raises `BadInputError`."""
-        path = str(measure_to_file(quiet=quiet)[1]) if measure else cluster_path(wanted.cluster, quiet=quiet)
+        path = str(measure_to_file()[1]) if measure else cluster_path(wanted.cluster)
         cluster = load_cluster(path, wanted.changes)
         plain = load_cluster(path) if wanted.changes else None
         sizes = wanted.gpus or (cluster.world,)
