@@ -209,7 +209,7 @@ def _best(
     fabric: bool,
 ) -> dict[str, Any]:
     from myriad.cli.plan_answer import tell
-    from myriad.cli.plan_job import as_written, job_of, problem_of, write_plan
+    from myriad.cli.plan_job import job_of, problem_of, write_plan
     from myriad.planner.questions import answer
     from myriad.planner.rescore import Simulations
 
@@ -225,7 +225,7 @@ def _best(
             asked.job,
             found,
             before=before,
-            written=as_written(asked.job),
+            written=asked.written,
             simulations=simulations,
             slower=asked.slower,
             top=top,
