@@ -80,7 +80,7 @@ def _verify(path: _Path, json: _Json = False) -> None:
 
     found: dict[str, list[str]] = {}
     for checkpoint in _checkpoints(path):
-        with bytes_bar(quiet=json) as show:
+        with bytes_bar() as show:
             found[checkpoint.where] = verify(checkpoint, show=partial(show, checkpoint.name))
     if json:
         typer.echo(json_format.dumps({"path": path, "whole": not any(found.values()), "problems": found}))

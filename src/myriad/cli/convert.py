@@ -101,7 +101,7 @@ def _reshard(
     for override in overrides:
         if not override.startswith("layout."):
             raise BadInputError(override.partition("=")[0], override.partition("=")[2], "only layout.* keys")
-    with bytes_bar(quiet=json) as show:
+    with bytes_bar() as show:
         done = reshard_checkpoint(path, out, overrides, partial(show, "cutting"))
     if json:
         typer.echo(json_format.dumps(done))
