@@ -210,9 +210,14 @@ class Attempt:
         assert self._copies is not None, "configured"
         where = {} if url is None else {"url": url}
         answers = self._copies.ask_all(self._order("store", step=step, **where))
-        files = self.store_own(step, url)
-        for answer in answers:
-            files |= {name: FileRecord.parse(file) for name, file in answer()["files"].items()}
+        try:
+            files = self.store_own(step, url)
+            for answer in answers:
+                files |= {name: FileRecord.parse(file) for name, file in answer()["files"].items()}
+        finally:
+            for answer in answers:  # whoever clears the folder comes after the last writer
+                with suppress(OSError):
+                    answer()
         return files
 
     def store_own(self, step: int, url: str | None = None) -> dict[str, FileRecord]:
