@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from myriad.checkpoint.attempt import Attempt
+from myriad.checkpoint.attempt import Attempt, Saved
 from myriad.checkpoint.copied import CopiedMembers
 from myriad.checkpoint.member import Hasher, Member
 from myriad.checkpoint.memory import SnapshotMemory
@@ -23,7 +23,9 @@ from myriad.checkpoint.piece import snapshot_bytes, split_pieces
 from myriad.checkpoint.wire import Message
 from myriad.jsonl import append_line
 
-__all__ = ["Keeper"]
+__all__ = ["AT_WORK", "Keeper"]
+
+AT_WORK = "its ranks are at work; stop the run first (Ctrl-C saves to where it stores)"
 
 
 class Keeper:
@@ -38,6 +40,8 @@ class Keeper:
         self._hasher = Hasher()
         self._num_flushes = 0
         self.linger_seconds = 0.0
+        self.held_step: int | None = None
+        """A last step that could not be stored: the memory stays until it is, or until it is given up."""
 
     def attempt(self, number: int) -> Attempt:
         """The present one, or one whose step it went on from. Raises ``OSError`` for any other."""
@@ -85,6 +89,11 @@ class Keeper:
         self.linger_seconds = message["linger_seconds"]
         self.attempt(number).configure(message, payload)
 
+    def is_present(self, member: Member) -> bool:
+        """Whether a rank is of the newest attempt."""
+        with self._lock:
+            return member.attempt == self._present.number
+
     def whole(self, member: Member, message: Message) -> None:
         """A rank has copied its state into a slot."""
         with self._lock:
@@ -125,6 +134,36 @@ class Keeper:
         finally:
             with self._lock:
                 self._num_flushes -= 1
+
+    def save(self, url: str) -> Saved:
+        """Write the newest step in memory to another folder, for a run whose ranks have ended. Raises
+        ``OSError``."""
+        with self._lock:
+            attempts, newest = self._attempts(), self._present.number
+            self._num_flushes += 1
+        try:
+            if self.has_ranks:
+                raise OSError(AT_WORK)
+            for attempt in attempts:
+                if (saved := attempt.save(url, newest)) is not None:
+                    return saved
+            raise OSError("this snapshot server has no step of all ranks, or is not the one of rank 0's node")
+        finally:
+            with self._lock:
+                self._num_flushes -= 1
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether a rank of the newest attempt is there."""
+        return any(not member.gone for member in self._present.members())
+
+    def unhold(self) -> None:
+        """Nothing is held any more, here and on the other nodes."""
+        self.held_step = None
+        with self._lock:
+            attempts = self._attempts()
+        for attempt in attempts:
+            attempt.release_all()
 
     @property
     def is_idle(self) -> bool:

@@ -141,6 +141,9 @@ def _event_line(event: Record) -> Text | None:
         return Text(f"weights from {event.get('source')}{differs}", style="yellow" if differs else "dim")
     if name == "fault":
         return _fault_line(event)
+    if name == "retry":
+        seconds = format_seconds(event.get("seconds", 0.0))
+        return Text(f"step {step} is in memory only: storing it is tried again for {seconds}", style="yellow")
     if name == "diagnosis" and "problem" in event:
         label = f"node {event.get('node')} is {event['verdict']}" if "verdict" in event else "slow"
         return Text(f"{label}: {event['problem']}", style="yellow")

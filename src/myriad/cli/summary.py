@@ -23,6 +23,8 @@ class Summary:
     steps_planned: int
     saved_step: int | None
     """Step of the newest checkpoint."""
+    held: dict[str, Any] | None
+    """The last step, where it is in memory only: ``step``, ``problem``, ``servers`` (node, host, pid)."""
     seconds: float
     """Time in steps, over all attempts; without what a resumed attempt did again."""
     tokens: int | None
@@ -64,6 +66,7 @@ def summarize(run: Run) -> Summary:
         steps=steps,
         steps_planned=planned,
         saved_step=_last(events, "checkpoint").get("step"),
+        held=_held(events),
         seconds=seconds,
         tokens=last.get("tokens"),
         parameters=start.get("parameters"),
@@ -91,6 +94,15 @@ def is_done(run: Run, steps: int) -> bool:
 
 def _last(events: list[Record], name: str) -> Record:
     return next((event for event in reversed(events) if event.get("event") == name), {})
+
+
+def _held(events: list[Record]) -> dict[str, Any] | None:
+    """What the newest attempt could not store, unless it was stored since."""
+    names = ("held", "checkpoint", "finish", "start")
+    newest = next((event for event in reversed(events) if event.get("event") in names), {})
+    if newest.get("event") != "held":
+        return None
+    return {key: newest.get(key) for key in ("step", "problem", "servers")}
 
 
 def _state(events: list[Record], steps: int, planned: int) -> str:

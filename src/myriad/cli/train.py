@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -278,6 +278,9 @@ def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> bool:
     path = shlex.quote(str(run.path))
     again = f"{_program()} train {path}{' --oversubscribe' if oversubscribe else ''}"
     if not finished:
+        if summary.held is not None:
+            _tell_held(console, summary.held, path, again)
+            return False
         saved = summary.saved_step
         at = f"stopped at step {saved}" if saved else "stopped before the first step was stored"
         console.print(f"{at}; `{again}` goes on from there", markup=False, highlight=False, soft_wrap=True)
@@ -287,6 +290,25 @@ def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> bool:
     sample = f'{_program()} sample {path} --prompt "{prompt}"'
     show_summary(console, run, summary, f"go on:   {longer}\nsample:  {sample}")
     return True
+
+
+def _tell_held(console: "Console", held: dict[str, Any], path: str, again: str) -> None:
+    """Where the state is, and each command that leads on from it."""
+    servers = ", ".join(
+        f"process {one.get('pid')} on {one.get('host')} (node {one.get('node')})"
+        for one in held.get("servers") or []
+    )
+    checkpoint = f"{_program()} checkpoint"
+    lines = [
+        f"stopped at step {held['step']}, held in memory only: {held['problem']}",
+        f"in memory: {servers}, until it is stored or released, or the machine goes down",
+        f"store it elsewhere: {checkpoint} save {path} --to FOLDER_OR_URL",
+        f"and then go on:     {again} --checkpoint.url FOLDER_OR_URL",
+        f"or make room here:  {again}",
+        f"or give it up:      {checkpoint} release {path}",
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _program() -> str:

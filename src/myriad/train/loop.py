@@ -34,7 +34,7 @@ from myriad.parallel.engine import Engine, StepResult
 from myriad.parallel.runtime import Batch
 from myriad.run import Run
 from myriad.telemetry.device_clock import cuda_clock
-from myriad.telemetry.progress_page import TURNED_CODE, own_row
+from myriad.telemetry.progress_page import IN_MEMORY_ONLY, TURNED_CODE, own_row
 from myriad.telemetry.spans import Recorder
 from myriad.train.attempt_job import attempt_job
 from myriad.train.batches import Validation, rank_rows, to_batch
@@ -57,6 +57,10 @@ from myriad.train.verify import Verifier
 __all__ = ["Trainer"]
 
 _LOG = logging.getLogger(__name__)
+
+
+class _HeldError(RunFailedError):
+    """The last checkpoint could not be stored; the session has reported where the state is."""
 
 
 class _StopSignal:
@@ -211,7 +215,7 @@ class Trainer:
                 self._run_steps()
         except MyriadError as error:
             watched = self._epoch > 0  # the driver says whose death it was
-            if not (watched and isinstance(error, LostPeerError)):
+            if not (isinstance(error, _HeldError) or (watched and isinstance(error, LostPeerError))):
                 step = self._under_way
                 self._event("fault", step=step, problem=str(error).removeprefix(f"step {step}: "))
             raise
@@ -359,6 +363,7 @@ class Trainer:
 
     def _save(self, *, is_last: bool) -> None:
         due, memory_due = self.clock.save_due, self.clock.memory_due
+        self._under_way = self.step
         is_last |= self._turns and not self.job.checkpoint.memory_every
         wants = self.session.wants(self.step, is_last=is_last, due=due, memory_due=memory_due)
         if self._turns and not is_last:
@@ -379,9 +384,10 @@ class Trainer:
             self.session.take(self.step, progress, wants)
         self.clock.taken(wants)
         if is_last or (wants.durable and not self.job.overlap.checkpoint):
-            problem = self.session.finish(self.step)
+            problem = self.session.finish(self.step, retry=is_last)
             if problem and is_last:
-                raise RunFailedError(f"the last checkpoint is in memory only: {problem}")
+                self.session.hold(self.step, problem)
+                raise _HeldError(f"{IN_MEMORY_ONLY}: {problem}")
 
     def _finish(self) -> None:
         self.progress.phase("ending")
