@@ -11,7 +11,6 @@ keeper ends; when they are gone without a word it stores, lingers for new ones, 
 
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from myriad.checkpoint.member import Hasher, Member
 from myriad.checkpoint.memory import SnapshotMemory
 from myriad.checkpoint.piece import snapshot_bytes, split_pieces
 from myriad.checkpoint.wire import Message
-from myriad.jsonl import append_line
+from myriad.jsonl import LineFile
 
 __all__ = ["AT_WORK", "Keeper"]
 
@@ -36,7 +35,7 @@ class Keeper:
         self.copied = CopiedMembers()
         self._present = Attempt(0, 0, self.tell, self.on_copied)
         self._past: list[Attempt] = []
-        self._events: Path | None = None
+        self._events: LineFile | None = None
         self._hasher = Hasher()
         self._num_flushes = 0
         self.linger_seconds = 0.0
@@ -85,7 +84,9 @@ class Keeper:
     def configure(self, number: int, message: Message, payload: memoryview) -> None:
         """How an attempt stores, from the first rank of the node. Raises ``OSError`` for one of an older
         attempt."""
-        self._events = Path(message["events"])
+        events = Path(message["events"])
+        if self._events is None or self._events.path != events:
+            self._events = LineFile(events, marks_late=True)
         self.linger_seconds = message["linger_seconds"]
         self.attempt(number).configure(message, payload)
 
@@ -189,11 +190,6 @@ class Keeper:
         """A line in the run's events; a file system that hangs holds up nobody but this line."""
         if self._events is not None:
             line = {"time": time.time(), "event": event, **fields}
-            writer = threading.Thread(target=_append, args=(self._events, line), daemon=True)
+            writer = threading.Thread(target=self._events.append, args=(line,), daemon=True)
             writer.start()
             writer.join(5.0)
-
-
-def _append(path: Path, line: dict[str, Any]) -> None:
-    with suppress(OSError):
-        append_line(path, line)

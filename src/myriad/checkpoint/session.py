@@ -43,7 +43,7 @@ from myriad.checkpoint.wire import Closed
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import AXES
 from myriad.errors import BadInputError
-from myriad.jsonl import append_line
+from myriad.jsonl import LineFile
 from myriad.model.rectangle import Rectangle
 
 __all__ = ["Loaded", "Session", "Settings"]
@@ -103,6 +103,7 @@ class Session:
     ) -> None:
         """``group``: all ranks, on the host; ``None``: this one is alone."""
         self._settings, self._grid, self._device = settings, grid, device
+        self._events = LineFile(settings.events, marks_late=True)
         alone = LoadWorld(grid.rank, (tuple(range(grid.layout.world)),), group)
         places = alone.gather((_machine(), local_rank))
         self._world = LoadWorld(grid.rank, _nodes(places), group)
@@ -231,7 +232,7 @@ class Session:
             problem = (
                 f"the checkpoint process of node {node} died, and its snapshots with it; a new one is there"
             )
-            append_line(self._settings.events, {"time": time.time(), "event": "fault", "problem": problem})
+            self._events.append({"time": time.time(), "event": "fault", "problem": problem})
         return memory
 
     def _message(self) -> dict[str, Any]:

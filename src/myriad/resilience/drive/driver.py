@@ -88,14 +88,14 @@ class Driver:
         tell: TellEngine = tell_engine,
     ) -> None:
         """``listen``: where, if not where the plan says; ``tell``: hands a line to the engine."""
-        self._run = run
-        self._journal = Journal(run.path / "journal.jsonl")
+        self._run, self._scribe = run, scribe
+        self._journal = Journal(run.path / "journal.jsonl", self._report_journal)
         self.tenure = tenure or Alone(self._journal)
         plan, state = self.tenure.replay()
         self._listen = listen or plan.listen
         self._decider = decider = Decider(plan, time.monotonic(), state)
         self._secret = run_secret(run.path / "secret")
-        self._scribe, self._tell_engine = scribe, tell
+        self._tell_engine = tell
         self._links: dict[int, Link] = {}
         self._members, self._clocks = Members(), Clocks()
         gate = Gate(run, scribe, lambda node: tell({"replace": node}))
@@ -136,8 +136,20 @@ class Driver:
                     tell_at = time.monotonic() + _ALIVE_SECONDS
                     self._tell_engine({})
                     self._tell_spares()
+                    if self._journal.num_waiting or self._run.num_waiting:
+                        self._scribe.enter("", self._write_late)
                 await self._rest()
             await self._let_leave()
+        self._scribe.enter("", self._write_late)
+
+    def _write_late(self) -> None:
+        """What a full disk has refused, if there is room now."""
+        self._journal.retry()
+        self._run.flush_lines()
+
+    def _report_journal(self, problem: str, num_late: int, num_dropped: int) -> None:
+        counts = {} if problem else {"num_late": num_late, "num_dropped": num_dropped}
+        self._scribe.enter_event(self._run, "telemetry", place="journal.jsonl", problem=problem, **counts)
 
     async def _rest(self) -> None:
         """Until the time is to be looked at again."""
