@@ -28,6 +28,7 @@ from myriad.model.definition import Definition
 from myriad.parallel.runtime import Batch
 from myriad.program.partition import partition_layers
 from myriad.train.profile import parameters_per_layer, seconds_per_layer
+from myriad.whole_file import write_whole
 
 __all__ = ["Place", "find_place", "keep_memory_whole", "pick_device", "settle_links", "stage_layers"]
 
@@ -170,14 +171,26 @@ def settle_links(job: Job, groups: Groups, device: torch.device, kept: Path | No
 
 
 def _read(kept: Path | None) -> Any:
-    return json.loads(kept.read_text()) if kept is not None and kept.is_file() else None
+    """What was measured before; ``None``: nothing. Raises `BadInputError` for a damaged file: measured again
+    it could be another choice, and the run would give other bits."""
+    if kept is None or not kept.is_file():
+        return None
+    try:
+        found = json.loads(kept.read_text())
+        good = isinstance(found, list) and all(isinstance(one, float | int | dict) for one in found)
+    except (OSError, ValueError):
+        good = False
+    if not good:
+        allowed = (
+            "is damaged; restore it, or remove it: it is measured again, and sums may differ by rounding"
+        )
+        raise BadInputError("run", str(kept), allowed)
+    return found
 
 
 def _keep(value: Any, kept: Path | None) -> None:
     if kept is not None:
-        partial = kept.with_suffix(".partial")
-        partial.write_text(json.dumps(value))
-        partial.rename(kept)
+        write_whole(kept, json.dumps(value))
 
 
 def _told_by_first(value: Any, groups: Groups) -> Any:

@@ -40,12 +40,22 @@ def find_peak(
                 return Peak(peak, f"{known} data sheet, bf16")
     name = str(dtype).removeprefix("torch.")
     where = f"{socket.gethostname()}, {device.type}, {name}, {torch.get_num_threads()} threads"
-    known = json.loads(kept.read_text()) if kept is not None and kept.is_file() else {}
-    if where not in known:
-        known[where] = _measure(device, dtype, measure_seconds)
+    measured = _read(kept)
+    if where not in measured:
+        measured[where] = _measure(device, dtype, measure_seconds)
         if kept is not None:
-            write_whole(kept, json.dumps(known))
-    return Peak(known[where], f"measured {name} matrix product")
+            write_whole(kept, json.dumps(measured))
+    return Peak(measured[where], f"measured {name} matrix product")
+
+
+def _read(kept: Path | None) -> dict[str, float]:
+    """What was measured before; nothing where the file is missing or damaged: MFU alone depends on it."""
+    try:
+        found = json.loads(kept.read_text()) if kept is not None else {}
+    except (OSError, ValueError):
+        return {}
+    good = isinstance(found, dict) and all(isinstance(one, float) and one > 0 for one in found.values())
+    return found if good else {}
 
 
 def _measure(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
