@@ -24,6 +24,7 @@ import math
 import os
 import re
 import time
+import tomllib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,23 +37,21 @@ from myriad.jsonl import JsonlTail, LineFile, Record, late_events
 from myriad.whole_file import remove_drafts, write_whole
 
 if TYPE_CHECKING:
+    from myriad.checkpoint.start_over import Past
     from myriad.job import Job
+    from myriad.job_changes import JobChange
 
 __all__ = ["Run", "StepCount", "StepLines", "count_steps", "missing_lines_told", "step_line"]
 
 _LOG = logging.getLogger(__name__)
 
-_MAY_CHANGE = re.compile(
-    r"(layout|overlap|checkpoint|resilience|telemetry)\..*"
-    r"|train\.(threads|device|cuda_graphs|memory_budget|steps|validate_every|collect_garbage_every)"
-    r"|comm\.(store|timeout_seconds|hierarchy|node_size|node_order|switch_size|\w+_bandwidth)"
-)
-"""Keys that a resumed run may change: how it is computed and how long it goes on, never what is computed."""
 _FIGURES = (
     *("time", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu"),
     *("memory_bytes", "data_wait_seconds", "checkpoint_wait_seconds", "exposed_comm_seconds"),
 )
 """Numbers of a step, or null."""
+_HEADER = "# Every key of this run, as `myriad train` resolved it.\n"
+"""First line of a job.toml that is whole only with every section."""
 _MOST_STEP, _LARGEST = 2**53, 1e300
 
 
@@ -182,7 +181,30 @@ class Run:
             raise BadInputError("run", str(self.path), "no run here (no job.toml)")
         from myriad.job import load_job  # here: whoever watches ranks needs the paths alone, and quickly
 
+        self.check_job_file()
         return load_job(str(self.job_path))
+
+    def check_job_file(self) -> None:
+        """Refuse a job.toml that is not whole: a missing section would silently become its defaults. One that
+        a person wrote (for torchrun) may leave sections out. Raises `BadInputError`, with the copies that
+        checkpoints hold."""
+        from myriad.job import Job
+
+        try:
+            text = self.job_path.read_text()
+            tree = tomllib.loads(text)
+            needed = Job.model_fields if text.startswith(_HEADER) else ()
+            missing = [name for name in needed if name not in tree]
+            problem = f"it has no {', '.join(missing)}" if missing else "" if tree else "it is empty"
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        if problem:
+            copies = sorted(
+                self.checkpoints_path.glob("step-*/job.toml"), key=lambda path: path.stat().st_mtime
+            )
+            source = copies[-1] if copies else "BACKUP"
+            allowed = f"is damaged ({problem}); restore it: cp {source} {self.job_path}"
+            raise BadInputError("run", str(self.job_path), allowed)
 
     def checkpoints(self, job: "Job | None" = None) -> str:
         """Where durable checkpoints are: the path or URL that the job says, else a folder of the run."""
@@ -195,26 +217,55 @@ class Run:
     def check(self, job: "Job") -> None:
         """Refuses, without touching anything, a folder that ``job`` cannot start or go on in."""
         if self.exists:
-            _refuse_other_job(self.job(), job, self.path)
+            self.changes(job)
         elif self.path.exists() and not self.path.is_dir():
             raise BadInputError("run", str(self.path), "must be a folder")
         elif self.path.is_dir() and any(entry.name != "lock" for entry in self.path.iterdir()):
             raise BadInputError("run", str(self.path), "must be new, empty or a run: it holds other files")
 
+    def changes(self, job: "Job") -> "list[JobChange]":
+        """Return what a resume with ``job`` changes. Raises `BadInputError` for what it cannot."""
+        from myriad.job_changes import check_resume
+
+        return check_resume(self.job(), job, str(self.path))
+
     def create_or_resume(self, job: "Job") -> bool:
-        """Makes the folder and saves the job; True: a run of the same job was here already."""
+        """Make the folder and save the job; True: the run was here already, and what differs from its job is
+        a ``job_changed`` event for each key, with the step after which the new value holds."""
         from myriad.job import dump_toml
 
         self.check(job)
         resumed = self.exists
+        changes = self.changes(job) if resumed else []
+        kept = job.checkpoint.model_copy(update={"restart_from_scratch": False})  # holds for one start
+        text = _HEADER + dump_toml(job.model_copy(update={"checkpoint": kept}))
         with _refuse_unwritable(self.path):
             for folder in (self.path, self.logs_path, self.checkpoints_path):
                 folder.mkdir(parents=True, exist_ok=True)
             remove_drafts(self.path)
-            text = dump_toml(job)
+            step = self.last_step() if changes else 0
+            for key, before, after in changes:  # before job.toml, which forgets the old values
+                self.append_event("job_changed", step=step, key=key, before=before, after=after)
             if not resumed or self.job_path.read_text() != text:
                 write_whole(self.job_path, text)
         return resumed
+
+    def past(self) -> "Past":
+        """Return what the files report about earlier attempts."""
+        from myriad.checkpoint.start_over import past_of
+
+        return past_of(self.read_events(), self.last_step(), str(self.checkpoints_path))
+
+    def allow_restart(self, *, allowed: bool) -> None:
+        """Note whether the start that follows may begin at step 1 again, as a person decided; once it has
+        begun to train this holds no more."""
+        if self.past().may_start_over != allowed:
+            self.append_event("restart_from_scratch", allowed=allowed)
+
+    def last_step(self) -> int:
+        """Return the newest step in metrics.jsonl; 0: none was done."""
+        lines = self.read_metrics()
+        return int(lines[-1]["step"]) if lines else 0
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -306,24 +357,3 @@ def _refuse_unwritable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise BadInputError("run", str(path), f"must be a writable folder ({error.strerror})") from None
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-def _refuse_other_job(old: "Job", new: "Job", path: Path) -> None:
-    before = dict(_flatten(old.model_dump(mode="json")))
-    for key, value in _flatten(new.model_dump(mode="json")):
-        if before.get(key) != value and not _MAY_CHANGE.fullmatch(key):
-            weights = "" if key.startswith("model.") else f", with --init-from {path} for its weights"
-            was = f"{path} is a run folder of another job, with {before.get(key)!r}"
-            allowed = f"{was}; choose another --run{weights}"
-            raise BadInputError(key, value, allowed)
-        if key == "layout.dp" and before[key] != value and old.comm.sync_every > 1:
-            allowed = f"must stay {before[key]}: with comm.sync_every > 1 each replica has a state of its own"
-            raise BadInputError(key, value, allowed)

@@ -128,7 +128,8 @@ class KeeperClient:
         """Takes the folder of durable checkpoints over for a new start of the ranks."""
         how = {"url": url, "attempts_before": attempts_before, "seconds": seconds}
         answer = self._ask({"op": "claim", **how})[0]
-        return Claimed(answer["attempt"], tuple(answer["steps"]), answer["problem"])
+        steps, damaged = tuple(answer["steps"]), tuple(answer["damaged"])
+        return Claimed(answer["attempt"], steps, damaged, answer["problem"])
 
     def snapshots(self) -> list[dict[str, Any]]:
         """What this node has in memory: attempt, world, rank, copied, steps of each."""

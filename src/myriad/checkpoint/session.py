@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -35,8 +35,9 @@ from myriad.checkpoint.load import LoadWorld
 from myriad.checkpoint.memory import SnapshotMemory
 from myriad.checkpoint.progress import decode_progress, progress_rectangle, write_progress
 from myriad.checkpoint.random_state import load_random, random_rectangle, write_random
-from myriad.checkpoint.search import Found, find_newest, gather_in_memory, set_aside, whole_in_memory
+from myriad.checkpoint.search import Found, Search, gather_in_memory, whole_in_memory
 from myriad.checkpoint.snapshot import Snapshots, Wants
+from myriad.checkpoint.start_over import Past
 from myriad.checkpoint.store import constant_manifest
 from myriad.checkpoint.storing import Outcome
 from myriad.checkpoint.wire import Closed
@@ -48,6 +49,7 @@ from myriad.model.rectangle import Rectangle
 
 __all__ = ["Loaded", "Session", "Settings"]
 
+_NO_PAST = Past()
 _CLAIM_SECONDS = 60.0
 """How long a start waits for the storage, if it does not say sooner that it is away."""
 
@@ -120,6 +122,8 @@ class Session:
         self._resumed: int | None = None
         self._newest: int | None = None
         self._retries: _Retries | None = None
+        self.set_aside_wrong: list[str] = []
+        """New names of checkpoints that `distrust` has ruled out."""
 
     def claim(self, attempts_before: int) -> None:
         """A new attempt owns the run; earlier ones commit no more. A storage that takes nothing is asked
@@ -135,34 +139,34 @@ class Session:
             raise BadInputError("checkpoint.url", url, self._claimed.problem)
         self.attempt = max(self._claimed.attempt, 1 + max(in_memory.values(), default=0))
 
-    def distrust(self, newest: int) -> list[str]:
-        """States of later steps than ``newest`` are wrong, though they are what was written: none of them is
-        gone on from, and those that are stored are set aside. Gives their new names."""
-        self._newest = newest
-        steps = self._claimed.steps
-        self._claimed = replace(self._claimed, steps=tuple(step for step in steps if step <= newest))
-        wrong = [step for step in steps if step > newest]
-        folder = self._settings.folder
-        return self._world.gather(
-            [set_aside(folder, step) for step in wrong] if self._grid.rank == 0 else []
-        )[0]
+    def agree(self, past: Past) -> Past:
+        """Return what rank 0 knows, on every rank."""
+        found: Past = self._world.gather(past)[0]
+        return found
 
-    def resume(self, rectangles: Sequence[Rectangle]) -> Loaded | None:
-        """Fills the rectangles with the newest state that memory or storage has, and verified. Raises
-        `RunFailedError` when there is some state, and none of it is good."""
+    def distrust(self, newest: int) -> None:
+        """States of later steps than ``newest`` are wrong, though they are what was written: `resume` loads
+        none of them, and sets those that are stored aside."""
+        self._newest = newest
+
+    def resume(self, rectangles: Sequence[Rectangle], past: Past = _NO_PAST) -> Loaded | None:
+        """Fill the rectangles with the newest state that memory or storage has, and verified; ``None``: the
+        run begins at step 1. ``past``: what the run's files report. Raises `NoStateError` or
+        `RunFailedError`, with nothing changed, when the run has trained and no state of it can be loaded."""
         began = time.perf_counter()
         wanted = [*rectangles, self._progress]
-        folder, durable = self._settings.folder, self._claimed.steps
-        found: Found = find_newest(
-            folder, durable, self._client, wanted, self._random, self._world, self._newest
-        )
+        settings, claimed = self._settings, self._claimed
+        url = settings.folder.storage.url
+        search = Search(settings.folder, claimed, self._client, self._world, settings.run, self._newest)
+        found: Found = search.load(wanted, self._random, past)
+        self.set_aside_wrong = found.wrong
         if found.step is None:
             return None
         self._resumed = found.step
         load_random(self._random, found.has_random, self._device)
         progress = decode_progress(self._progress.values)
         seconds = time.perf_counter() - began
-        away = [f"{folder.storage.url} {self._claimed.problem}"] if self._claimed.problem else []
+        away = [f"{url} {claimed.problem}"] if claimed.problem else []
         problems = (*away, *found.problems)
         return Loaded(found.step, progress, found.source, seconds, problems, tuple(found.set_aside))
 
@@ -321,7 +325,7 @@ class Session:
 
     def _tell_retry(self, step: int, problem: str, seconds: float) -> None:
         line = {"time": time.time(), "event": "retry", "step": step, "problem": problem, "seconds": seconds}
-        append_line(self._settings.events, line)
+        self._events.append(line)
 
     def hold(self, step: int, problem: str) -> None:
         """The last step could not be stored: the snapshot servers of all nodes keep it in memory after the
@@ -337,7 +341,7 @@ class Session:
         ]
         if self._grid.rank == 0:
             line = {"time": time.time(), "event": "held", "step": step, "problem": problem}
-            append_line(self._settings.events, line | {"servers": servers})
+            self._events.append(line | {"servers": servers})
 
     def _outcome_by(self, step: int, deadline: float) -> Outcome | None:
         """What became of a step; ``None``: ask again."""

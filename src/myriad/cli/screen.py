@@ -164,6 +164,10 @@ def _event_line(event: Record) -> Text | None:
         other += [f"layers cut at {event['partition']}"] if event.get("partition") else []
         told = f" with {', '.join(other)}" if other else ""
         return Text(f"attempt {event.get('epoch')} begins{told}", style="yellow")
+    if name == "start_over":
+        return Text(f"begins at step 1 again: {event.get('steps_done')} steps were done", style="yellow")
+    if name == "restart_from_scratch" and step is not None:
+        return Text(f"checkpoint.restart_from_scratch was not used: step {step} was loaded", style="yellow")
     if name == "resume":
         return Text(
             f"step {step}: state from {event.get('source')} in {event.get('seconds', 0.0):.2f} s", style="dim"

@@ -19,6 +19,7 @@ import torch
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.session import Loaded, Session, Settings
 from myriad.checkpoint.snapshot import Wants
+from myriad.checkpoint.start_over import Past
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.lost_peers import LostPeerError, lost_peers_told
 from myriad.data.loader import LoaderClient
@@ -41,7 +42,7 @@ from myriad.train.batches import Validation, rank_rows, to_batch
 from myriad.train.build import Place, find_place, pick_device, settle_links, stage_layers
 from myriad.train.feed import open_feed
 from myriad.train.garbage import GarbageSchedule
-from myriad.train.initial import fill_initial
+from myriad.train.initial import fill_initial, refuse_other_run
 from myriad.train.inputs import open_inputs
 from myriad.train.memory_budget import within_budget
 from myriad.train.metrics import StepMeter
@@ -183,11 +184,15 @@ class Trainer:
         self.progress.phase("loading")
         self.session.claim(max(self.run_folder.num_starts(), self._epoch - 1) if self.is_first else 0)
         if newest := os.environ.get("MYRIAD_NEWEST_STEP"):
-            self._distrust(int(newest))
-        self.resumed = self.session.resume(list(self.engine.all_rectangles()))
+            self.session.distrust(int(newest))
+        past = self.session.agree(self.run_folder.past() if self.is_first else Past())
+        self.resumed = self.session.resume(list(self.engine.all_rectangles()), past)
+        self._tell_past(past)
         step = 0
         if self.resumed is not None:
             step = self.resumed.step
+            if self.resumed.source == "storage":
+                refuse_other_run(self.run_folder, self.job, step, self.engine)
             self.engine.optimizer.steps_done = self.resumed.progress["optimizer_steps"]
             self.engine.loaded()
         elif begun := fill_initial(self.run_folder, self.job, self.engine):
@@ -201,11 +206,16 @@ class Trainer:
         if train.cuda_graphs and self.device.type == "cuda" and self.step < train.steps:
             self.engine.capture(CudaGraphs(self.device), self._load, self.meter.tokens_per_step)
 
-    def _distrust(self, newest: int) -> None:
-        """The driver has found that replicas differ after later steps, or goes back before a spike."""
-        if gone := self.session.distrust(newest):
+    def _tell_past(self, past: Past) -> None:
+        """What of earlier attempts does not count from here on."""
+        if gone := self.session.set_aside_wrong:
+            newest = os.environ.get("MYRIAD_NEWEST_STEP")
             problem = f"states after step {newest} are not gone on from: replicas differed, or a spike came"
-            self._event("fault", step=newest, problem=problem, set_aside=gone)
+            self._event("fault", step=int(newest or 0), problem=problem, set_aside=gone)
+        if self.resumed is None and past.done_step:
+            self._event("start_over", steps_done=past.done_step, allowed=past.may_start_over)
+        elif self.resumed is not None and past.may_start_over:
+            self._event("restart_from_scratch", allowed=False, step=self.resumed.step)
 
     def train(self) -> None:
         """Runs to the last step, or to the step in which somebody asked to stop."""

@@ -1,7 +1,10 @@
 """What a run measures once and keeps in its folder, so that a resumed run computes alike.
 
-profile.json, hierarchy.json, peak.json    replaced whole; one that cannot be read, or holds anything else,
-                                           is measured again; one that cannot be written costs a warning
+profile.json, hierarchy.json    decide where layers are cut and in which order gradients are summed: a
+                                damaged one is refused, as measured again it could give other bits
+peak.json                       decides the MFU alone: a damaged one is measured again
+
+Each is replaced whole; one that cannot be written costs a warning.
 """
 
 import json
@@ -10,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from myriad.errors import BadInputError
 from myriad.whole_file import read_json, write_whole
 
 __all__ = ["keep_measured", "read_measured"]
@@ -17,19 +21,26 @@ __all__ = ["keep_measured", "read_measured"]
 _LOG = logging.getLogger(__name__)
 
 
-def read_measured(path: Path | None, is_valid: Callable[[Any], bool]) -> Any:
-    """Return what was kept; ``None``: nothing that can be used."""
+def read_measured(path: Path | None, is_valid: Callable[[Any], bool], *, decides_bits: bool = False) -> Any:
+    """Return what was kept; ``None`` when nothing was, or nothing usable.
+
+    Raises `BadInputError` for a damaged file that ``decides_bits``."""
     if path is None:
         return None
     try:
-        found = read_json(path)
+        found, problem = read_json(path), "it holds something else"
     except (OSError, ValueError) as error:
-        _LOG.warning("%s is measured again: %s", path, error)
-        return None
-    if found is not None and not is_valid(found):
-        _LOG.warning("%s is measured again: it holds something else", path)
-        return None
-    return found
+        found, problem = None, str(error)
+    else:
+        if found is None or is_valid(found):
+            return found
+    if decides_bits:
+        allowed = (
+            "is damaged; restore it, or remove it: it is measured again, and sums may differ by rounding"
+        )
+        raise BadInputError("run", str(path), allowed)
+    _LOG.warning("%s is measured again: %s", path, problem)
+    return None
 
 
 def keep_measured(path: Path | None, value: Any) -> None:
