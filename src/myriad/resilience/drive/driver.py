@@ -61,6 +61,7 @@ from myriad.resilience.listen import split_listen
 from myriad.resilience.traces import TraceAsked, Traced
 from myriad.resilience.wire import Link, Refused, run_secret
 from myriad.run import Run
+from myriad.strangers import AUTHENTICATION_SECONDS, Strangers
 
 __all__ = ["Driver", "main"]
 
@@ -94,6 +95,7 @@ class Driver:
         self._secret = run_secret(run.path / "secret")
         self._scribe, self._tell_engine = scribe, tell
         self._links: dict[int, Link] = {}
+        self._strangers = Strangers()
         self._members, self._clocks = Members(), Clocks()
         gate = Gate(run, scribe, lambda node: tell({"replace": node}))
         self._notes = Notes(run, scribe, gate)
@@ -187,9 +189,12 @@ class Driver:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One executor, until it is gone or says what cannot be."""
         link, node = Link(reader, writer), None
+        self._strangers.admit(link, writer.get_extra_info("peername", ("",))[0], link.abort)
         try:
             await link.prove(self._secret, "driver", "executor")
-            joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked, TraceAsked, Examined))
+            self._strangers.leave(link)
+            async with asyncio.timeout(AUTHENTICATION_SECONDS):
+                joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked, TraceAsked, Examined))
             if isinstance(joined, Examined):
                 self._notes.of_left_out(joined)
                 return
@@ -218,6 +223,7 @@ class Driver:
         except (OSError, TimeoutError):
             pass  # it is gone: told below
         finally:
+            self._strangers.leave(link)
             link.close()
             if node is not None and self._links.get(node) is link:
                 del self._links[node]
