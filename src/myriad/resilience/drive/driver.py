@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
+from myriad.processes import process_state
 from myriad.resilience.clocks import tell_clock
 from myriad.resilience.decide.actions import Action, EndRun
 from myriad.resilience.decide.clocks import Clocks
@@ -133,6 +134,7 @@ class Driver:
                     tell_at = time.monotonic() + _ALIVE_SECONDS
                     self._tell_engine({})
                     self._tell_spares()
+                    self._notes.of_launcher(_launcher_is_stopped())
                 await self._rest()
             await self._let_leave()
 
@@ -273,6 +275,11 @@ class Driver:
         self._orders.carry_out(action)
         if isinstance(action, EndRun):
             self._over.set()
+
+
+def _launcher_is_stopped() -> bool:
+    engine = os.environ.get("MYRIAD_ENGINE_PID")
+    return engine is not None and process_state(int(engine)) == "T"
 
 
 def main(arguments: list[str]) -> int:
