@@ -16,7 +16,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 FLOORS = (
-    ("errors units config toml_text jsonl processes whole_file",),
+    ("errors units config toml_text jsonl processes strangers whole_file",),
     ("kernels", "program", "network", "telemetry"),
     ("model", "optim", "data", "comm"),
     ("parallel", "planner", "checkpoint"),

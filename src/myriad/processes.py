@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["log_stream", "open_log", "process_start_ticks", "process_state"]
+__all__ = ["log_stream", "open_log", "process_cpu_ticks", "process_start_ticks", "process_state"]
 
 _STAT_BYTES = 4096
 """More than its 52 numbers take."""
@@ -73,6 +73,12 @@ def process_start_ticks(pid: int) -> int | None:
     """When it started, in ticks since boot: with the pid, a name for good. None: it is gone."""
     fields = _stat_fields(pid)
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
+
+
+def process_cpu_ticks(pid: int) -> int:
+    """Processor time that all its threads have used, in ticks; -1: there is no such process."""
+    fields = _stat_fields(pid)
+    return int(fields[11]) + int(fields[12]) if fields else -1
 
 
 def _stat_fields(pid: int) -> list[str]:

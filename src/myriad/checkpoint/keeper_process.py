@@ -4,6 +4,8 @@ abstract unix socket NAME    ranks of this node and user
 TCP, any port                keepers of other nodes, which know the attempt's token
 """
 
+import errno
+import hmac
 import os
 import socket
 import struct
@@ -13,22 +15,24 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from myriad.checkpoint.claiming import claim_folder
 from myriad.checkpoint.keeper import AT_WORK, Keeper
 from myriad.checkpoint.member import Member
 from myriad.checkpoint.wire import Message, Wire
+from myriad.strangers import AUTHENTICATION_SECONDS, Strangers
 
 __all__ = ["main"]
 
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+_MOST_STRANGERS = 256
+"""Each has a thread."""
 _ALONE_SECONDS = 30.0
 """How long a keeper waits for its first rank."""
 _LOST_SECONDS = 1.0
 """After the last rank is gone: others may be on their way out, or in."""
-_PROOF_SECONDS, _PROOF_BYTES, _MOST_UNPROVEN = 5.0, 1024, 64
-"""Until a connection from another machine has shown the attempt's token: its deadline, the longest message,
-and how many there may be at a time. When there are more, the oldest is closed."""
 _POLL_SECONDS, _BUSY_SECONDS = 0.05, 1.0
 """How often it looks whether it is needed: while ranks are there one that leaves wakes it."""
 
@@ -43,8 +47,7 @@ class _Server:
         self._left = threading.Event()
         """A rank has gone since this was last looked at."""
         self._tokens: set[str] = set()
-        self._unproven: list[Wire] = []
-        """Oldest first."""
+        self._strangers = Strangers(_MOST_STRANGERS, _MOST_STRANGERS)
         self._tcp: socket.socket | None = None
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._unix.bind(f"\0{name}")
@@ -54,12 +57,18 @@ class _Server:
     def _accept(self, listener: socket.socket, serve: Callable[[Wire], None]) -> None:
         while True:
             try:
-                connection, _ = listener.accept()
-            except OSError:  # closed
-                return
+                connection, peer = listener.accept()
+            except OSError as error:
+                if error.errno in _NO_ROOM:  # for another connection, until one of those that are here ends
+                    time.sleep(_POLL_SECONDS)
+                    continue
+                return  # closed
             if listener.family == socket.AF_UNIX and _user_of(connection) != os.getuid():
                 connection.close()
                 continue
+            if listener.family != socket.AF_UNIX:
+                shut = partial(connection.shutdown, socket.SHUT_RDWR)
+                self._strangers.admit(connection, peer[0], shut)
             threading.Thread(target=self._guarded, args=(serve, Wire(connection)), daemon=True).start()
 
     def _guarded(self, serve: Callable[[Wire], None], wire: Wire) -> None:
@@ -77,20 +86,21 @@ class _Server:
     # Ranks
 
     def _serve_rank(self, wire: Wire) -> None:
+        message, payload, _ = wire.receive()
+        if message["op"] == "ping":
+            return self._answer_pings(wire)
         with self._lock:
             if self._is_ending:
                 return
             self._ranks, self._patience = self._ranks + 1, 0.0
         member: Member | None = None
         try:
-            while True:
-                message, payload, _ = wire.receive()
-                if message["op"] == "bye":
-                    with self._lock:
-                        self._said_good_bye |= member is not None and self.keeper.is_present(member)
-                    wire.send({})
-                    return
+            while message["op"] != "bye":
                 member = self._answer_rank(wire, message, payload, member)
+                message, payload, _ = wire.receive()
+            with self._lock:
+                self._said_good_bye |= member is not None and self.keeper.is_present(member)
+            wire.send({})
         finally:
             if member is not None:
                 with suppress(OSError):  # of an older attempt
@@ -99,6 +109,13 @@ class _Server:
                 self._ranks -= 1
                 self._last_change = time.monotonic()
                 self._left.set()
+
+    def _answer_pings(self, wire: Wire) -> None:
+        """A node agent asks whether this server is alive. It is no rank: the server ends without regard to
+        it."""
+        while True:
+            wire.send({})
+            wire.receive()
 
     def _answer_rank(
         self, wire: Wire, message: Message, payload: memoryview, member: Member | None
@@ -196,8 +213,17 @@ class _Server:
         return port
 
     def _serve_keeper(self, wire: Wire) -> None:
-        if not self._is_keeper(wire):
-            return
+        """One that proves in time that it knows the attempt's token."""
+        connection = wire.process_socket()
+        try:
+            message = wire.receive_from_stranger(AUTHENTICATION_SECONDS)
+            given = str(message.get("token", "")).encode(errors="replace")
+            if message.get("op") != "keeper" or not any(
+                hmac.compare_digest(given, token.encode()) for token in list(self._tokens)
+            ):
+                return
+        finally:
+            self._strangers.leave(connection)
         while True:
             message, payload, _ = wire.receive()
             try:
@@ -205,23 +231,6 @@ class _Server:
             except (OSError, AssertionError, KeyError) as error:
                 answer = {"problem": str(error) or type(error).__name__}
             wire.send(answer)
-
-    def _is_keeper(self, wire: Wire) -> bool:
-        """Return whether the other end shows the token of an attempt, in time and in few bytes."""
-        with self._lock:
-            self._unproven.append(wire)
-            for oldest in self._unproven[:-_MOST_UNPROVEN]:
-                oldest.shut()
-        try:
-            wire.patience(_PROOF_SECONDS)
-            message, _, _ = wire.receive(_PROOF_BYTES)
-            wire.patience(None)
-            return message.get("op") == "keeper" and message.get("token") in self._tokens
-        except (ValueError, AttributeError, TypeError):  # not JSON, not an object, not a token
-            return False
-        finally:
-            with self._lock:
-                self._unproven.remove(wire)
 
     def _answer_keeper(self, message: Message, payload: memoryview) -> dict[str, Any]:
         op, attempt = message["op"], self.keeper.attempt(message["attempt"])

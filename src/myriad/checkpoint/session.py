@@ -233,10 +233,12 @@ class Session:
             if several := len(self._world.ranks_of_node) > 1:
                 message["nodes"][node][1] = self._client.port()
             self._client.configure(message | {"moved": several}, files)
+            why = self._client.why_killed or "died"
             problem = (
-                f"the checkpoint process of node {node} died, and its snapshots with it; a new one is there"
+                f"the snapshot server of node {node} {why}, and its snapshots with it; a new one is there"
             )
             self._events.append({"time": time.time(), "event": "fault", "problem": problem})
+        self._client.why_killed = ""
         return memory
 
     def _message(self) -> dict[str, Any]:

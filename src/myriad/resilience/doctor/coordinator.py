@@ -17,11 +17,11 @@ from contextlib import suppress
 from typing import Any
 
 from myriad.errors import BadInputError
-from myriad.resilience.admission import Admission
 from myriad.resilience.doctor.cluster import Node
 from myriad.resilience.doctor.findings import Findings
 from myriad.resilience.doctor.rounds import Pair, Rounds, better
 from myriad.resilience.doctor.sealed import HEADER_BYTES, HELLO_BYTES, Message, Refused, Seal, hello
+from myriad.strangers import Strangers
 
 __all__ = ["Coordinator"]
 
@@ -65,7 +65,8 @@ class Coordinator:
         self._lines: dict[int, _Line] = {}
         self._complaints: dict[int, list[str]] = {}
         self._all_here = asyncio.Event()
-        self._admission = Admission(_MOST_STRANGERS + len(nodes), _HELLO_SECONDS)
+        most = _MOST_STRANGERS + len(nodes)
+        self._strangers = Strangers(most, most)
 
     async def listen(self) -> asyncio.Server:
         """Raises `BadInputError` when the first node's address cannot be listened on."""
@@ -104,11 +105,13 @@ class Coordinator:
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take a connection that proves within seconds that it knows the secret; close any other."""
+        self._strangers.admit(writer, writer.get_extra_info("peername", ("",))[0], writer.transport.abort)
         try:
-            async with self._admission.authenticating(writer):
-                await self._take(reader, writer)
+            await asyncio.wait_for(self._take(reader, writer), _HELLO_SECONDS)
         except (OSError, EOFError, TimeoutError):
             writer.close()
+        finally:
+            self._strangers.leave(writer)
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         mine = hello()

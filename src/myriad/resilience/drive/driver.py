@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from myriad.resilience.admission import Admission
+from myriad.processes import process_state
 from myriad.resilience.clocks import tell_clock
 from myriad.resilience.decide.actions import Action, EndRun
 from myriad.resilience.decide.clocks import Clocks
@@ -60,8 +60,9 @@ from myriad.resilience.facts import (
 from myriad.resilience.herald import Herald
 from myriad.resilience.listen import split_listen
 from myriad.resilience.traces import TraceAsked, Traced
-from myriad.resilience.wire import HANDSHAKE_SECONDS, Link, Refused, run_secret
+from myriad.resilience.wire import Link, Refused, run_secret
 from myriad.run import Run
+from myriad.strangers import AUTHENTICATION_SECONDS, Strangers
 
 __all__ = ["Driver", "main"]
 
@@ -70,8 +71,8 @@ _DUE_SECONDS, _CALM_SECONDS = 0.25, 1.0
 """How often the time is looked at: while something may be wrong, and while nothing is."""
 _ALIVE_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
-_MOST_UNAUTHENTICATED = 256
-"""Connections, beside one of each node, that may be authenticating at the same time."""
+_REFUSAL_SECONDS = 10.0
+"""At most one refused connection is logged in this time: a flood must not fill the log."""
 _MOST_WAITING = 4096
 """Connections that are not accepted yet: all executors come at once when there is a new driver."""
 
@@ -97,14 +98,13 @@ class Driver:
         self._secret = run_secret(run.path / "secret")
         self._tell_engine = tell
         self._links: dict[int, Link] = {}
+        self._strangers, self._refused_at = Strangers(), -_REFUSAL_SECONDS
         self._members, self._clocks = Members(), Clocks()
         gate = Gate(run, scribe, lambda node: tell({"replace": node}))
         self._notes = Notes(run, scribe, gate)
         self._orders = Orders(plan, decider, self._links, tell)
         self._traces = Traces(run, scribe, self._links, decider.step_seconds)
         self._door = Door(plan, decider, gate, self._members, self._traces, self._links.keys())
-        limit = _MOST_UNAUTHENTICATED + plan.nodes
-        self._admission = Admission(limit, HANDSHAKE_SECONDS)
         self._over, self._due = asyncio.Event(), asyncio.Event()
         self._rests: asyncio.TimerHandle | None = None
         self.is_lost = False
@@ -138,6 +138,7 @@ class Driver:
                     self._tell_spares()
                     if self._journal.num_waiting or self._run.num_waiting:
                         self._scribe.enter("", self._write_late)
+                    self._notes.of_launcher(_launcher_is_stopped())
                 await self._rest()
             await self._let_leave()
         self._scribe.enter("", self._write_late)
@@ -204,9 +205,11 @@ class Driver:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One executor, until it is gone or says what cannot be."""
         link, node = Link(reader, writer), None
+        self._strangers.admit(link, writer.get_extra_info("peername", ("",))[0], link.abort)
         try:
-            async with self._admission.authenticating(writer):
-                await link.prove(self._secret, "driver", "executor")
+            await link.prove(self._secret, "driver", "executor")
+            self._strangers.leave(link)
+            async with asyncio.timeout(AUTHENTICATION_SECONDS):
                 joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked, TraceAsked, Examined))
             if isinstance(joined, Examined):
                 self._notes.of_left_out(joined)
@@ -234,9 +237,13 @@ class Driver:
         except Refused as error:
             if node is not None:
                 _LOG.warning("node %d: its connection is closed: %s", node, error)
+            elif time.monotonic() - self._refused_at > _REFUSAL_SECONDS:
+                _LOG.warning("a connection was refused: %s", error)
+                self._refused_at = time.monotonic()
         except (OSError, TimeoutError):
             pass  # it is gone: told below
         finally:
+            self._strangers.leave(link)
             link.close()
             if node is not None and self._links.get(node) is link:
                 del self._links[node]
@@ -286,6 +293,11 @@ class Driver:
         self._orders.carry_out(action)
         if isinstance(action, EndRun):
             self._over.set()
+
+
+def _launcher_is_stopped() -> bool:
+    engine = os.environ.get("MYRIAD_ENGINE_PID")
+    return engine is not None and process_state(int(engine)) == "T"
 
 
 def main(arguments: list[str]) -> int:

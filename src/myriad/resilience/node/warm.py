@@ -4,8 +4,8 @@ It has imported what a rank imports (a second or two) and nothing else: one thre
 device touched, so that a fork of it is a rank in milliseconds. Ranks share its memory. They die with it, as
 it dies with the executor.
 
-    executor ──{"fork": rank, ...}, {"signal": n, "ranks": [...]}──► warm
-    executor ◄──{"forked": rank, "pid": ...}, {"ended": rank, ...}── warm
+    executor ──{"fork": rank, ...}, {"signal": n, "ranks": [...]}, {"ping": n}─────► warm
+    executor ◄──{"forked": rank, "pid": ...}, {"ended": rank, ...}, {"pong": n}── warm
 
 It reaps the ranks, so it alone can signal them without meeting a number that the kernel has given away. With
 a COMMAND ranks are that program instead; it, too, gets the run folder as its last argument.
@@ -61,7 +61,9 @@ class _Warm:
                 if not data:
                     return None
                 message = json.loads(data)
-                if "fork" in message:
+                if "ping" in message:
+                    self._tell({"pong": message["ping"]})
+                elif "fork" in message:
                     if self._fork(message) == 0:
                         return dict(message)
                 else:
