@@ -1,15 +1,13 @@
 """``myriad simulate --cluster``: one iteration on a cluster, predicted; as table, picture, spans or JSON."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from myriad.cli.forecast_network import NetworkEffect, WantedNetwork
+from myriad.cli.json_output import print_json
 from myriad.errors import BadInputError
 from myriad.whole_file import write_whole
 
@@ -65,7 +63,7 @@ def forecast(wanted: Wanted) -> None:
     if wanted.as_json:
         network = {} if effect is None else {"network": effect.as_json()}
         fabric = {} if on_fabric is None else {"fabric": on_fabric.as_json()}
-        typer.echo(json.dumps(_as_json(job, cluster, found, written) | network | fabric))
+        print_json(_as_json(job, cluster, found, written) | network | fabric)
     else:
         lines = [] if effect is None else list(effect.lines(found))
         lines += [] if on_fabric is None else [_fabric_line(on_fabric)]

@@ -1,16 +1,14 @@
 """``myriad simulate --weeks``: weeks with faults on a cluster, as tables, chart or JSON."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from myriad.cli.bars import share_bar
 from myriad.cli.files import check_picture, write_picture
+from myriad.cli.json_output import print_json
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -72,7 +70,7 @@ def simulate_weeks(wanted: WantedWeeks) -> None:
 
         write_picture("--out", wanted.out, draw(headline, outcomes, effects))
     if wanted.as_json:
-        typer.echo(json.dumps(_as_json(wanted, setting, outcomes, effects)))
+        print_json(_as_json(wanted, setting, outcomes, effects))
     else:
         _print(headline, wanted, setting, outcomes, effects)
 
