@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from myriad.planner.outlook import Outlook, RankOutlook
     from myriad.planner.work import Work
     from myriad.telemetry.spans import Span
+from myriad.units import format_number
 
 __all__ = ["Wanted", "costs_of", "forecast", "nodes_of", "predict_step"]
 
@@ -225,7 +226,7 @@ def _print(
 
     console = Console(highlight=False)
     console.print(Text(_headline(job, cluster, found), style="bold"), soft_wrap=True)
-    peak = f"{found.peak_flops_per_second / 1e12:,.4g} TFLOP/s, {cluster.accelerator.name}"
+    peak = f"{format_number(found.peak_flops_per_second / 1e12, 4)} TFLOP/s, {cluster.accelerator.name}"
     console.print(f"{found.tokens_per_second:,.0f} tokens/s; MFU of {peak}", soft_wrap=True)
     head, *rows = _table(found)
     console.print(Text(head, style="bold"), soft_wrap=True)

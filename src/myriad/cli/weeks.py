@@ -14,6 +14,7 @@ from myriad.errors import BadInputError
 if TYPE_CHECKING:
     from myriad.planner.cluster import Cluster
     from myriad.resilience.weeks.study import Effect, Outcome, Setting
+from myriad.units import format_number
 
 __all__ = ["WantedWeeks", "simulate_weeks"]
 
@@ -135,7 +136,8 @@ def _print(
     show(_ledger_rows(outcomes))
     if effects:
         show(_effect_rows(outcomes[0].mean, effects))
-    note = f"Myriad: its own decisions. A step takes {setting.times.step_seconds:.3g} s. Nothing was run."
+    note = f"Myriad: its own decisions. A step takes {format_number(setting.times.step_seconds)} s."
+    note += " Nothing was run."
     console.print(Text(note, style="dim"), soft_wrap=True)
     if wanted.out is not None:
         console.print(str(wanted.out), soft_wrap=True)
