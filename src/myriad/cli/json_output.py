@@ -11,7 +11,7 @@ __all__ = ["print_json"]
 
 def print_json(value: Any) -> None:
     """Print one value on a line."""
-    typer.echo(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
+    typer.echo(json.dumps(_finite(value), allow_nan=False))
 
 
 def _finite(value: Any) -> Any:

@@ -86,7 +86,7 @@ def _report(
         told = f"no page: {path} cannot be written ({error.strerror}); --out FILE.html writes it elsewhere"
     if as_json:
         steps = {key: value for key, value in look_as_json(look, ranks).items() if key in _OF_STEPS}
-        typer.echo(json.dumps(facts.as_json() | steps, ensure_ascii=False))
+        typer.echo(json.dumps(facts.as_json() | steps))
     else:
         _show(facts, look, told)
 
@@ -137,8 +137,7 @@ def _show(facts: "Facts", look: "Look", told: str) -> None:
     parts.append(f"{account.steps} steps done, {account.steps_lost} lost")
     if spare := account.ledger.spare_node_seconds:
         parts.append(f"spare nodes stood {spare / 3600:.3g} node hours beside it")
-    if facts.num_wrong_lines:
-        parts.append(f"{facts.num_wrong_lines} lines of metrics.jsonl are wrong")
+    parts += facts.doubts
     console.print(" · ".join(parts), markup=False, soft_wrap=True)
     _show_classes(facts, console)
     _show_steps(look, console)
