@@ -12,6 +12,7 @@ import typer
 
 from myriad.cli.bars import count_bar
 from myriad.cli.files import check_picture, write_picture
+from myriad.cli.json_output import print_json
 from myriad.cli.overrides import OverrideCommand
 from myriad.errors import BadInputError
 
@@ -130,7 +131,7 @@ def plan(
         else:
             told = _best(asked, objective, top, (out, picture), console, fabric=fabric)
     if as_json:
-        typer.echo(json.dumps(told))
+        print_json(told)
 
 
 def _check_files(out: Path | None, picture: Path | None) -> None:

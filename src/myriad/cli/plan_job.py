@@ -18,7 +18,7 @@ from myriad.planner.saving import Saves
 from myriad.planner.space import Candidate, Problem, Shards, tensor_degrees
 from myriad.planner.work import Practice
 from myriad.program.schedules import check_virtual_stages
-from myriad.units import format_bytes
+from myriad.units import format_bytes, format_number
 from myriad.whole_file import write_whole
 
 __all__ = [
@@ -170,7 +170,8 @@ def write_plan(path: Path, job: Job, plan: Plan, problem: Problem, placement: Pl
     memory = format_bytes(candidate.memory_bytes)
     lines = [
         f"{_HEAD} of the job {job.name!r} for the cluster {cluster.name!r} ({cluster.world} accelerators).",
-        f"# {describe(candidate)}: predicted {plan.seconds:.4g} s an iteration, MFU {plan.mfu:.1%},",
+        f"# {describe(candidate)}: predicted {format_number(plan.seconds, 4)} s an iteration, "
+        f"MFU {plan.mfu:.1%},",
         f"# {memory} of an accelerator's memory, which fits with a probability of {candidate.fits:.0%}.",
     ]
     if placement is not None and not placement.is_plain:

@@ -16,7 +16,7 @@ from myriad.planner.search import Found, Objective, search
 from myriad.planner.space import Candidate, Problem, tensor_degrees
 from myriad.planner.suggestions import nearest_that_plan
 from myriad.planner.verify import verified
-from myriad.units import format_bytes
+from myriad.units import format_bytes, format_number
 
 __all__ = ["Answer", "Progress", "answer", "best_of", "describe", "fewest_accelerators", "sizes_between"]
 
@@ -177,5 +177,6 @@ def fewest_accelerators(
     if quickest is None:
         told += f"{max(1, math.ceil(fewest)):,} are needed even at their peak"
     else:
-        told += f"{quickest[1]} take {quickest[0]:.4g} s an iteration, {seconds:.4g} s are needed"
+        told += f"{quickest[1]} take {format_number(quickest[0], 4)} s an iteration, "
+        told += f"{format_number(seconds, 4)} s are needed"
     raise BadInputError("seconds an iteration", seconds, told)
