@@ -241,7 +241,7 @@ def test_what_holds_no_weights_is_refused(start: Callable[..., Run], tmp_path: P
     for name, told in [
         (
             str(tmp_path / "nowhere"),
-            "must be a run with a checkpoint, a checkpoint's folder, or a Hugging Face",
+            r"must be a run .*, a folder of checkpoints, one checkpoint \(step-N\), .*, or a Hugging Face",
         ),
         (str(empty.path), "no checkpoint yet"),
     ]:

@@ -13,7 +13,7 @@ Every rank calls the same at the same time, but for `settle`.
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +44,7 @@ from myriad.checkpoint.wire import Closed
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import AXES
 from myriad.errors import BadInputError
-from myriad.jsonl import append_line
+from myriad.jsonl import LineFile
 from myriad.model.rectangle import Rectangle
 
 __all__ = ["Loaded", "Session", "Settings"]
@@ -54,6 +54,8 @@ _CLAIM_SECONDS = 60.0
 """How long a start waits for the storage, if it does not say sooner that it is away."""
 
 
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 30.0
+"""Between tries to store the last step."""
 _FINISHES, _LOOK_SECONDS = 4, 0.5
 """How often a keeper may die under the last checkpoint, and how often ranks look whether theirs has."""
 
@@ -103,6 +105,7 @@ class Session:
     ) -> None:
         """``group``: all ranks, on the host; ``None``: this one is alone."""
         self._settings, self._grid, self._device = settings, grid, device
+        self._events = LineFile(settings.events, marks_late=True)
         alone = LoadWorld(grid.rank, (tuple(range(grid.layout.world)),), group)
         places = alone.gather((_machine(), local_rank))
         self._world = LoadWorld(grid.rank, _nodes(places), group)
@@ -118,6 +121,7 @@ class Session:
         self.attempt, self._claimed = 0, Claimed(0)
         self._resumed: int | None = None
         self._newest: int | None = None
+        self._retries: _Retries | None = None
         self.set_aside_wrong: list[str] = []
         """New names of checkpoints that `distrust` has ruled out."""
 
@@ -229,10 +233,12 @@ class Session:
             if several := len(self._world.ranks_of_node) > 1:
                 message["nodes"][node][1] = self._client.port()
             self._client.configure(message | {"moved": several}, files)
+            why = self._client.why_killed or "died"
             problem = (
-                f"the checkpoint process of node {node} died, and its snapshots with it; a new one is there"
+                f"the snapshot server of node {node} {why}, and its snapshots with it; a new one is there"
             )
-            append_line(self._settings.events, {"time": time.time(), "event": "fault", "problem": problem})
+            self._events.append({"time": time.time(), "event": "fault", "problem": problem})
+        self._client.why_killed = ""
         return memory
 
     def _message(self) -> dict[str, Any]:
@@ -298,12 +304,14 @@ class Session:
         """What became of a step so far, without waiting; for the ranks of rank 0's node."""
         return self._client.wait_stored(step, 0.0)
 
-    def finish(self, step: int) -> str | None:
-        """Until a step is durable, on all ranks: ``None``, or why it is not. The state may not change
-        meanwhile: when a keeper dies, all ranks tell the new one."""
+    def finish(self, step: int, *, retry: bool = False) -> str | None:
+        """Wait until a step is durable, on all ranks: ``None``, or why it is not. The state may not change
+        meanwhile: when a keeper dies, all ranks tell the new one. ``retry``: a step that cannot be stored is
+        tried again until ``checkpoint.timeout_seconds`` have passed."""
         assert self._snapshots is not None, "begin comes first"
         deadline = time.monotonic() + self._settings.config.timeout_seconds
         lost = 0
+        self._retries = _Retries(self._client, step, deadline, self._tell_retry) if retry else None
         while lost < _FINISHES:
             self._snapshots.await_told()
             own = self._outcome_by(step, deadline) if self._grid.rank == 0 else None
@@ -317,10 +325,32 @@ class Session:
                 return outcome.problem
         return f"the checkpoint process died {lost} times while step {step} was stored"
 
+    def _tell_retry(self, step: int, problem: str, seconds: float) -> None:
+        line = {"time": time.time(), "event": "retry", "step": step, "problem": problem, "seconds": seconds}
+        self._events.append(line)
+
+    def hold(self, step: int, problem: str) -> None:
+        """The last step could not be stored: the snapshot servers of all nodes keep it in memory after the
+        ranks have ended. Reports on which nodes, and by which processes."""
+        pid: int | None = None
+        if self._first:
+            with suppress(OSError):
+                pid = self._client.hold(step)
+        own = [socket.gethostname(), pid, self._world.node] if self._first else None
+        servers = [
+            {"node": node, "host": host, "pid": pid}
+            for host, pid, node in filter(None, self._world.gather(own))
+        ]
+        if self._grid.rank == 0:
+            line = {"time": time.time(), "event": "held", "step": step, "problem": problem}
+            self._events.append(line | {"servers": servers})
+
     def _outcome_by(self, step: int, deadline: float) -> Outcome | None:
         """What became of a step; ``None``: ask again."""
         with suppress(Closed):
             outcome = self._client.wait_stored(step, _LOOK_SECONDS)
+            if outcome is not None and self._retries is not None and self._retries.wants(outcome):
+                return None
             if outcome is None and time.monotonic() > deadline:
                 seconds = self._settings.config.timeout_seconds
                 return Outcome(f"not stored after {seconds:g} s", time.monotonic())
@@ -333,6 +363,40 @@ class Session:
             self._snapshots.close()
         if for_good:
             self._client.bye()
+
+
+class _Retries:
+    """Further tries to store the last step, at growing intervals, until the deadline."""
+
+    def __init__(
+        self,
+        client: KeeperClient,
+        step: int,
+        deadline: float,
+        tell: Callable[[int, str, float], None],
+    ) -> None:
+        """``tell(step, problem, seconds)``: reports, once, that and for how long it is tried again."""
+        self._client, self._step, self._deadline, self._tell = client, step, deadline, tell
+        self._is_told = False
+        self._pause, self._next = _FIRST_RETRY_SECONDS, 0.0
+
+    def wants(self, outcome: Outcome) -> bool:
+        """Whether this outcome is not the last one: the step is being tried again, or will be."""
+        now = time.monotonic()
+        if outcome.problem is None or outcome.is_final or now >= self._deadline:
+            return False
+        if not self._is_told:
+            self._is_told = True
+            with suppress(OSError):
+                self._tell(self._step, outcome.problem, self._deadline - now)
+        if not self._next:
+            self._next, self._pause = now + self._pause, min(2 * self._pause, _LAST_RETRY_SECONDS)
+        if now >= self._next:
+            self._next = 0.0
+            self._client.store_again(self._step)
+        else:
+            time.sleep(min(_LOOK_SECONDS, self._next - now, self._deadline - now))
+        return True
 
 
 def _machine() -> str:

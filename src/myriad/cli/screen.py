@@ -20,14 +20,15 @@ from myriad.cli.progress import Progress
 from myriad.cli.summary import Summary
 from myriad.jsonl import Record
 from myriad.resilience.engines.engine import Observer
-from myriad.run import Run
+from myriad.run import Run, missing_lines_told
 from myriad.units import format_count, format_seconds
+from myriad.whole_file import write_whole
 
 __all__ = ["Screen", "loss_series", "open_screen", "save_plot", "show_summary"]
 
 _PLAIN_LINE_SECONDS = 5.0
 _MAX_BAR = 24
-_SAVING = "saving the state; Ctrl-C again stops without"
+_STOPPING = "saving a checkpoint after the step under way; Ctrl-C again stops without saving"
 
 
 class Screen(Observer, Protocol):
@@ -44,6 +45,27 @@ def open_screen(console: Console | None, run: Run, steps: int, quiet: Collection
         return QuietScreen()
     progress = Progress(run, steps, quiet)
     return LiveScreen(console, progress) if console.is_terminal else PlainScreen(console, progress)
+
+
+class _Stop:
+    """What a run that was asked to stop still waits for."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._step = progress, progress.step
+        self._asked_at = time.monotonic()
+
+    def line(self) -> str:
+        """Return what is waited for, and for how long so far."""
+        progress, seconds = self._progress, time.monotonic() - self._asked_at
+        if progress.has_ended:
+            waits = "the processes to end"
+        elif not progress.has_started:
+            waits = "the ranks to start"
+        elif progress.step > self._step:
+            waits = f"the checkpoint of step {progress.step}"
+        else:
+            waits = f"step {progress.step + 1} to end"
+        return f"stopping: waiting for {waits}, {seconds:.0f} s"
 
 
 class QuietScreen:
@@ -65,6 +87,7 @@ class PlainScreen:
     def __init__(self, console: Console, progress: Progress) -> None:
         self._console, self._progress = console, progress
         self._shown_at, self._shown_step = 0.0, 0
+        self._stop: _Stop | None = None
 
     def tick(self) -> None:
         """New events at once, progress at intervals and at the last step."""
@@ -72,6 +95,11 @@ class PlainScreen:
             if line := _event_line(event):
                 self._print(line.plain)
         progress, now = self._progress, time.monotonic()
+        if self._stop is not None:
+            if now - self._shown_at > _PLAIN_LINE_SECONDS:
+                self._shown_at = now
+                self._print(self._stop.line())
+            return
         due = now - self._shown_at > _PLAIN_LINE_SECONDS or progress.step == progress.steps
         if due and progress.step != self._shown_step and (figures := progress.figures()):
             self._shown_at, self._shown_step = now, progress.step
@@ -79,7 +107,8 @@ class PlainScreen:
 
     def stopping(self) -> None:
         """The answer to Ctrl-C."""
-        self._print(_SAVING)
+        self._stop, self._shown_at = _Stop(self._progress), time.monotonic()
+        self._print(_STOPPING)
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -96,6 +125,7 @@ class LiveScreen:
 
     def __init__(self, console: Console, progress: Progress) -> None:
         self._console, self._progress = console, progress
+        self._stop: _Stop | None = None
         self._live = Live(self._line(), console=console, auto_refresh=False)
         self._live.start()
 
@@ -108,7 +138,8 @@ class LiveScreen:
 
     def stopping(self) -> None:
         """The answer to Ctrl-C."""
-        self._console.print(Text(_SAVING, style="yellow"))
+        self._stop = _Stop(self._progress)
+        self._console.print(Text(_STOPPING, style="yellow"))
 
     def close(self) -> None:
         """Leaves the line as it stands and frees the terminal."""
@@ -116,6 +147,8 @@ class LiveScreen:
 
     def _line(self) -> Text:
         progress = self._progress
+        if self._stop is not None:
+            return Text(self._stop.line(), style="yellow", no_wrap=True, overflow="ellipsis")
         tail = "  ".join([f"{progress.step}/{progress.steps}", *(progress.figures() or ["starting"])])
         width = max(0, min(_MAX_BAR, self._console.width - len(tail) - 2))
         filled = width * progress.step // progress.steps
@@ -141,12 +174,17 @@ def _event_line(event: Record) -> Text | None:
         return Text(f"weights from {event.get('source')}{differs}", style="yellow" if differs else "dim")
     if name == "fault":
         return _fault_line(event)
+    if name == "retry":
+        seconds = format_seconds(event.get("seconds", 0.0))
+        return Text(f"step {step} is in memory only: storing it is tried again for {seconds}", style="yellow")
     if name == "diagnosis" and "problem" in event:
         label = f"node {event.get('node')} is {event['verdict']}" if "verdict" in event else "slow"
         return Text(f"{label}: {event['problem']}", style="yellow")
     if name == "health":
         return Text(f"{event.get('what')}: {event.get('problem')}", style="yellow")
     if name == "telemetry":
+        if "node" not in event:
+            return Text(_lines_told(event), style="yellow")
         told = event.get("problem") or "it works again"
         lost = f"; {event['num_dropped']} spans are lost" if event.get("num_dropped") else ""
         return Text(
@@ -167,6 +205,15 @@ def _event_line(event: Record) -> Text | None:
             f"step {step}: state from {event.get('source')} in {event.get('seconds', 0.0):.2f} s", style="dim"
         )
     return None
+
+
+def _lines_told(event: Record) -> str:
+    """A file of lines begins to fail, or works again."""
+    place = event.get("place")
+    if problem := event.get("problem"):
+        return f"{place} cannot be written: {problem}; its lines wait in memory"
+    lost = f", {event['num_dropped']} lines are lost" if event.get("num_dropped") else ""
+    return f"{place} is written again: {event.get('num_late', 0)} lines late{lost}"
 
 
 def _fault_line(event: Record) -> Text:
@@ -205,7 +252,7 @@ def save_plot(run: Run) -> None:
     """Writes ``loss.svg`` into the run folder, when there is a curve to show."""
     training, validation = loss_series(run)
     if len(training) > 1:
-        run.plot_path.write_text(loss_svg(training, validation, f"{run.job().name}: loss"))
+        write_whole(run.plot_path, loss_svg(training, validation, f"{run.job().name}: loss"))
 
 
 def show_summary(console: Console, run: Run, summary: Summary, go_on: str) -> None:
@@ -230,6 +277,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     steps = f"{summary.steps} of {summary.steps_planned} in {format_seconds(summary.seconds)}"
     if summary.tokens:
         steps += f", {format_count(summary.tokens)} tokens"
+    if told := missing_lines_told(summary.steps_without_line):
+        steps += f"; {told}"
     rows = [("steps", steps)]
     if summary.validation_loss is not None:
         bits = summary.validation_bits_per_byte

@@ -6,7 +6,7 @@ import signal
 from myriad.errors import NO_STATE
 from myriad.resilience.engines.logs import is_secondary
 from myriad.resilience.facts import Cause
-from myriad.telemetry.progress_page import TURNED_CODE
+from myriad.telemetry.progress_page import IN_MEMORY_ONLY, TURNED_CODE
 
 __all__ = ["cause_of", "first_not_finite", "spike_text"]
 
@@ -71,6 +71,7 @@ def spike_text(error: str) -> str:
 
 
 _BY_WORDS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
+    ("unsaved", re.compile(re.escape(IN_MEMORY_ONLY))),
     ("device memory", _DEVICE_MEMORY),
     ("user", _PROGRAM),
     ("device", _DEVICE),

@@ -86,10 +86,10 @@ def note_corpus(run: Run, corpora: Corpora) -> list[JobChange]:
     return [change]
 
 
-def tokenizer_of(run: Run, job: Job) -> "Tokenizer | None":
+def tokenizer_of(run: Run | None, job: Job) -> "Tokenizer | None":
     """The run's own, else its corpus's; ``None`` where that has none."""
     from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 
-    if (run.path / TOKENIZER_FILE).is_file():
+    if run is not None and (run.path / TOKENIZER_FILE).is_file():
         return Tokenizer.load(run.path)
     return open_corpora(job.data, job.model.sequence).tokenizer
