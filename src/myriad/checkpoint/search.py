@@ -79,7 +79,7 @@ class Search:
                 self.folder.storage.url,
                 problems=found.problems,
                 in_memory=found.in_memory,
-                committed=bool(steps),
+                committed=steps,
                 damaged=claimed.damaged,
                 unreadable=found.unreadable or claimed.problem is not None,
                 newest=self.newest,

@@ -70,7 +70,7 @@ def check_start_over(
     *,
     problems: Sequence[str],
     in_memory: Sequence[str],
-    committed: bool,
+    committed: Sequence[int],
     damaged: Sequence[int],
     unreadable: bool,
     newest: int | None = None,
@@ -78,7 +78,7 @@ def check_start_over(
     """Return when a run that has loaded nothing may begin at step 1.
 
     ``problems``: of states that could not be loaded; ``in_memory``: what nodes hold, in words;
-    ``committed``, ``damaged``: whether the folder has checkpoints, and steps that were set aside;
+    ``committed``, ``damaged``: steps of the folder's checkpoints, and of those that were set aside;
     ``unreadable``: some may be good, and could not be read; ``newest``: the driver goes back to it. Raises
     `NoStateError` where only a person can decide, `RunFailedError` where another attempt may find more."""
     files = _files(problems)
@@ -97,7 +97,9 @@ def check_start_over(
     if not committed and not files:
         known.append(f"{url} holds no checkpoint, but step {stored} was stored")
     if newest is not None:
-        known.append(f"states after step {newest} are wrong: replicas differed, or a spike came")
+        wrong = ", ".join(f"step-{step}" for step in committed if step > newest)
+        why = "replicas differed, or a spike came"
+        known.append(f"states after step {newest} are wrong ({wrong or 'none is stored'}): {why}")
     known += [f"set aside: {', '.join(f'step-{step}.damaged' for step in damaged)}"] if aside else []
     known.append(f"in memory: {', '.join(in_memory) or 'nothing'}")
     others = [place for place in past.places if place != url]

@@ -208,15 +208,15 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decide(past: Past, **found: Any) -> None:
-    known: dict[str, Any] = {"problems": (), "in_memory": (), "committed": False, "damaged": ()}
+    known: dict[str, Any] = {"problems": (), "in_memory": (), "committed": (), "damaged": ()}
     check_start_over(past, Path("runs/mine"), "s3://here", **known | {"unreadable": False} | found)
 
 
 NOT_TRAINED: list[Callable[[], None]] = [
     lambda: decide(Past()),
     lambda: decide(Past(done_step=30)),  # nothing was stored: nothing can be lost
-    lambda: decide(Past(stored_step=20, may_start_over=True), problems=["step-20/x: bad"], committed=True),
-    lambda: decide(Past(stored_step=20), committed=True, newest=0),  # the driver goes back to step 0
+    lambda: decide(Past(stored_step=20, may_start_over=True), problems=["step-20/x: bad"], committed=[20]),
+    lambda: decide(Past(stored_step=20), committed=[20], newest=0),  # the driver goes back to step 0
     lambda: decide(Past(has_started_over=True), damaged=[20]),
 ]
 
@@ -232,8 +232,8 @@ def test_a_run_that_has_nothing_to_lose_or_is_allowed_to_begins_at_step_1(case: 
         (Past(stored_step=20), {}, "s3://here holds no checkpoint, but step 20 was stored"),
         (Past(stored_step=20, places=("s3://there",)), {}, "mine --checkpoint.url s3://there` looks"),
         (Past(), {"damaged": [20]}, "set aside: step-20.damaged"),
-        (Past(), {"problems": ["step-20/x: a[2]: its bytes changed"], "committed": True}, "20/x: its bytes"),
-        (Past(), {"committed": True, "newest": 7}, "states after step 7 are wrong"),
+        (Past(), {"problems": ["step-20/x: a[2]: its bytes changed"], "committed": [20]}, "20/x: its bytes"),
+        (Past(), {"committed": [9], "newest": 7}, "states after step 7 are wrong (step-9)"),
         (Past(stored_step=2), {"in_memory": ["step 9 of rank 0 of 2 (node of rank 0)"]}, "memory: step 9"),
     ],
 )  # fmt: skip
@@ -259,7 +259,7 @@ def test_states_that_the_driver_distrusts_are_set_aside_once_an_older_one_is_loa
     run.store(max(a, b) + 1)
     with pytest.raises(NoStateError):
         run.search(Past(), newest=min(a, b) - 1) if min(a, b) > 1 else decide(
-            Past(), committed=True, newest=9
+            Past(), committed=[20], newest=9
         )
     assert not run.folder.damaged()
     found, _ = run.search(Past(), newest=min(a, b))
