@@ -75,6 +75,8 @@ def _import(
         return
     tokenizer = "with its tokenizer" if done["tokenizer"] else "without a tokenizer: no text can be made"
     typer.echo(f"{run}: {done['parameters']:,} parameters, {tokenizer}")
+    if done["other_end"]:
+        typer.echo(f"note: {done['other_end']}")
     typer.echo(
         f"train from it: myriad train {run}/job.toml --run NAME --init-from {run} --data.corpus CORPUS"
     )

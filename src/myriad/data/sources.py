@@ -7,8 +7,11 @@ one larger than `LONGEST_TEXT_BYTES` is cut at line ends into documents of that 
 """
 
 import codecs
+import io
 import json
+import lzma
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, Literal, NamedTuple
@@ -16,7 +19,7 @@ from typing import IO, Any, Literal, NamedTuple
 import fsspec
 import fsspec.core
 
-from myriad.errors import BadInputError
+from myriad.errors import BadInputError, MyriadError
 
 __all__ = [
     "LONGEST_TEXT_BYTES",
@@ -85,13 +88,17 @@ def _expand(given: str) -> list[SourceFile]:
         fs, path = fsspec.core.url_to_fs(given)
         if any(mark in path for mark in "*?["):
             paths = sorted(name for name in fs.glob(path) if fs.isfile(name))
+        elif _suffix(path) in _KINDS and fs.isfile(path):  # to ask HTTP for a folder downloads the file
+            paths = [path]
         elif fs.isdir(path):
             paths = sorted(name for name in fs.find(path) if _known(name.removeprefix(path)))
         else:
             paths = [path] if fs.isfile(path) else []
         sources = [_source(fs, name) for name in paths]
-    except (ImportError, ValueError, OSError) as error:
+    except ValueError as error:
         raise BadInputError("INPUT", given, f"cannot be read: {error}") from None
+    except Exception as error:
+        raise _named(given, error) from None
     if not sources:
         known = ", ".join(_KINDS)
         raise BadInputError(
@@ -102,6 +109,10 @@ def _expand(given: str) -> list[SourceFile]:
 
 def _source(fs: Any, path: str) -> SourceFile:
     info = fs.info(path)
+    if info["type"] != "file":  # reading a pipe or a device may never end
+        raise BadInputError("INPUT", path, "is a pipe or a device; a regular file, or a folder of them")
+    if path.endswith(".zst") and "zstd" not in fsspec.available_compressions():
+        raise BadInputError("INPUT", path, "reading .zst needs: pip install zstandard; or unpack it")
     stamps = [str(info[key]) for key in ("mtime", "ETag", "LastModified", "last_modified") if key in info]
     return SourceFile(fs.unstrip_protocol(path), _kind(path), int(info["size"] or 0), " ".join(stamps))
 
@@ -180,8 +191,17 @@ def read_documents(span: Span, key: str, skipped: "Counter[str] | None" = None) 
                 yield document
             else:
                 counts["null" if document is None else "empty"] += 1
-    except (OSError, EOFError, ImportError) as error:
-        raise BadInputError("INPUT", _name(span.url), f"cannot be read: {error}") from None
+    except Exception as error:
+        raise _named(span.url, error) from None
+
+
+def _named(url: str, error: Exception) -> Exception:
+    """The error that a person gets when an input cannot be read; one that is a bug stays as it is."""
+    remote = "://" in url and not url.startswith("file://")  # stores raise exceptions of their own
+    unreadable = remote or isinstance(error, OSError | EOFError | ImportError | zlib.error | lzma.LZMAError)
+    if isinstance(error, MyriadError) or not unreadable:
+        return error
+    return BadInputError("INPUT", _name(url), f"cannot be read: {error}")
 
 
 def _name(url: str) -> str:
@@ -197,7 +217,7 @@ def _not_utf8(span: Span, offset: int, error: UnicodeDecodeError) -> BadInputErr
 
 def _lines(span: Span, limit: int) -> Iterator[tuple[int, bytes]]:
     """``(offset, line)`` for each line that starts in the span; a line over ``limit`` bytes in parts."""
-    with fsspec.open(span.url, "rb", compression="infer") as file:
+    with fsspec.open(span.url, "rb", compression="infer") as raw, io.BufferedReader(raw) as file:
         position = span.start
         if span.start:
             file.seek(span.start - 1)
@@ -292,6 +312,7 @@ def _parquet(file: IO[bytes], url: str, key: str) -> Any:
     if key not in schema.names:
         raise BadInputError("--key", key, f"{url} has the columns {', '.join(schema.names)}")
     kind = schema.field(key).type
-    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+    values = kind.value_type if arrow.types.is_dictionary(kind) else kind
+    if values not in (arrow.string(), arrow.large_string(), arrow.string_view()):
         raise BadInputError("--key", key, f"column of {kind} in {url}; a column of text")
     return opened
