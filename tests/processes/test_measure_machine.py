@@ -32,7 +32,7 @@ def be_hasty_rank(*arguments: Any) -> None:
 def test_this_machine_is_measured_kept_and_planned_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(measure, "_be_rank", be_hasty_rank)
-    cluster = load_cluster(cluster_path("this-machine", quiet=True))
+    cluster = load_cluster(cluster_path("this-machine"))
     core, link = cluster.accelerator, cluster.links.node
     for core_in in (core, core.of(4)):
         for name in ("launch_seconds", "stream_bytes_per_second", "flash_ratio", "flash_backward"):
@@ -41,7 +41,7 @@ def test_this_machine_is_measured_kept_and_planned_for(tmp_path, monkeypatch):
     assert min(link.bytes_per_second, link.latency_seconds, link.busy_ratio) > 0
     text = (tmp_path / "myriad" / "this-machine.toml").read_text()
     assert text.startswith("# Measured on 20")
-    assert load_cluster(cluster_path("this-machine", quiet=True)) == cluster, "found, not measured again"
+    assert load_cluster(cluster_path("this-machine")) == cluster, "found, not measured again"
     model = ModelConfig(layers=2, hidden=64, heads=4, sequence=64, vocabulary=512)
     work = Work(model, Layout(dp=2, tp=2), 8, value_bytes=4)
     assert predict(Costs(work, cluster)).seconds > 0

@@ -20,7 +20,7 @@ from myriad.checkpoint.storing import Outcome
 from myriad.checkpoint.wire import Message, Wire
 from myriad.errors import RunFailedError
 
-__all__ = ["KeeperClient", "keeper_name", "list_in_memory"]
+__all__ = ["KeeperClient", "ask_server", "held_steps", "keeper_name", "list_in_memory"]
 
 _START_SECONDS = 60.0
 _POLL_SECONDS = 0.01
@@ -169,11 +169,22 @@ class KeeperClient:
         outcome = self._ask({"op": "wait", "step": step, "seconds": seconds}, seconds=seconds)[0]["outcome"]
         return None if outcome is None else Outcome(**outcome)
 
+    def store_again(self, step: int) -> None:
+        """Have a step that could not be stored tried once more; for the ranks of rank 0's node."""
+        self._ask({"op": "store again", "step": step})
+
+    def hold(self, step: int) -> int:
+        """Have the snapshot server keep its memory after the ranks have ended, until the step is stored or
+        given up; gives its process id."""
+        pid: int = self._ask({"op": "hold", "step": step})[0]["pid"]
+        return pid
+
     def claim(self, url: str, attempts_before: int, seconds: float) -> Claimed:
         """Takes the folder of durable checkpoints over for a new start of the ranks."""
         how = {"url": url, "attempts_before": attempts_before, "seconds": seconds}
         answer = self._ask({"op": "claim", **how}, seconds=seconds)[0]
-        return Claimed(answer["attempt"], tuple(answer["steps"]), answer["problem"])
+        steps, damaged = tuple(answer["steps"]), tuple(answer["damaged"])
+        return Claimed(answer["attempt"], steps, damaged, answer["problem"])
 
     def snapshots(self) -> list[dict[str, Any]]:
         """What this node has in memory: attempt, world, rank, copied, steps of each."""
@@ -212,18 +223,31 @@ def list_in_memory(run: Path, node: int | None = None, ranks: int = 1) -> list[t
     return sorted((key[1], size) for key, size in found.items() if len(having[key]) == most)
 
 
-def _snapshots_of(name: str) -> list[dict[str, Any]]:
+def held_steps(run: Path) -> set[int]:
+    """Last steps that the snapshot servers of this machine hold because they could not be stored."""
+    answers = (ask_server(name, {"op": "snapshots"}, _LIST_SECONDS) for name in keeper_names(run))
+    return {step for answer in answers if (step := answer.get("held")) is not None}
+
+
+def ask_server(name: str, message: Message, seconds: float | None = None) -> Message:
+    """One request to a snapshot server, of a process that is no rank; empty when it does not answer within
+    ``seconds``."""
     wire = _connect(name)
     if wire is None:
-        return []
+        return {}
     try:
-        wire.send({"op": "snapshots"})
-        found: list[dict[str, Any]] = wire.receive()[0]["snapshots"]
-        return found
+        wire.patience(seconds)
+        wire.send(message)
+        return wire.receive()[0]
     except OSError:
-        return []
+        return {}
     finally:
         wire.close()
+
+
+def _snapshots_of(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = ask_server(name, {"op": "snapshots"}, _LIST_SECONDS).get("snapshots", [])
+    return found
 
 
 def _connect(name: str) -> Wire | None:

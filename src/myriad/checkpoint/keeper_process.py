@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from myriad.checkpoint.claiming import claim_folder
-from myriad.checkpoint.keeper import Keeper
+from myriad.checkpoint.keeper import AT_WORK, Keeper
 from myriad.checkpoint.member import Member
 from myriad.checkpoint.wire import Message, Wire
 from myriad.strangers import AUTHENTICATION_SECONDS, Strangers
@@ -99,7 +99,7 @@ class _Server:
                 member = self._answer_rank(wire, message, payload, member)
                 message, payload, _ = wire.receive()
             with self._lock:
-                self._said_good_bye = True
+                self._said_good_bye |= member is not None and self.keeper.is_present(member)
             wire.send({})
         finally:
             if member is not None:
@@ -135,6 +135,7 @@ class _Server:
                 return None
             with self._lock:
                 self._joined, self._said_good_bye, self._flushed = True, False, False
+            keeper.held_step = None
             wire.send({"num_bytes": member.memory.num_bytes}, descriptors=[member.descriptor])
         elif op == "configure":
             assert member is not None, "a rank joins first"
@@ -149,14 +150,48 @@ class _Server:
             claimed = claim_folder(message["url"], message["attempts_before"], message["seconds"])
             wire.send(asdict(claimed))
         elif op == "snapshots":
-            wire.send({"snapshots": [known.summary() for known in keeper.snapshots() if known.steps()]})
+            summaries = [known.summary() for known in keeper.snapshots() if known.steps()]
+            wire.send({"snapshots": summaries, "held": keeper.held_step})
         elif op == "open":
             self._open(wire, message)
+        elif op == "store again":
+            assert member is not None, "a rank joins first"
+            keeper.attempt(member.attempt).store_again(message["step"])
+            wire.send({})
+        elif op == "hold":
+            assert member is not None, "a rank joins first"
+            keeper.attempt(member.attempt)  # of an older one: refused
+            keeper.held_step = message["step"]
+            wire.send({"pid": os.getpid()})
+        elif op == "save":
+            self._save(wire, message["url"])
+        elif op == "release held":
+            wire.send(self._release_held())
         elif op == "wait":
             assert member is not None, "a rank joins first"
             outcome = keeper.attempt(member.attempt).wait_stored(message["step"], message["seconds"])
             wire.send({"outcome": None if outcome is None else asdict(outcome)})
         return member
+
+    def _save(self, wire: Wire, url: str) -> None:
+        try:
+            saved = self.keeper.save(url)
+        except Exception as error:  # whatever a storage does
+            wire.send({"problem": str(error) or type(error).__name__})
+            return
+        wire.send(asdict(saved))
+
+    def _release_held(self) -> Message:
+        """Nothing in memory is needed any more, on any node: the servers end."""
+        if self.keeper.has_ranks:
+            return {"problem": AT_WORK}
+        self.keeper.unhold()
+        self._end_when_alone()
+        return {}
+
+    def _end_when_alone(self) -> None:
+        with self._lock:
+            self._said_good_bye |= not self.keeper.has_ranks
 
     def _open(self, wire: Wire, message: Message) -> None:
         member = self.keeper.find(message["attempt"], message["rank"], message["step"], message["copied"])
@@ -200,7 +235,7 @@ class _Server:
     def _answer_keeper(self, message: Message, payload: memoryview) -> dict[str, Any]:
         op, attempt = message["op"], self.keeper.attempt(message["attempt"])
         if op == "store":
-            files = attempt.store_own(message["step"])
+            files = attempt.store_own(message["step"], message.get("url"))
             return {"files": {name: file.as_json() for name, file in files.items()}}
         if op == "copy":
             return {"has": attempt.copy_own(message["step"])}
@@ -214,6 +249,9 @@ class _Server:
             self.keeper.on_copied(attempt.number, message["step"])
         elif op == "release":
             attempt.release_step(message["step"])
+        elif op == "unhold":
+            self.keeper.held_step = None
+            self._end_when_alone()
         elif op == "steps":
             return {"steps": attempt.common_steps()}
         return {}
@@ -239,6 +277,8 @@ class _Server:
             return False
         if good_bye:
             return True
+        if self.keeper.held_step is not None:
+            return False
         if away > _LOST_SECONDS and not self._flushed:
             self._flushed = True
             self.keeper.flush()

@@ -1,54 +1,191 @@
-"""Bars on standard error, gone when done; none where that is no terminal: it would leave an empty line."""
+"""Progress of a command that may take long, on standard error: one helper for every verb.
 
+In a terminal it is a bar that disappears when the work is done. Elsewhere (a log file, a pipe, CI) it is a
+plain line every few seconds, also while a single step lasts long, because a thread writes it:
+
+    myriad: 5 s: predicting: 12 of 86 (14%)
+
+A command that ends within `_FIRST_LINE_SECONDS` writes no line. Standard output is never touched, so
+``--json`` stays one JSON object.
+
+    count_bar("searching")      show(stage, done, total)        numbers of anything
+    bytes_bar()                 show(stage, done, total)        bytes
+    share_bar("measuring")      show(step, share_done)          steps with a known share of the work
+"""
+
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from myriad.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
+    from rich.progress import ProgressColumn
 
 __all__ = ["bytes_bar", "count_bar", "share_bar"]
 
+_FIRST_LINE_SECONDS = 5.0
+_MANY_LINES = 12
+"""Lines at the first interval; each later one waits a tenth of the time so far, up to the longest."""
+_LONGEST_SECONDS = 60.0
+
+Counted = Callable[[str, int, int], None]
+"""``show(stage, done, total)``; a total of 0 is not known."""
+
 
 @contextmanager
-def bytes_bar(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """``show(stage, done_bytes, total_bytes)`` moves it."""
+def bytes_bar(*, quiet: bool = False) -> Iterator[Counted]:
+    """Yield ``show(stage, done_bytes, total_bytes)``."""
+    with _shown(_byte_columns, _bytes_done, "starting", quiet=quiet) as display:
+        yield lambda stage, done, total: display.show(stage, float(done), float(total))
+
+
+@contextmanager
+def count_bar(starting: str, *, quiet: bool = False) -> Iterator[Counted]:
+    """Yield ``show(stage, done, total)``; ``starting`` is the stage before the first call."""
+    with _shown(_count_columns, _count_done, starting, quiet=quiet) as display:
+        yield lambda stage, done, total: display.show(stage, float(done), float(total))
+
+
+@contextmanager
+def share_bar(title: str, *, quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
+    """Yield ``show(step, share_done)``, for work whose steps have names; ``title`` names all of it."""
+    with _shown(_share_columns, _share_done, f"{title}: starting", quiet=quiet) as display:
+        yield lambda step, done: display.show(f"{title}: {step}", done, 1.0)
+
+
+class _Display(Protocol):
+    def show(self, stage: str, done: float, total: float) -> None:
+        """Take in where the work stands."""
+
+
+class _Nothing:
+    def show(self, stage: str, done: float, total: float) -> None:
+        """Show nothing."""
+
+
+class _Lines:
+    """The last known progress, written as a line now and then by a thread."""
+
+    def __init__(self, starting: str, describe: Callable[[float, float], str]) -> None:
+        self._state, self._describe = (starting, 0.0, 0.0), describe
+        self._started, self._done = time.monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._write, name="progress", daemon=True)
+        self._thread.start()
+
+    def show(self, stage: str, done: float, total: float) -> None:
+        """Keep it for the next line."""
+        self._state = (stage, done, total)
+
+    def close(self) -> None:
+        """Write no more."""
+        self._done.set()
+        self._thread.join()
+
+    def _write(self) -> None:
+        count = 0
+        while not self._done.wait(self._interval(count)):
+            count += 1
+            try:
+                sys.stderr.write(f"myriad: {self._line()}\n")
+                sys.stderr.flush()
+            except (OSError, ValueError):  # nothing reads standard error: the work goes on
+                return
+
+    def _interval(self, count: int) -> float:
+        if count < _MANY_LINES:
+            return _FIRST_LINE_SECONDS
+        elapsed = time.monotonic() - self._started
+        return min(max(elapsed / 10, _FIRST_LINE_SECONDS), _LONGEST_SECONDS)
+
+    def _line(self) -> str:
+        stage, done, total = self._state
+        elapsed = time.monotonic() - self._started
+        return f"{_clock(elapsed)}: {stage}" + (self._describe(done, total) if total > 0 else "")
+
+
+class _Bar:
+    """The same in a terminal."""
+
+    def __init__(self, starting: str, columns: "tuple[ProgressColumn, ...]") -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(starting, total=None)
+        self._bar.start()
+
+    def show(self, stage: str, done: float, total: float) -> None:
+        """Move the bar."""
+        self._bar.update(self._task, description=stage, completed=done, total=total or None)
+
+    def close(self) -> None:
+        """Clear it away."""
+        self._bar.stop()
+
+
+@contextmanager
+def _shown(
+    columns: "Callable[[], tuple[ProgressColumn, ...]]",
+    describe: Callable[[float, float], str],
+    starting: str,
+    *,
+    quiet: bool,
+) -> Iterator[_Display]:
+    from rich.console import Console
+
+    if quiet:
+        yield _Nothing()
+        return
+    in_terminal = Console(stderr=True).is_terminal
+    display = _Bar(starting, columns()) if in_terminal else _Lines(starting, describe)
+    try:
+        yield display
+    finally:
+        display.close()
+
+
+def _count_columns() -> "tuple[ProgressColumn, ...]":
+    from rich import progress as bars
+
+    return _described(), bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeElapsedColumn()
+
+
+def _byte_columns() -> "tuple[ProgressColumn, ...]":
     from rich import progress as bars
 
     sizes = bars.DownloadColumn(binary_units=True), bars.TransferSpeedColumn(), bars.TimeRemainingColumn()
-    with _open(bars.TextColumn("{task.description}"), bars.BarColumn(), *sizes, quiet=quiet) as bar:
-        yield _stages(bar, "starting")
+    return _described(), bars.BarColumn(), *sizes
 
 
-@contextmanager
-def count_bar(starting: str, *, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """``show(stage, done, total)`` moves it."""
+def _share_columns() -> "tuple[ProgressColumn, ...]":
     from rich import progress as bars
 
-    columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn()
-    with _open(*columns, quiet=quiet) as bar:
-        yield _stages(bar, starting)
+    return _described(), bars.BarColumn(), bars.TimeElapsedColumn()
 
 
-@contextmanager
-def share_bar(title: str, *, quiet: bool) -> Iterator[Callable[[str, float], None]]:
-    """Of work whose steps tell what they do; ``tell(what, share_done)`` moves it."""
-    from rich import progress as bars
+def _described() -> "ProgressColumn":
+    from rich.progress import TextColumn
 
-    columns = (bars.TextColumn(title + ": {task.description}"), bars.BarColumn(), bars.TimeElapsedColumn())
-    with _open(*columns, quiet=quiet) as bar:
-        task = bar.add_task("starting", total=1.0)
-        yield lambda what, done: bar.update(task, description=what, completed=done)
+    return TextColumn("{task.description}", markup=False)
 
 
-def _open(*columns: "ProgressColumn", quiet: bool) -> "Progress":
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+def _count_done(done: float, total: float) -> str:
+    return f": {done:,.0f} of {total:,.0f} ({done / total:.0%})"
 
 
-def _stages(bar: "Progress", starting: str) -> Callable[[str, int, int], None]:
-    task = bar.add_task(starting, total=None)
-    return lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
+def _bytes_done(done: float, total: float) -> str:
+    return f": {format_bytes(done)} of {format_bytes(total)} ({done / total:.0%})"
+
+
+def _share_done(done: float, total: float) -> str:
+    return f" ({done / total:.0%})"
+
+
+def _clock(seconds: float) -> str:
+    """``35 s``, ``2 min 05 s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

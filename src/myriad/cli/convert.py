@@ -10,6 +10,7 @@ import typer
 
 from myriad.cli.bars import bytes_bar
 from myriad.cli.overrides import OverrideCommand
+from myriad.cli.runs import CHECKPOINTS
 from myriad.errors import BadInputError
 
 __all__ = ["register"]
@@ -36,9 +37,7 @@ def register(verb: typer.Typer) -> None:
 
 
 def _export(
-    path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A run: its newest checkpoint; or a checkpoint's folder.")
-    ],
+    path: Annotated[str, typer.Argument(metavar="PATH", help=f"{CHECKPOINTS} Of several, the newest.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: new, or empty.")],
     format: Annotated[
         _Format, typer.Option(help="hf: Hugging Face, as transformers' from_pretrained reads it.")
@@ -85,7 +84,7 @@ def _reshard(
     context: typer.Context,
     path: Annotated[
         str,
-        typer.Argument(metavar="PATH", help="A run: its newest checkpoint; or a checkpoint's folder or URL."),
+        typer.Argument(metavar="PATH", help=f"{CHECKPOINTS} Of several, the newest."),
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="Folder or URL in which step-N is written.")],
     json: _Json = False,
@@ -101,7 +100,7 @@ def _reshard(
     for override in overrides:
         if not override.startswith("layout."):
             raise BadInputError(override.partition("=")[0], override.partition("=")[2], "only layout.* keys")
-    with bytes_bar(quiet=json) as show:
+    with bytes_bar() as show:
         done = reshard_checkpoint(path, out, overrides, partial(show, "cutting"))
     if json:
         typer.echo(json_format.dumps(done))

@@ -104,8 +104,8 @@ def doctor(
         _save(folder, path, others, json=json)
         return
     expected = read_baseline(path) if baseline is not None or path.is_file() else {}
-    diagnosis = _diagnose(folder, expected, quiet=json)
-    findings = _between(others, diagnosis, expected, quiet=json) if others is not None else None
+    diagnosis = _diagnose(folder, expected)
+    findings = _between(others, diagnosis, expected) if others is not None else None
     told = path if expected else None
     concerned = others is not None and findings is not None and _concerns(findings, others)
     freed = _free() if diagnosis.healthy and not concerned else ""
@@ -159,18 +159,18 @@ def _others(
     return _Others(nodes, index, read_secret(secret_file), links, wait)
 
 
-def _diagnose(folder: Path, expected: "Expected", *, quiet: bool, title: str = "testing") -> "Diagnosis":
+def _diagnose(folder: Path, expected: "Expected", *, title: str = "testing") -> "Diagnosis":
     from myriad.resilience.doctor.node import diagnose
 
-    with share_bar(title, quiet=quiet) as tell:
+    with share_bar(title) as tell:
         return diagnose(folder, expected, tell=tell)
 
 
-def _between(others: _Others, diagnosis: "Diagnosis", expected: "Expected", *, quiet: bool) -> "Findings":
+def _between(others: _Others, diagnosis: "Diagnosis", expected: "Expected") -> "Findings":
     from myriad.resilience.doctor.pairwise import pairwise
 
     known = expected.get(_NETWORK, {}).get(_PAIR)
-    with share_bar("testing", quiet=quiet) as tell:
+    with share_bar("testing") as tell:
         tell("between nodes", 0.9)
         return pairwise(
             others.nodes,
@@ -195,12 +195,12 @@ def _save(folder: Path, path: Path, others: _Others | None, *, json: bool) -> No
     old = read_baseline(path) if path.exists() else {}
     rounds = []
     for number in range(_BASELINE_ROUNDS):
-        found = _diagnose(folder, {}, quiet=json, title=f"baseline, {number + 1} of {_BASELINE_ROUNDS}")
+        found = _diagnose(folder, {}, title=f"baseline, {number + 1} of {_BASELINE_ROUNDS}")
         if not found.healthy:
             raise RunFailedError(f"no baseline was saved, this node is not healthy: {found.words}")
         rounds.append(found.readings)
     if others is not None:
-        findings = _between(others, found, {}, quiet=json)
+        findings = _between(others, found, {})
         if not findings.healthy:
             raise RunFailedError(f"no baseline was saved: {'; '.join(findings.words)}")
         rounds.append([Reading(name=_PAIR, value=findings.expected, hardware=_NETWORK)])

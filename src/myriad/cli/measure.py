@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["cluster_path", "measure_to_file", "tell_measured"]
 
 
-def measure_to_file(out: Path | None = None, *, quiet: bool = False) -> "tuple[Cluster, Path]":
+def measure_to_file(out: Path | None = None) -> "tuple[Cluster, Path]":
     """Measures and writes ``out``, or the file where ``--cluster this-machine`` looks. Raises `BadInputError`
     when it cannot be written: before measuring, as far as that can be known."""
     from myriad.train.measure import find_cluster_file, measure_cluster, write_cluster
@@ -20,7 +20,7 @@ def measure_to_file(out: Path | None = None, *, quiet: bool = False) -> "tuple[C
     path = out or find_cluster_file()
     if path.is_dir() or path.suffix != ".toml":
         raise BadInputError("--out", str(path), "a file name that ends in .toml")
-    with share_bar("measuring", quiet=quiet) as tell:
+    with share_bar("measuring") as tell:
         cluster = measure_cluster(tell)
     try:
         write_cluster(cluster, path)
@@ -29,7 +29,7 @@ def measure_to_file(out: Path | None = None, *, quiet: bool = False) -> "tuple[C
     return cluster, path
 
 
-def cluster_path(name: str, *, quiet: bool = False) -> str:
+def cluster_path(name: str) -> str:
     """Where a cluster's file is: of ``this-machine`` where it was measured, which is now if it never was; of
     all others their name."""
     from myriad.train.cluster_file import CLUSTER_NAME, find_cluster_file
@@ -38,7 +38,7 @@ def cluster_path(name: str, *, quiet: bool = False) -> str:
         return name
     path = find_cluster_file()
     if not path.is_file():
-        measure_to_file(quiet=quiet)
+        measure_to_file()
     return str(path)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from myriad.cli.bars import count_bar
 from myriad.cli.files import check_picture, write_picture
 from myriad.errors import BadInputError
 
@@ -74,10 +75,7 @@ def congestion(
 
 
 def _rows(scenario: str, control: str, level: str, hosts: int, scale: float, seed: int) -> "list[Row]":
-    """All that was asked for, with a progress bar where somebody looks on. Raises `BadInputError`."""
-    from rich.console import Console
-    from rich.progress import Progress
-
+    """Measure every scenario under every control. Raises `BadInputError`."""
     from myriad.network.controls import CONTROLS
     from myriad.network.levels import LEVELS, measure
     from myriad.network.scenarios import SCENARIOS
@@ -91,14 +89,11 @@ def _rows(scenario: str, control: str, level: str, hosts: int, scale: float, see
         cases = [make(name, hosts, scale) for name in names]
     except BadInputError as error:
         raise BadInputError(f"--{error.key}", error.value, error.allowed) from None
-    screen = Console(stderr=True)
-    rows = []
-    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
-        task = progress.add_task("simulating", total=len(cases) * len(controls))
-        for case in cases:
-            for name in controls:
-                rows.append(measure(case, name, CONTROLS[name], level, seed=seed))
-                progress.advance(task)
+    pairs, rows = [(case, name) for case in cases for name in controls], []
+    with count_bar("simulating") as show:
+        for number, (case, name) in enumerate(pairs):
+            show(f"simulating {case.name} with {name}", number, len(pairs))
+            rows.append(measure(case, name, CONTROLS[name], level, seed=seed))
     return rows
 
 

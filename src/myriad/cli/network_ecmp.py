@@ -151,7 +151,7 @@ def _tell_of_switch(question: "SwitchQuestion", out: Path | None, as_json: bool)
 def _tell_of_fabric(cluster: "Cluster", question: "FabricQuestion", out: Path | None, as_json: bool) -> None:
     from myriad.network.remedies import fabric_rows
 
-    with share_bar("drawing hashes", quiet=as_json) as tell:
+    with share_bar("drawing hashes") as tell:
         rows = fabric_rows(question, tell)
     nodes = question.ring_nodes or cluster.nodes
     title = f"{cluster.name}: rings of {nodes} nodes, {question.placement}, {_pairs(question.queue_pairs)}"

@@ -91,7 +91,7 @@ def place(
     found_cluster, loaded = _read(cluster, what_if or (), jobs, OverrideCommand.of(context))
     hosts = _names(names, found_cluster.nodes)
     every = [costs_of(job, found_cluster) for job in loaded]
-    placed = _place(loaded, every, nodes, routing, queue_pairs, range(seed, seed + draws), quiet=as_json)
+    placed = _place(loaded, every, nodes, routing, queue_pairs, range(seed, seed + draws))
     if out is not None:
         write_picture("--out", out, placed.picture())
     text = None if export is None else _exported(export, placed, _USES.index(use), hosts)
@@ -124,8 +124,6 @@ def _place(
     routing: Literal["ecmp", "adaptive"],
     queue_pairs: int,
     seeds: range,
-    *,
-    quiet: bool,
 ) -> "Placed":
     from myriad.cli.bars import share_bar
     from myriad.cli.network_place_show import Placed
@@ -140,7 +138,7 @@ def _place(
         every, routes, simulations.seconds, nodes=given, queue_pairs=queue_pairs, routing=routing
     )
     verdicts, ways = [], (on_fabric.numbered, lambda: on_fabric.random(seeds[0]), on_fabric.optimised)
-    with share_bar("placing", quiet=quiet) as tell:
+    with share_bar("placing") as tell:
         for number, (name, way) in enumerate(zip(_USES, ways, strict=True)):
             tell(name, number / len(ways))
             verdicts.append(on_fabric.verdicts(way(), seeds))

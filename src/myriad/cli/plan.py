@@ -121,7 +121,7 @@ def plan(
     if days is not None or wanted.is_range:
         of_one = {"--out": out, "--picture": picture, "--straggler": straggler, "--fabric": fabric}
         _check_many(days, of_one)
-    asked = Asked.of(wanted, measure=measure, quiet=console is None)
+    asked = Asked.of(wanted, measure=measure)
     with _garbage_kept(), _default_told(context, cluster):
         if days is not None:
             told = _fewest(asked, days, console)
@@ -195,7 +195,7 @@ def _measure_alone(
     keys = [f"--{override.partition('=')[0]}" for override in OverrideCommand.of(context)]
     for option in [*(option for option, given in unread.items() if given), *keys]:
         raise BadInputError("JOB", None, f"needed: {option} is of a plan; --measure alone only measures")
-    measured = tell_measured(*measure_to_file(out, quiet=as_json))
+    measured = tell_measured(*measure_to_file(out))
     typer.echo(json.dumps({"out": measured.splitlines()[-1]}) if as_json else measured)
 
 
@@ -209,13 +209,13 @@ def _best(
     fabric: bool,
 ) -> dict[str, Any]:
     from myriad.cli.plan_answer import tell
-    from myriad.cli.plan_job import as_written, job_of, problem_of, write_plan
+    from myriad.cli.plan_job import job_of, problem_of, write_plan
     from myriad.planner.questions import answer
     from myriad.planner.rescore import Simulations
 
     simulations, problem = Simulations(), problem_of(asked.job, asked.cluster)
     on_fabric = _fabric_of(problem, simulations) if fabric else None
-    with count_bar("searching", quiet=console is None) as progress:
+    with count_bar("searching") as progress:
         found = answer(problem, objective=objective, simulations=simulations, progress=progress)
         before = None
         if asked.plain is not None:
@@ -225,7 +225,7 @@ def _best(
             asked.job,
             found,
             before=before,
-            written=as_written(asked.job),
+            written=asked.written,
             simulations=simulations,
             slower=asked.slower,
             top=top,
@@ -261,7 +261,7 @@ def _curve(asked: "Asked", objective: str, console: "Console | None") -> dict[st
     also = [point.accelerators for point in points]
     sizes = sizes_between(asked.sizes[0], asked.sizes[-1], asked.cluster.accelerators_per_node, also)
     simulations, rows = Simulations(), []
-    with count_bar("searching", quiet=console is None) as progress:
+    with count_bar("searching") as progress:
         for number, size in enumerate(sizes):
             progress(f"{size} accelerators", number, len(sizes))
             problem = problem_of(asked.job, scale_cluster(asked.cluster, size))
@@ -293,7 +293,7 @@ def _fewest(asked: "Asked", days: float, console: "Console | None") -> dict[str,
     from myriad.recipes.cluster import scale_cluster
 
     steps, simulations = asked.job.train.steps, Simulations()
-    with count_bar("searching", quiet=console is None) as progress:
+    with count_bar("searching") as progress:
         try:
             problem, found = fewest_accelerators(
                 lambda size: problem_of(asked.job, scale_cluster(asked.cluster, size)),

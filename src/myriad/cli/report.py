@@ -75,7 +75,7 @@ def _report(
     folder = Run(existing_run(run))
     facts, look = facts_of(folder), RunWatch(folder).look()
     ranks = ranks_asked(without, look)
-    predicted, network = (None, "") if cluster is None else _predicted(look, cluster, quiet=as_json)
+    predicted, network = (None, "") if cluster is None else _predicted(look, cluster)
     path = facts.run.report_path if out is None else out
     told = f"the page: {path}"
     try:
@@ -91,7 +91,7 @@ def _report(
         _show(facts, look, told)
 
 
-def _predicted(look: "Look", name: str, *, quiet: bool) -> "tuple[Losses, str]":
+def _predicted(look: "Look", name: str) -> "tuple[Losses, str]":
     """Losses, and what the cluster's network does to the run."""
     from myriad.cli.bars import share_bar
     from myriad.cli.forecast import costs_of
@@ -102,7 +102,7 @@ def _predicted(look: "Look", name: str, *, quiet: bool) -> "tuple[Losses, str]":
 
     cluster = load_cluster(cluster_path(name))
     losses = predicted_losses(costs_of(look.job, cluster))
-    with share_bar("the network", quiet=quiet) as progress:
+    with share_bar("the network") as progress:
         return losses, "\n".join(network_parts(look.job, cluster, progress))
 
 
@@ -137,8 +137,7 @@ def _show(facts: "Facts", look: "Look", told: str) -> None:
     parts.append(f"{account.steps} steps done, {account.steps_lost} lost")
     if spare := account.ledger.spare_node_seconds:
         parts.append(f"spare nodes stood {spare / 3600:.3g} node hours beside it")
-    if facts.num_wrong_lines:
-        parts.append(f"{facts.num_wrong_lines} lines of metrics.jsonl are wrong")
+    parts += facts.doubts
     console.print(" · ".join(parts), markup=False, soft_wrap=True)
     _show_classes(facts, console)
     _show_steps(look, console)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from myriad.cli.runs import existing_run
+from myriad.cli.runs import CHECKPOINTS
 
 __all__ = ["register", "sample"]
 
@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 
 def sample(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under runs/.")],
+    run: Annotated[str, typer.Argument(metavar="PATH", help=f"{CHECKPOINTS} Of several, the newest.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
     temperature: Annotated[
@@ -32,14 +32,15 @@ def sample(
     ] = False,
 ) -> None:
     """Continue a text with a trained model."""
-    path = existing_run(run)
-    from myriad.run import Run
-    from myriad.train.sample import open_run
+    from myriad.train.locate import locate
 
-    pieces = open_run(Run(path)).generate(prompt, tokens, temperature, top_p, seed)
+    locate(run, "run")  # without torch, so that a wrong name is refused at once
+    from myriad.train.sample import open_sampler
+
+    pieces = open_sampler(run).generate(prompt, tokens, temperature, top_p, seed)
     if as_json:
         settings = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-        typer.echo(json.dumps({"run": str(path), "prompt": prompt, "text": "".join(pieces), **settings}))
+        typer.echo(json.dumps({"run": run, "prompt": prompt, "text": "".join(pieces), **settings}))
         return
     sys.stdout.write(prompt)
     for piece in pieces:

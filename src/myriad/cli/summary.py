@@ -1,10 +1,10 @@
 """What a run came to, in one value: for the panel at the end, for ``--json``, for a run looked at again."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from myriad.jsonl import Record
-from myriad.run import Run
+from myriad.run import Run, count_steps
 
 __all__ = ["Summary", "is_done", "summarize"]
 
@@ -20,9 +20,14 @@ class Summary:
     state: str
     """``finished``, ``interrupted`` or ``unfinished``."""
     steps: int
+    """Done, by their numbers."""
+    steps_without_line: int
+    """Of them, those of which metrics.jsonl has no line."""
     steps_planned: int
     saved_step: int | None
     """Step of the newest checkpoint."""
+    held: dict[str, Any] | None
+    """The last step, where it is in memory only: ``step``, ``problem``, ``servers`` (node, host, pid)."""
     seconds: float
     """Time in steps, over all attempts; without what a resumed attempt did again."""
     tokens: int | None
@@ -55,15 +60,17 @@ def summarize(run: Run) -> Summary:
     last = metrics[-1] if metrics else {}
     job = run.job()
     planned = job.train.steps
-    steps = int(last.get("step", 0))
+    steps, without_line = astuple(count_steps(metrics, events))
     seconds = sum(line.get("step_seconds") or 0.0 for line in metrics)
     steady = metrics[min(_STEADY_STEPS, len(metrics) // 2) :]
     return Summary(
         run=str(run.path),
         state=_state(events, steps, planned),
         steps=steps,
+        steps_without_line=without_line,
         steps_planned=planned,
         saved_step=_last(events, "checkpoint").get("step"),
+        held=_held(events),
         seconds=seconds,
         tokens=last.get("tokens"),
         parameters=start.get("parameters"),
@@ -85,12 +92,21 @@ def summarize(run: Run) -> Summary:
 
 def is_done(run: Run, steps: int) -> bool:
     """Whether nothing is left to do for ``steps`` steps."""
-    metrics = run.read_metrics()
-    return bool(metrics) and metrics[-1]["step"] >= steps and bool(_last(run.read_events(), "finish"))
+    metrics, events = run.read_metrics(), run.read_events()
+    return count_steps(metrics, events).done >= steps and bool(_last(events, "finish"))
 
 
 def _last(events: list[Record], name: str) -> Record:
     return next((event for event in reversed(events) if event.get("event") == name), {})
+
+
+def _held(events: list[Record]) -> dict[str, Any] | None:
+    """What the newest attempt could not store, unless it was stored since."""
+    names = ("held", "checkpoint", "finish", "start")
+    newest = next((event for event in reversed(events) if event.get("event") in names), {})
+    if newest.get("event") != "held":
+        return None
+    return {key: newest.get(key) for key in ("step", "problem", "servers")}
 
 
 def _state(events: list[Record], steps: int, planned: int) -> str:

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Sequence
+from itertools import count
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from myriad.cli.bars import count_bar
 from myriad.cli.files import check_picture, write_picture
 
 if TYPE_CHECKING:
@@ -58,10 +60,7 @@ def validate(
 
 
 def _predict(names: list[str] | None) -> "list[TableResult]":
-    """With a progress bar where somebody looks on."""
-    from rich.console import Console
-    from rich.progress import Progress
-
+    """Predict every row of the tables."""
     from myriad.planner.published import read_table, ready_tables
     from myriad.planner.validation import predict_table
     from myriad.recipes.cluster import load_cluster, scale_cluster
@@ -70,10 +69,10 @@ def _predict(names: list[str] | None) -> "list[TableResult]":
         read_table(name, lambda cluster, gpus: scale_cluster(load_cluster(cluster), gpus))
         for name in names or ready_tables()
     ]
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("predicting", total=sum(len(table.rows) for table in read))
-        return [predict_table(table, lambda: progress.advance(bar)) for table in read]
+    total, done = sum(len(table.rows) for table in read), count(1)
+    with count_bar("predicting") as show:
+        show("predicting", 0, total)
+        return [predict_table(table, lambda: show("predicting", next(done), total)) for table in read]
 
 
 def _as_json(results: "Sequence[TableResult]") -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """``myriad simulate --weeks``: weeks with faults on a cluster, as tables, chart or JSON."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -59,7 +58,7 @@ def simulate_weeks(wanted: WantedWeeks) -> None:
     changes = sum(1 for _ in sensitivity_changes(setting)) if wanted.sensitivity else 0
     total = wanted.runs * (num_policies() + changes)
     counted = count(1)
-    with share_bar("simulating", quiet=wanted.as_json or not sys.stderr.isatty()) as tell:
+    with share_bar("simulating") as tell:
 
         def done() -> None:
             number = next(counted)

@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,8 +58,9 @@ class Progress(NamedTuple):
     """How far it is."""
 
     stage: str
-    done_bytes: int
-    total_bytes: int
+    done_bytes: int = 0
+    total_bytes: int = 0
+    """0: not known."""
 
 
 def prepare(
@@ -69,6 +71,7 @@ def prepare(
 ) -> Manifest:
     """Makes, or goes on making, the corpus in ``output``; leaves any other untouched (`BadInputError`)."""
     _check_options(options)
+    progress(Progress("listing the inputs"))
     sources = find_sources(inputs)
     identity = _identity(sources, options)
     if (output / MANIFEST_FILE).exists():
@@ -79,12 +82,12 @@ def prepare(
     if not any(piece.size_bytes for piece in pieces):
         raise BadInputError("INPUT", ", ".join(inputs), "files with text in them: there is none")
     with _work_folder(output, identity) as work:
-        held_out = holding_out(pieces, options.key, options.validation)
+        held_out = _held_out(pieces, options, progress)
         tokenizer = _tokenizer(work, pieces, options, held_out, progress)
         task = PieceWork(work, work / TOKENIZER_FILE, options.key, held_out)
         results = run_pieces(task, pieces, options.workers, _piece_progress(pieces, progress))
-        total = sum(piece.size_bytes for piece in pieces)
-        progress(Progress("writing shards", total, total))
+        _check_text(inputs, results, work)
+        progress(Progress("writing and hashing shards"))
         manifest = _merge(output, work, tokenizer, results, options.shard_bytes, identity)
         manifest.write(output)
     shutil.rmtree(output / _WORK_FOLDER)
@@ -159,6 +162,32 @@ def _write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def _check_text(inputs: Sequence[str], results: Sequence[PieceResult], work: Path) -> None:
+    """Refuse inputs without any text, and forget the work on them."""
+    if not any(result.text_bytes[split] for result in results for split in SPLITS):
+        shutil.rmtree(work)
+        raise BadInputError(
+            "INPUT", ", ".join(inputs), f"files with text in them: there is none ({_skipped(results)})"
+        )
+
+
+def _skipped(results: Sequence[PieceResult]) -> dict[str, int]:
+    return dict(sum((Counter(result.skipped) for result in results), Counter[str]()))
+
+
+def _held_out(
+    pieces: Sequence[Piece], options: PrepareOptions, progress: Callable[[Progress], None]
+) -> HoldingOut:
+    total = sum(piece.size_bytes for piece in pieces)
+    begun: list[int] = []
+
+    def show(piece_bytes: int) -> None:
+        progress(Progress("choosing the held-out text", sum(begun), total))
+        begun.append(piece_bytes)
+
+    return holding_out(pieces, options.key, options.validation, show)
+
+
 def _tokenizer(
     work: Path,
     pieces: Sequence[Piece],
@@ -173,9 +202,12 @@ def _tokenizer(
     if options.tokenizer:
         tokenizer = Tokenizer.load(options.tokenizer)
     else:
-        total = sum(piece.size_bytes for piece in pieces)
-        progress(Progress("training the tokenizer", 0, total))
-        tokenizer = Tokenizer.train(_sample(pieces, options.key, held_out), options.vocabulary)
+        sample = _sample(pieces, options.key, held_out)
+        tokenizer = Tokenizer.train(
+            sample,
+            options.vocabulary,
+            lambda stage, characters: progress(Progress(f"{stage} ({characters / 1e6:,.1f}M characters)")),
+        )
     partial = work / "tokenizer"
     partial.mkdir(exist_ok=True)
     tokenizer.save(partial).replace(path)
@@ -234,6 +266,7 @@ def _merge(
         end_of_document=tokenizer.end_of_document,
         shards=tuple(shards),
         text_bytes={split: sum(result.text_bytes[split] for result in results) for split in SPLITS},
+        skipped=_skipped(results),
         files={name: hash_file(output / name) for name in names},
         plan=identity,
     )

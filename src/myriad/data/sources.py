@@ -8,6 +8,8 @@ one larger than `LONGEST_TEXT_BYTES` is cut at line ends into documents of that 
 
 import codecs
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, Literal, NamedTuple
 
@@ -37,6 +39,9 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst"), "text"),
 }
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class SourceFile(NamedTuple):
@@ -157,16 +162,24 @@ def _cut_parquet(source: SourceFile, key: str, piece_bytes: int) -> Iterator[tup
     yield Span(source.url, "parquet", start, len(sizes)), size
 
 
-def read_documents(span: Span, key: str) -> Iterator[str]:
-    """The documents that start in a span, but empty ones. Raises `BadInputError` that says where."""
+def read_documents(span: Span, key: str, skipped: "Counter[str] | None" = None) -> Iterator[str]:
+    """The documents that start in a span. Raises `BadInputError` that says where.
+
+    Records whose text is null or empty are left out, of every kind of file, and counted in ``skipped``."""
+    counts = Counter[str]() if skipped is None else skipped
     try:
+        documents: Iterator[str | None]
         if span.kind == "parquet":
             documents = _read_parquet(span, key)
         elif span.kind == "jsonl":
             documents = _read_jsonl(span, key)
         else:
             documents = _read_text(span)
-        yield from (document for document in documents if document)
+        for document in documents:
+            if document:
+                yield document
+            else:
+                counts["null" if document is None else "empty"] += 1
     except (OSError, EOFError, ImportError) as error:
         raise BadInputError("INPUT", _name(span.url), f"cannot be read: {error}") from None
 
@@ -220,7 +233,8 @@ def _read_text(span: Span) -> Iterator[str]:
         parts.append(text.removeprefix("\ufeff") if offset == 0 else text)
         size += len(line)
     parts.append(_decode(decoder, span, end))
-    yield "".join(parts)
+    if (last := "".join(parts)) or not span.start:  # no line may start in a later span
+        yield last
 
 
 def _decode(decoder: codecs.IncrementalDecoder, span: Span, offset: int, line: bytes = b"") -> str:
@@ -232,7 +246,7 @@ def _decode(decoder: codecs.IncrementalDecoder, span: Span, offset: int, line: b
         raise _not_utf8(span, offset - left, error) from None
 
 
-def _read_jsonl(span: Span, key: str) -> Iterator[str]:
+def _read_jsonl(span: Span, key: str) -> Iterator[str | None]:
     for offset, line in _lines(span, -1):
         if not line.strip():
             continue
@@ -243,9 +257,11 @@ def _read_jsonl(span: Span, key: str) -> Iterator[str]:
             raise BadInputError("INPUT", _name(span.url), place) from None
         except UnicodeDecodeError as error:
             raise _not_utf8(span, offset, error) from None
-        text = record.get(key) if isinstance(record, dict) else None
-        if not isinstance(text, str):
+        if not isinstance(record, dict) or not isinstance(record.get(key, 0), str | None):
             raise _no_text(span, offset, key, record)
+        if (text := record[key]) is not None and (half := _HALF_PAIR.search(text)):
+            place = f"line at byte {offset} has half of a surrogate pair, \\u{ord(half[0]):04x}: no such text"
+            raise BadInputError("INPUT", _name(span.url), f"{place} exists in UTF-8; repair or leave it out")
         yield text
 
 
@@ -256,11 +272,11 @@ def _no_text(span: Span, offset: int, key: str, record: object) -> BadInputError
     return BadInputError("INPUT", _name(span.url), allowed)
 
 
-def _read_parquet(span: Span, key: str) -> Iterator[str]:
+def _read_parquet(span: Span, key: str) -> Iterator[str | None]:
     with fsspec.open(span.url, "rb") as file:
         groups = list(range(span.start, span.stop or 0))
         for batch in _parquet(file, span.url, key).iter_batches(256, row_groups=groups, columns=[key]):
-            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+            yield from batch.column(0).to_pylist()
 
 
 def _parquet(file: IO[bytes], url: str, key: str) -> Any:

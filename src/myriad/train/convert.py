@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.folder import CheckpointFolder, open_checkpoint
 from myriad.checkpoint.hugging_face import HuggingFaceWeights, is_hugging_face, staged_folder, write_folder
 from myriad.checkpoint.hugging_face_config import kind_of
 from myriad.checkpoint.store import save
@@ -26,7 +26,11 @@ def export_hugging_face(path: str, out: Path, dtype: Literal["float32", "bfloat1
     """Writes the weights of a run (its newest whole checkpoint) or of one checkpoint to ``out``; gives what
     was written. Raises `BadInputError`, with nothing written, for a model that has no counterpart."""
     weights = open_weights(path, "PATH", every_byte=True)
-    job = job_of(weights) if isinstance(weights, CheckpointWeights) else None
+    job = (
+        job_of(open_checkpoint(weights.where), weights.run)
+        if isinstance(weights, CheckpointWeights)
+        else None
+    )
     if job is None:
         allowed = "must be a run, or a checkpoint in one: its job.toml says what the model is"
         raise BadInputError("PATH", path, allowed)

@@ -4,15 +4,15 @@ Known accelerators by their data sheet (dense, no sparsity); anything else by mu
 moment, on every rank at once, as training will.
 """
 
-import json
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from myriad.whole_file import write_whole
+from myriad.train.measured_files import keep_measured, read_measured
 
 __all__ = ["Peak", "find_peak"]
 
@@ -40,12 +40,17 @@ def find_peak(
                 return Peak(peak, f"{known} data sheet, bf16")
     name = str(dtype).removeprefix("torch.")
     where = f"{socket.gethostname()}, {device.type}, {name}, {torch.get_num_threads()} threads"
-    known = json.loads(kept.read_text()) if kept is not None and kept.is_file() else {}
-    if where not in known:
-        known[where] = _measure(device, dtype, measure_seconds)
-        if kept is not None:
-            write_whole(kept, json.dumps(known))
-    return Peak(known[where], f"measured {name} matrix product")
+    peaks = read_measured(kept, _are_peaks) or {}
+    if where not in peaks:
+        peaks[where] = _measure(device, dtype, measure_seconds)
+        keep_measured(kept, peaks)
+    return Peak(peaks[where], f"measured {name} matrix product")
+
+
+def _are_peaks(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(one, float | int) and 0 < one < 1e300 for one in value.values()
+    )
 
 
 def _measure(device: torch.device, dtype: torch.dtype, seconds: float) -> float:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.store import load_model
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError, RunFailedError
@@ -13,8 +12,10 @@ from myriad.model.generate import generate
 from myriad.model.gpt import build_full
 from myriad.run import Run
 from myriad.train.inputs import tokenizer_of
+from myriad.train.locate import locate, newest_whole
+from myriad.train.weights import job_of
 
-__all__ = ["Sampler", "continue_text", "open_run"]
+__all__ = ["Sampler", "continue_text", "open_run", "open_sampler"]
 
 
 class Sampler:
@@ -50,20 +51,26 @@ class Sampler:
 
 def open_run(run: Run) -> Sampler:
     """The model of a run's newest verified checkpoint. Raises `BadInputError` where there is none yet."""
-    job = run.job()
-    folder = CheckpointFolder(run.checkpoints(job))
-    newest = folder.newest()
-    if newest is None:
-        raise BadInputError("run", str(run.path), "no checkpoint yet; train first")
+    return open_sampler(str(run.path))
+
+
+def open_sampler(name: str) -> Sampler:
+    """The model of a checkpoint as a person names it (`myriad.train.locate`); of several, of the newest that
+    verifies. Raises `BadInputError` where there is none."""
+    found = locate(name, "run")
+    checkpoint = newest_whole(found, every_byte=True)
+    job = job_of(checkpoint, found.run)
+    if job is None:
+        raise BadInputError("run", name, "must hold a job.toml, which says what the model is")
     layers = build_full(job.model, job.train.seed)
-    values = load_model(folder.at_step(newest[0]).where)
+    values = load_model(checkpoint.where)
     names = ["embedding", *(f"blocks.{i}" for i in range(job.model.layers)), "head"]
     with torch.no_grad():
         for prefix, layer in zip(names, layers, strict=True):
             for name, parameter in layer.named_parameters():
                 if f"{prefix}.{name}" in values:
                     parameter.copy_(values[f"{prefix}.{name}"])
-    tokenizer = tokenizer_of(run, job)
+    tokenizer = tokenizer_of(None if found.run is None else Run(found.run), job)
     if tokenizer is None:
         raise RunFailedError(
             f"{job.data.corpus}: no tokenizer.json beside the corpus, so no text can be made"

@@ -83,6 +83,7 @@ def test_all_kinds_by_folder_glob_and_url(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "x"}\n[1]\n', "line at byte 14 has no text"),
         ("a.jsonl", b"{\n", "line at byte 0 is not JSON"),
         ("a.jsonl", b'{"text": "x"}\n{"body": "x", "n": 1}\n', r"under the key 'text'; --key body\?"),
+        ("a.jsonl", b'{"text": "a\\ud83d"}\n', r"byte 0 has half of a surrogate pair, \\ud83d"),
         ("a.jsonl", b'{"text": "\xfc"}\n', r"not UTF-8 \(byte 10 is 0xfc\)"),
         ("a.txt", b"fine\nd\xff\n", r"not UTF-8 \(byte 6 is 0xff\).*iconv"),
         ("a.txt", b"fine\nd\xc3", r"not UTF-8 \(byte 6 is 0xc3\)"),

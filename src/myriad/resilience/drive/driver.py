@@ -71,6 +71,8 @@ _DUE_SECONDS, _CALM_SECONDS = 0.25, 1.0
 """How often the time is looked at: while something may be wrong, and while nothing is."""
 _ALIVE_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
+_REFUSAL_SECONDS = 10.0
+"""At most one refused connection is logged in this time: a flood must not fill the log."""
 _MOST_WAITING = 4096
 """Connections that are not accepted yet: all executors come at once when there is a new driver."""
 
@@ -87,16 +89,16 @@ class Driver:
         tell: TellEngine = tell_engine,
     ) -> None:
         """``listen``: where, if not where the plan says; ``tell``: hands a line to the engine."""
-        self._run = run
-        self._journal = Journal(run.path / "journal.jsonl")
+        self._run, self._scribe = run, scribe
+        self._journal = Journal(run.path / "journal.jsonl", self._report_journal)
         self.tenure = tenure or Alone(self._journal)
         plan, state = self.tenure.replay()
         self._listen = listen or plan.listen
         self._decider = decider = Decider(plan, time.monotonic(), state)
         self._secret = run_secret(run.path / "secret")
-        self._scribe, self._tell_engine = scribe, tell
+        self._tell_engine = tell
         self._links: dict[int, Link] = {}
-        self._strangers = Strangers()
+        self._strangers, self._refused_at = Strangers(), -_REFUSAL_SECONDS
         self._members, self._clocks = Members(), Clocks()
         gate = Gate(run, scribe, lambda node: tell({"replace": node}))
         self._notes = Notes(run, scribe, gate)
@@ -134,9 +136,21 @@ class Driver:
                     tell_at = time.monotonic() + _ALIVE_SECONDS
                     self._tell_engine({})
                     self._tell_spares()
+                    if self._journal.num_waiting or self._run.num_waiting:
+                        self._scribe.enter("", self._write_late)
                     self._notes.of_launcher(_launcher_is_stopped())
                 await self._rest()
             await self._let_leave()
+        self._scribe.enter("", self._write_late)
+
+    def _write_late(self) -> None:
+        """What a full disk has refused, if there is room now."""
+        self._journal.retry()
+        self._run.flush_lines()
+
+    def _report_journal(self, problem: str, num_late: int, num_dropped: int) -> None:
+        counts = {} if problem else {"num_late": num_late, "num_dropped": num_dropped}
+        self._scribe.enter_event(self._run, "telemetry", place="journal.jsonl", problem=problem, **counts)
 
     async def _rest(self) -> None:
         """Until the time is to be looked at again."""
@@ -221,7 +235,11 @@ class Driver:
                     self._hear(heard)
                 self._members.heard(node, time.monotonic())
         except Refused as error:
-            _LOG.warning("a connection was refused: %s", error)
+            if node is not None:
+                _LOG.warning("node %d: its connection is closed: %s", node, error)
+            elif time.monotonic() - self._refused_at > _REFUSAL_SECONDS:
+                _LOG.warning("a connection was refused: %s", error)
+                self._refused_at = time.monotonic()
         except (OSError, TimeoutError):
             pass  # it is gone: told below
         finally:

@@ -23,8 +23,10 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
+from myriad.processes import log_stream, open_log
 from myriad.resilience.engines.child import die_with_parent
 from myriad.run import Run
 
@@ -110,10 +112,11 @@ def _become_rank(request: dict[str, Any]) -> None:
     """Name, output and surroundings of its own."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"myriad-rank-{request['fork']}".encode())
     os.environ |= request["environment"]
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    log = open_log(Path(request["log"]), anew=True)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    sys.stdout, sys.stderr = log_stream(1), log_stream(2)
 
 
 def _train(worker: Any, run: str) -> NoReturn:

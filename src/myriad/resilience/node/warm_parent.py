@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from myriad.processes import process_cpu_ticks
+from myriad.processes import open_log, process_cpu_ticks
 
 __all__ = ["WarmParent"]
 
@@ -29,8 +29,7 @@ class WarmParent:
         """``shared``: descriptors of memory that ranks write for the executor."""
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         module = [sys.executable, "-m", "myriad.resilience.node.warm", str(os.getpid()), str(theirs.fileno())]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as stream:
+        with open(open_log(log), "ab") as stream:
             self._process = subprocess.Popen(
                 [*module, str(run), *command],
                 pass_fds=[theirs.fileno(), *shared],
