@@ -28,7 +28,6 @@ from myriad.strangers import AUTHENTICATION_SECONDS
 from myriad.whole_file import write_whole
 
 __all__ = [
-    "HANDSHAKE_SECONDS",
     "MAX_BYTES",
     "MAX_UNREAD_BYTES",
     "SECRET_FILE",
