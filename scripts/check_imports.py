@@ -16,7 +16,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 FLOORS = (
-    ("errors units config toml_text jsonl processes strangers whole_file",),
+    ("errors units config toml_text jsonl processes spin_watch strangers whole_file",),
     ("kernels", "program", "network", "telemetry"),
     ("model", "optim", "data", "comm"),
     ("parallel", "planner", "checkpoint"),
@@ -28,8 +28,8 @@ FLOORS = (
 """Lowest first; a string is a room: a folder, a file, or a few that belong together."""
 
 TORCH_FREE = (
-    "errors units config toml_text jsonl processes whole_file program network planner job job_changes "
-    "job_rules job_values recipes run dashboard cli"
+    "errors units config toml_text jsonl processes spin_watch whole_file program network planner job "
+    "job_changes job_rules job_values recipes run dashboard cli"
 )
 
 PURE, KNOWN_TO_PURE = "resilience.decide.", ("resilience.facts", "resilience.causes")

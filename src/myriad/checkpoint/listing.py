@@ -1,12 +1,15 @@
 """What a run has saved, as people ask for it: on storage, half written, set aside, and in memory."""
 
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from myriad.checkpoint.folder import REPLACED, Checkpoint, CheckpointFolder, verify
 from myriad.checkpoint.keeper_client import held_steps, list_in_memory
+from myriad.errors import RunFailedError
 
-__all__ = ["Row", "list_checkpoint", "list_checkpoints"]
+__all__ = ["Row", "list_checkpoint", "list_checkpoints", "resume_point"]
 
 Row = dict[str, Any]
 """``step``, ``tier`` (storage, memory), ``path``, ``state`` (verified, complete, damaged, unfinished, set
@@ -32,6 +35,18 @@ def list_checkpoint(checkpoint: Checkpoint, *, every_byte: bool = False) -> Row:
     except (OSError, ValueError, KeyError, TypeError):
         step = -1
     return _complete(checkpoint, step, every_byte)
+
+
+def resume_point(run: Path, folder: CheckpointFolder) -> tuple[int, str] | None:
+    """Return the step that the next start goes on from, and its tier (memory, storage); ``None``: no step is
+    saved. As `myriad.checkpoint.search` does, memory goes before storage at the same step."""
+    found = [(int(step), "memory") for step, _ in list_in_memory(run)]
+    with suppress(OSError, RunFailedError):  # storage is away
+        whole = (
+            step for step in reversed(folder.steps()) if not verify(folder.at_step(step), sizes_only=True)
+        )
+        found += [(step, "storage") for step in islice(whole, 1)]
+    return max(found, key=lambda one: (one[0], one[1] == "memory"), default=None)
 
 
 def _complete(checkpoint: Checkpoint, step: int, every_byte: bool) -> Row:

@@ -1,142 +1,94 @@
-"""``myriad``: finds the verb, and turns every error into what the user reads and the exit code that says
-whose it is.
+"""``myriad``: prepares the process, runs one command, and exits.
 
-0 done · 1 the run failed · 2 bad input, nothing was changed · 130 interrupted
+Imports nothing large: a Ctrl-C while the rest is imported ends in one line, too. SIGTERM is a Ctrl-C: files
+and processes of a command are cleaned up, and the exit code is 130. Output that nothing reads any more
+(``| head``) ends a command without a traceback; characters that the output cannot show are replaced.
 """
 
-import errno
-import logging
+import codecs
+import contextlib
 import os
+import signal
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
 
-import typer
-from typer.core import TyperCommand, TyperGroup
+if TYPE_CHECKING:
+    import typer
 
-from myriad import __version__
-from myriad.cli import (
-    checkpoint,
-    data,
-    doctor,
-    evict,
-    faults,
-    join,
-    manifests,
-    network,
-    parity,
-    plan,
-    report,
-    sample,
-    simulate,
-    spans,
-    top,
-    trace,
-    train,
-    validate,
-    watch,
-)
-from myriad.errors import MyriadError
+__all__ = ["build_app", "main"]
 
-__all__ = ["main"]
-
-_VERBS = (
-    train,
-    join,
-    evict,
-    trace,
-    sample,
-    top,
-    report,
-    watch,
-    parity,
-    plan,
-    simulate,
-    network,
-    spans,
-    validate,
-    data,
-    checkpoint,
-    doctor,
-    faults,
-    manifests,
-)
-_USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_USERS_PLACES = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ENAMETOOLONG,
-    *_FULL,
-)
-"""What is wrong with a file or folder that was named, wherever it is first touched: no bug."""
-_CONTEXT = {"help_option_names": ["-h", "--help"]}
+_PLAIN = {"·": "-", "━": "=", "─": "-", "–": "-", "—": "-", "…": "...", "×": "x", "→": "->", "►": ">"}
+"""What an output without these characters shows for them; for any other it is a question mark."""
 
 
-def build_app() -> typer.Typer:
-    """The command line with all its verbs."""
-    app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=_CONTEXT)
-    app.callback()(_root)
-    for verb in _VERBS:
-        verb.register(app)
-    return app
+def build_app() -> "typer.Typer":
+    """Return the command line with all its verbs."""
+    from myriad.cli import command_line
 
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"myriad {__version__}")
-        raise typer.Exit
-
-
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Plan, rehearse, run, show and keep alive the training of large language models."""
+    return command_line.build_app()
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs one command and exits."""
-    logging.basicConfig(format="myriad: %(levelname)s: %(message)s")
-    arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    command = typer.main.get_command(build_app())
-    _flow(command)
+    """Run one command and exit."""
+    given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    _settle_output()
+    with _sigterm_interrupts():
+        try:
+            from myriad.cli.command_line import run_command
+
+            code = run_command(given)
+            sys.stdout.flush()
+        except KeyboardInterrupt:  # before the command began, or after it ended
+            sys.stderr.write("myriad: error: interrupted\n")
+            code = 130
+        except BrokenPipeError:
+            _abandon_output()
+            code = 1
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Make SIGTERM a `KeyboardInterrupt` of this process; processes that are forked from it just end."""
+    own = os.getpid()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == own:
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
     try:
-        code = command(arguments, prog_name="myriad", standalone_mode=False)
-    except MyriadError as error:
-        _tell(str(error))
-        code = error.exit_code
-    except _USAGE_ERROR as error:
-        if message := error.format_message():  # a group without a verb has shown its help instead
-            _tell(f"{message} (see --help)")
-        code = 2
-    except (KeyboardInterrupt, typer.Abort):
-        _tell("interrupted")
-        code = 130
-    except BrokenPipeError:
-        code = 1
-    except OSError as error:
-        if error.errno not in _USERS_PLACES or not error.filename:
-            raise
-        _tell(f"{os.fsdecode(error.filename)}: {error.strerror}")
-        code = 1 if error.errno in _FULL else 2
-    sys.exit(code or 0)
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
-def _flow(command: object) -> None:
-    """Help is as wide as the terminal: where a line of a docstring ends says nothing."""
-    if isinstance(command, (TyperCommand, TyperGroup)):
-        command.help = "\n\n".join(" ".join(one.split()) for one in (command.help or "").split("\n\n"))
-    if isinstance(command, TyperGroup):
-        for verb in command.commands.values():
-            _flow(verb)
+def _settle_output() -> None:
+    """Let every text be written, to whatever the output is."""
+    codecs.register_error("myriad-plain", _replace)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller: >&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  as long as the process
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="myriad-plain")
 
 
-def _tell(text: str) -> None:
-    sys.stderr.write(f"myriad: error: {text}\n")
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(character, "?") for character in text), error.end
+
+
+def _abandon_output() -> None:
+    """Nothing reads the output: what is still buffered must not fail when the interpreter ends."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

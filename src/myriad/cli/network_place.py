@@ -99,7 +99,7 @@ def place(
         _write(to, text)
     if as_json:
         told = placed.as_json() | ({} if text is None or to is not None else {"export": text})
-        typer.echo(json.dumps(told, ensure_ascii=False))
+        typer.echo(json.dumps(told))
     elif text is not None and to is None:
         typer.echo(text, nl=False)
     else:

@@ -130,7 +130,7 @@ def plan(
         else:
             told = _best(asked, objective, top, (out, picture), console, fabric=fabric)
     if as_json:
-        typer.echo(json.dumps(told, ensure_ascii=False))
+        typer.echo(json.dumps(told))
 
 
 def _check_files(out: Path | None, picture: Path | None) -> None:

@@ -24,6 +24,8 @@ class Progress:
         self.step = 0
         self.first_step = 0
         """Steps done before this attempt."""
+        self.has_started = self.has_ended = False
+        """Whether the ranks of this attempt train, and whether they have left the last step behind."""
         self.bits_per_byte: float | None = None
         self._recent: deque[Record] = deque(maxlen=_RECENT_STEPS)
         self._metrics = JsonlTail(run.metrics_path, from_end=True)
@@ -38,10 +40,17 @@ class Progress:
         for event in events:
             if event.get("event") == "validation":
                 self.bits_per_byte = event.get("bits_per_byte", self.bits_per_byte)
+            self._note_attempt(event.get("event"))
             if event.get("event") in ("start", "resume"):
                 self.first_step = int(event.get("resumed_from") or event.get("step") or self.first_step)
                 self.step = max(self.step, self.first_step)
         return [event for event in events if event.get("event") not in self._quiet]
+
+    def _note_attempt(self, event: object) -> None:
+        if event in ("start", "restart"):
+            self.has_started, self.has_ended = event == "start", False
+        elif event in ("interrupted", "finish"):
+            self.has_ended = True
 
     @property
     def seconds_left(self) -> float | None:

@@ -86,7 +86,7 @@ def _report(
         told = f"no page: {path} cannot be written ({error.strerror}); --out FILE.html writes it elsewhere"
     if as_json:
         steps = {key: value for key, value in look_as_json(look, ranks).items() if key in _OF_STEPS}
-        typer.echo(json.dumps(facts.as_json() | steps, ensure_ascii=False))
+        typer.echo(json.dumps(facts.as_json() | steps))
     else:
         _show(facts, look, told)
 

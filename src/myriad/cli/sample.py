@@ -2,10 +2,12 @@
 
 import json
 import sys
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
 
 import typer
 
+from myriad.cli.bars import count_bar
 from myriad.cli.runs import CHECKPOINTS
 
 __all__ = ["register", "sample"]
@@ -35,11 +37,32 @@ def sample(
     from myriad.train.locate import locate
 
     locate(run, "run")  # without torch, so that a wrong name is refused at once
+    settings = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    shows_text = not as_json and sys.stdout.isatty()  # then the text itself is the progress
+    with count_bar("loading the model") as show:
+        pieces = _pieces(run, prompt, settings)
+        if not shows_text:
+            show("generating tokens", 0, tokens)
+            pieces = _counted(pieces, lambda done: show("generating tokens", done, tokens))
+            _write(run, prompt, settings, pieces, as_json=as_json)
+    if shows_text:
+        _write(run, prompt, settings, pieces, as_json=False)
+
+
+def _pieces(run: str, prompt: str, settings: dict[str, Any]) -> Iterator[str]:
     from myriad.train.sample import open_sampler
 
-    pieces = open_sampler(run).generate(prompt, tokens, temperature, top_p, seed)
+    return open_sampler(run, own_process=True).generate(prompt, **settings)
+
+
+def _counted(pieces: Iterator[str], show: Callable[[int], None]) -> Iterator[str]:
+    for number, piece in enumerate(pieces, 1):
+        show(number)
+        yield piece
+
+
+def _write(run: str, prompt: str, settings: dict[str, Any], pieces: Iterator[str], *, as_json: bool) -> None:
     if as_json:
-        settings = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
         typer.echo(json.dumps({"run": run, "prompt": prompt, "text": "".join(pieces), **settings}))
         return
     sys.stdout.write(prompt)

@@ -28,7 +28,7 @@ __all__ = ["Screen", "loss_series", "open_screen", "save_plot", "show_summary"]
 
 _PLAIN_LINE_SECONDS = 5.0
 _MAX_BAR = 24
-_SAVING = "saving the state; Ctrl-C again stops without"
+_STOPPING = "saving a checkpoint after the step under way; Ctrl-C again stops without saving"
 
 
 class Screen(Observer, Protocol):
@@ -45,6 +45,27 @@ def open_screen(console: Console | None, run: Run, steps: int, quiet: Collection
         return QuietScreen()
     progress = Progress(run, steps, quiet)
     return LiveScreen(console, progress) if console.is_terminal else PlainScreen(console, progress)
+
+
+class _Stop:
+    """What a run that was asked to stop still waits for."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._step = progress, progress.step
+        self._asked_at = time.monotonic()
+
+    def line(self) -> str:
+        """Return what is waited for, and for how long so far."""
+        progress, seconds = self._progress, time.monotonic() - self._asked_at
+        if progress.has_ended:
+            waits = "the processes to end"
+        elif not progress.has_started:
+            waits = "the ranks to start"
+        elif progress.step > self._step:
+            waits = f"the checkpoint of step {progress.step}"
+        else:
+            waits = f"step {progress.step + 1} to end"
+        return f"stopping: waiting for {waits}, {seconds:.0f} s"
 
 
 class QuietScreen:
@@ -66,6 +87,7 @@ class PlainScreen:
     def __init__(self, console: Console, progress: Progress) -> None:
         self._console, self._progress = console, progress
         self._shown_at, self._shown_step = 0.0, 0
+        self._stop: _Stop | None = None
 
     def tick(self) -> None:
         """New events at once, progress at intervals and at the last step."""
@@ -73,6 +95,11 @@ class PlainScreen:
             if line := _event_line(event):
                 self._print(line.plain)
         progress, now = self._progress, time.monotonic()
+        if self._stop is not None:
+            if now - self._shown_at > _PLAIN_LINE_SECONDS:
+                self._shown_at = now
+                self._print(self._stop.line())
+            return
         due = now - self._shown_at > _PLAIN_LINE_SECONDS or progress.step == progress.steps
         if due and progress.step != self._shown_step and (figures := progress.figures()):
             self._shown_at, self._shown_step = now, progress.step
@@ -80,7 +107,8 @@ class PlainScreen:
 
     def stopping(self) -> None:
         """The answer to Ctrl-C."""
-        self._print(_SAVING)
+        self._stop, self._shown_at = _Stop(self._progress), time.monotonic()
+        self._print(_STOPPING)
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -97,6 +125,7 @@ class LiveScreen:
 
     def __init__(self, console: Console, progress: Progress) -> None:
         self._console, self._progress = console, progress
+        self._stop: _Stop | None = None
         self._live = Live(self._line(), console=console, auto_refresh=False)
         self._live.start()
 
@@ -109,7 +138,8 @@ class LiveScreen:
 
     def stopping(self) -> None:
         """The answer to Ctrl-C."""
-        self._console.print(Text(_SAVING, style="yellow"))
+        self._stop = _Stop(self._progress)
+        self._console.print(Text(_STOPPING, style="yellow"))
 
     def close(self) -> None:
         """Leaves the line as it stands and frees the terminal."""
@@ -117,6 +147,8 @@ class LiveScreen:
 
     def _line(self) -> Text:
         progress = self._progress
+        if self._stop is not None:
+            return Text(self._stop.line(), style="yellow", no_wrap=True, overflow="ellipsis")
         tail = "  ".join([f"{progress.step}/{progress.steps}", *(progress.figures() or ["starting"])])
         width = max(0, min(_MAX_BAR, self._console.width - len(tail) - 2))
         filled = width * progress.step // progress.steps

@@ -1,10 +1,13 @@
 """What a run came to, in one value: for the panel at the end, for ``--json``, for a run looked at again."""
 
 from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from myriad.jsonl import Record
 from myriad.run import Run, count_steps
+
+if TYPE_CHECKING:
+    from myriad.job import Job
 
 __all__ = ["Summary", "is_done", "summarize"]
 
@@ -28,6 +31,10 @@ class Summary:
     """Step of the newest checkpoint."""
     held: dict[str, Any] | None
     """The last step, where it is in memory only: ``step``, ``problem``, ``servers`` (node, host, pid)."""
+    resumes_from_step: int | None
+    """Step that the next start goes on from, in memory or stored; ``None``: the first, or nothing is left."""
+    resumes_from: str | None
+    """Where that step is: ``memory`` or ``storage``."""
     seconds: float
     """Time in steps, over all attempts; without what a resumed attempt did again."""
     tokens: int | None
@@ -61,16 +68,20 @@ def summarize(run: Run) -> Summary:
     job = run.job()
     planned = job.train.steps
     steps, without_line = astuple(count_steps(metrics, events))
+    state = _state(events, steps, planned)
+    resumes_from_step, resumes_from = _resume_point(run, job) if state != "finished" else (None, None)
     seconds = sum(line.get("step_seconds") or 0.0 for line in metrics)
     steady = metrics[min(_STEADY_STEPS, len(metrics) // 2) :]
     return Summary(
         run=str(run.path),
-        state=_state(events, steps, planned),
+        state=state,
         steps=steps,
         steps_without_line=without_line,
         steps_planned=planned,
         saved_step=_last(events, "checkpoint").get("step"),
         held=_held(events),
+        resumes_from_step=resumes_from_step,
+        resumes_from=resumes_from,
         seconds=seconds,
         tokens=last.get("tokens"),
         parameters=start.get("parameters"),
@@ -94,6 +105,13 @@ def is_done(run: Run, steps: int) -> bool:
     """Whether nothing is left to do for ``steps`` steps."""
     metrics, events = run.read_metrics(), run.read_events()
     return count_steps(metrics, events).done >= steps and bool(_last(events, "finish"))
+
+
+def _resume_point(run: Run, job: "Job") -> tuple[int | None, str | None]:
+    from myriad.checkpoint.folder import CheckpointFolder
+    from myriad.checkpoint.listing import resume_point
+
+    return resume_point(run.path, CheckpointFolder(run.checkpoints(job))) or (None, None)
 
 
 def _last(events: list[Record], name: str) -> Record:

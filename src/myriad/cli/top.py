@@ -60,7 +60,7 @@ def _top(
     look = watch.look()
     ranks = ranks_asked(without, look)
     if as_json:
-        typer.echo(json.dumps(look_as_json(look, ranks), ensure_ascii=False))
+        typer.echo(json.dumps(look_as_json(look, ranks)))
     else:
         _show(watch, look, ranks, once=once, every=every)
 

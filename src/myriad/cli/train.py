@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -18,6 +17,7 @@ from myriad.errors import NO_STATE, BadInputError, RunFailedError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from myriad.cli.summary import Summary
     from myriad.job import Job
     from myriad.job_changes import JobChange
     from myriad.run import Run
@@ -134,9 +134,12 @@ def train(
         _show_changes(console, [*changes, *note_corpus(folder, corpora)], step)
         try:
             ended = _launch(folder, resolved, console)
-        except RunFailedError as error:  # what is there of it is told all the same
+        except RunFailedError as error:  # what there is of the run is shown all the same
             if console is None or NO_STATE not in str(error):  # else: there is nothing to go on from
-                _report(folder, console, oversubscribe)
+                _report(folder, console, oversubscribe, error)
+            if console is None:
+                sys.stderr.write(f"myriad: error: {error}\n")
+                raise typer.Exit(error.exit_code) from None
             raise
     _end(folder, ended, console, oversubscribe)
 
@@ -152,7 +155,8 @@ def _end(run: "Run", ended: str, console: "Console | None", oversubscribe: bool)
         return
     if ended == "interrupted":
         raise typer.Exit(_INTERRUPTED)
-    raise RunFailedError(f"all ranks ended before the last step (logs: {run.logs_path})")
+    sys.stderr.write(f"myriad: error: all ranks ended before the last step (logs: {run.logs_path})\n")
+    raise typer.Exit(RunFailedError.exit_code)
 
 
 def _check_standby(job: str, run: "Run", resolved: "Job", overrides: list[str]) -> None:
@@ -319,8 +323,10 @@ def _launch(run: "Run", job: "Job", console: "Console | None") -> Literal["finis
         screen.close()
 
 
-def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> bool:
-    """Tells how a run stands; whether it is finished."""
+def _report(
+    run: "Run", console: "Console | None", oversubscribe: bool, error: RunFailedError | None = None
+) -> bool:
+    """Show how a run stands; return whether it is finished. ``error``: what ended it."""
     from myriad.cli.report import save_report
     from myriad.cli.screen import save_plot, show_summary
     from myriad.cli.summary import summarize
@@ -332,7 +338,8 @@ def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> bool:
     summary = summarize(run)
     finished = summary.state == "finished"
     if console is None:
-        typer.echo(json.dumps(summary.as_json(), ensure_ascii=False))
+        failed = error and {"error": {"message": str(error), "exit_code": error.exit_code}}
+        typer.echo(json.dumps(summary.as_json() | (failed or {})))
         return finished
     path = shlex.quote(str(run.path))
     again = f"{_program()} train {path}{' --oversubscribe' if oversubscribe else ''}"
@@ -340,9 +347,7 @@ def _report(run: "Run", console: "Console | None", oversubscribe: bool) -> bool:
         if summary.held is not None:
             _tell_held(console, summary.held, path, again)
             return False
-        saved = summary.saved_step
-        at = f"stopped at step {saved}" if saved else "stopped before the first step was stored"
-        console.print(f"{at}; `{again}` goes on from there", markup=False, highlight=False, soft_wrap=True)
+        console.print(_stopped(run, summary, again), markup=False, highlight=False, soft_wrap=True)
         return False
     longer = f"{again} --train.steps {2 * summary.steps_planned}"
     prompt = "def " if run.job().data.corpus == EMBEDDED else "The "
@@ -370,9 +375,21 @@ def _tell_held(console: "Console", held: dict[str, Any], path: str, again: str) 
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+def _stopped(run: "Run", summary: "Summary", again: str) -> str:
+    """What a person needs to know about a run that did not finish."""
+    step, stored = summary.resumes_from_step, summary.saved_step
+    if step is None:
+        return f"stopped before the first step was saved; `{again}` starts again"
+    at = f"stopped at step {step}"
+    if summary.resumes_from == "memory" and step != stored:
+        minutes = run.job().checkpoint.linger_seconds / 60
+        at += f", kept in memory for {minutes:g} minutes (stored: {f'step {stored}' if stored else 'none'})"
+    return f"{at}; `{again}` goes on from there"
+
+
 def _program() -> str:
-    """How this program can be called again: by name when that is on the path."""
-    called = Path(sys.argv[0])
-    if shutil.which("myriad") or called.name != "myriad":
+    """How this program can be called again from any folder: by name when that is on the path."""
+    called, found = Path(sys.argv[0]).absolute(), shutil.which("myriad")
+    if called.name != "myriad" or (found is not None and Path(found).resolve() == called.resolve()):
         return "myriad"
-    return os.path.relpath(called)
+    return shlex.quote(str(called))

@@ -203,12 +203,16 @@ class Engine:
             result = self._iterate(plan, load, _Finisher(self, num_targets, 0.0, 0.0))
         return result.loss, self._squares.clone()
 
-    def evaluate(self, load: Callable[[], Batch]) -> float:
-        """Sum of losses over the batch of all data-parallel ranks; nothing changes."""
+    def evaluate(self, load: Callable[[], Batch], *, stops: bool = False) -> tuple[float, bool]:
+        """Return the sum of losses over the batch of all data-parallel ranks, and whether any rank
+        ``stops``; nothing changes."""
         with self.recorder.evaluating():
             loss_sum = self._runtime.run(self._plans[False], load, None)
-        total = loss_sum.double() * self._counts_loss
-        return float(all_reduce(total, self.groups.world))
+        own = torch.stack(
+            [loss_sum.double() * self._counts_loss, loss_sum.new_tensor(stops, dtype=torch.float64)]
+        )
+        total, num_stopping = all_reduce(own, self.groups.world).tolist()
+        return total, num_stopping > 0
 
     @property
     def _counts_loss(self) -> float:

@@ -27,6 +27,7 @@ from myriad.parallel.captured import CudaGraphs
 from myriad.parallel.engine import Engine, StepResult
 from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
+from myriad.spin_watch import watch_spinning
 from myriad.telemetry.spans import Recorder
 from myriad.train.build import find_place, pick_device, stage_layers
 
@@ -69,6 +70,7 @@ def fit(
     check_kernels(kernels, on.type, str(dtype).removeprefix("torch."), {})
     kernels, _ = proved(kernels, on, dtype, float8=float8_scaling(precision) is not None)
     groups = open_world(layout, on, comm=comm)
+    spin_watch = watch_spinning(torch.get_num_threads()) if on.type == "cpu" else None
     try:
         load = partial(_load, batch, dtype, on)
         replica = groups.grid.index("dp")
@@ -102,6 +104,8 @@ def fit(
         engine.close()
     finally:
         close_world()
+        if spin_watch is not None:
+            spin_watch.close()
 
 
 def _check_recompute(definition: Definition, layout: Layout) -> None:

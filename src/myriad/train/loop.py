@@ -34,6 +34,7 @@ from myriad.parallel.captured import CudaGraphs
 from myriad.parallel.engine import Engine, StepResult
 from myriad.parallel.runtime import Batch
 from myriad.run import Run
+from myriad.spin_watch import watch_spinning
 from myriad.telemetry.device_clock import cuda_clock
 from myriad.telemetry.progress_page import IN_MEMORY_ONLY, TURNED_CODE, own_row
 from myriad.telemetry.spans import Recorder
@@ -89,6 +90,7 @@ class Trainer:
         """Number of this attempt, from the driver; 0: there is none."""
         open_inputs(job, _LOG.info)
         self.device = pick_device(job.train.device, job.train.threads, self.place)
+        self._spin_watch = watch_spinning(torch.get_num_threads()) if self.device.type == "cpu" else None
         self.dtype = resolve_precision(job.train.precision, self.device)
         value_bytes, on_cpu = self.dtype.itemsize, self.device.type == "cpu"
         self.job, told = within_budget(job, on_cpu=on_cpu, value_bytes=value_bytes)
@@ -232,10 +234,14 @@ class Trainer:
 
     def _run_steps(self) -> None:
         steps = self.job.train.steps
-        if self.step == steps and self.resumed is not None and self.resumed.source == "memory":
-            self._save(is_last=True)  # an earlier attempt could not store it
+        if self.step == steps and self.resumed is not None:
+            if self._validate_if_due(stopping=False):  # an earlier attempt was stopped before
+                self._event("interrupted", step=self.step)
+                return
+            if self.resumed.source == "memory":
+                self._save(is_last=True)  # an earlier attempt could not store it
         while self.step < steps:
-            stopping = self._train_step()
+            stopping = self._validate_if_due(stopping=self._train_step())
             self._after_step(is_last=self.step == steps, stopping=stopping)
             self.garbage.after_step(self.step)
             self.tracer.after_step(self.step)
@@ -243,7 +249,7 @@ class Trainer:
                 self.verifier.finish(self.step)
                 self.exit_code = TURNED_CODE
                 return
-            if stopping and self.step < steps:
+            if stopping:
                 self.verifier.finish(self.step)
                 self._event("interrupted", step=self.step)
                 return
@@ -259,6 +265,8 @@ class Trainer:
         self.engine.close()
         self.feed.close()
         close_world()
+        if self._spin_watch is not None:
+            self._spin_watch.close()
 
     def _announce(self) -> None:
         job = self.job
@@ -349,10 +357,15 @@ class Trainer:
         own = self.feed.rows(self.step, rows.start, rows.stop)
         return to_batch(job, own, self.step * job.train.global_batch + rows.start, self.device)
 
-    def _after_step(self, *, is_last: bool, stopping: bool) -> None:
+    def _validate_if_due(self, *, stopping: bool) -> bool:
+        """Validate after this step, unless all ranks stop; return whether they do."""
         train = self.job.train
-        if is_last or (train.validate_every and self.step % train.validate_every == 0):
-            self._validate()
+        is_due = train.validate_every and self.step % train.validate_every == 0
+        if stopping or not (is_due or self.step == train.steps):
+            return stopping
+        return not self._validate() and self._agrees
+
+    def _after_step(self, *, is_last: bool, stopping: bool) -> None:
         if self._agrees:
             self._save(is_last=is_last or stopping)
 
@@ -361,15 +374,22 @@ class Trainer:
         """Replicas that train alone hold the same at this step."""
         return self.step % self.job.comm.sync_every == 0
 
-    def _validate(self) -> None:
-        if self.validation.num_batches == 0:
-            return
-        indices, began = range(self.validation.num_batches), time.perf_counter()
+    def _validate(self) -> bool:
+        """Return False when some rank was asked to stop before the last batch: nothing is recorded then."""
+        total, stops, began = 0.0, False, time.perf_counter()
         with self.progress.within("validating"), self.recorder.span("evaluate"):
-            total = sum(self.engine.evaluate(partial(self.validation.batch, index)) for index in indices)
+            for index in range(self.validation.num_batches):
+                batch = partial(self.validation.batch, index)
+                loss, stops = self.engine.evaluate(batch, stops=self.stop.asked)
+                total += loss
+                if stops:
+                    return False
+        if self.validation.num_batches == 0:
+            return True
         loss = total / self.validation.num_targets
         bits, seconds = self.validation.bits_per_byte(loss), time.perf_counter() - began
         self._event("validation", step=self.step, loss=loss, bits_per_byte=bits, seconds=seconds)
+        return True
 
     def _save(self, *, is_last: bool) -> None:
         due, memory_due = self.clock.save_due, self.clock.memory_due

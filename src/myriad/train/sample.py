@@ -1,5 +1,6 @@
 """Text from a run's newest checkpoint, on one device."""
 
+import os
 from collections.abc import Iterator
 
 import torch
@@ -11,11 +12,22 @@ from myriad.errors import BadInputError, RunFailedError
 from myriad.model.generate import generate
 from myriad.model.gpt import build_full
 from myriad.run import Run
+from myriad.spin_watch import watch_spinning
 from myriad.train.inputs import tokenizer_of
 from myriad.train.locate import locate, newest_whole
 from myriad.train.weights import job_of
 
 __all__ = ["Sampler", "continue_text", "open_run", "open_sampler"]
+
+_ONE_THREAD_PARAMETERS = 100_000_000
+"""Up to so many, threads take longer to meet than to compute a token."""
+
+
+def _settle_threads(parameters: int) -> None:
+    """Choose how many threads this process generates with; a user's OMP_NUM_THREADS stays."""
+    if parameters <= _ONE_THREAD_PARAMETERS and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    watch_spinning(torch.get_num_threads())
 
 
 class Sampler:
@@ -54,14 +66,17 @@ def open_run(run: Run) -> Sampler:
     return open_sampler(str(run.path))
 
 
-def open_sampler(name: str) -> Sampler:
+def open_sampler(name: str, *, own_process: bool = False) -> Sampler:
     """The model of a checkpoint as a person names it (`myriad.train.locate`); of several, of the newest that
-    verifies. Raises `BadInputError` where there is none."""
+    verifies. ``own_process``: this process does nothing else, so its threads are set for generation. Raises
+    `BadInputError` where there is none."""
     found = locate(name, "run")
     checkpoint = newest_whole(found, every_byte=True)
     job = job_of(checkpoint, found.run)
     if job is None:
         raise BadInputError("run", name, "must hold a job.toml, which says what the model is")
+    if own_process:
+        _settle_threads(job.model.num_parameters())
     layers = build_full(job.model, job.train.seed)
     values = load_model(checkpoint.where)
     names = ["embedding", *(f"blocks.{i}" for i in range(job.model.layers)), "head"]

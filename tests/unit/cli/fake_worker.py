@@ -6,7 +6,16 @@ import signal
 import sys
 import time
 
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.manifest import Manifest
+from myriad.job import Job
 from myriad.run import Run
+
+
+def save(run: Run, job: Job, step: int) -> None:
+    checkpoint = CheckpointFolder(run.checkpoints(job)).begin(step)
+    checkpoint.commit(Manifest(step, 0, 0.0, {}, data={}, files={}, layout={}, versions={}, tensors={}))
+    run.append_event("checkpoint", step=step)
 
 
 def main() -> None:
@@ -31,7 +40,7 @@ def main() -> None:
         if step == job.train.steps:
             run.append_event("validation", step=step, loss=2.5, bits_per_byte=1.25)
         if stop or step == job.train.steps:
-            run.append_event("checkpoint", step=step)
+            save(run, job, step)
         if stop:
             return run.append_event("interrupted", step=step)
     run.append_event("sample", prompt="def ", text="main():\n    [bold]pass[/bold]")

@@ -133,13 +133,15 @@ def test_a_run_goes_on_by_its_name_and_what_may_be_typed_next_can_be(myriad, mon
 def test_a_failed_rank_ends_the_command_with_one_line_and_exit_code_1(myriad, monkeypatch):
     monkeypatch.setenv("FAKE_NAN_STEP", "5")
     code, out, err = myriad("train", "tiny")
-    assert code == 1 and "`myriad train runs/tiny` goes on from there" in out
+    assert code == 1 and "before the first step was saved; `myriad train runs/tiny` starts again" in out
     assert err.startswith(
         "myriad: error: rank 0: loss = nan: step 5, rank 0, first bad tensor blocks.1.mlp.up"
     )
     assert err.count("\n") == 1
     code, out, err = myriad("train", "tiny", "--json")
-    assert (code, json.loads(out)["state"], err.count("\n")) == (1, "unfinished", 1)
+    told = json.loads(out)  # one object, of the run and of what ended it
+    assert (code, told["state"], err.count("\n")) == (1, "unfinished", 1)
+    assert told["error"]["exit_code"] == 1 and told["error"]["message"].startswith("rank 0: loss = nan")
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@
       (screen)    └─ engine ── executors of all nodes     on this machine, or wherever it starts them
 
 A Ctrl-C of the terminal reaches this process alone. It passes it on once (ranks finish their step, save, and
-exit with 0); a second one kills.
+exit with 0); a second one kills. SIGTERM and SIGHUP do the same; `nohup` keeps SIGHUP ignored.
 """
 
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -40,6 +41,8 @@ _LATE_SECONDS = 3.0
 _SILENT_SECONDS = 3.5
 """How long a driver may say nothing."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SAME_SECONDS = 0.02
+"""Signals so close are one request: `timeout` and others signal a process and then its whole group."""
 
 
 def see_through(
@@ -113,16 +116,20 @@ class _Caught:
     """Signals that the launcher received."""
 
     count: int = 0
+    _last: float = -1.0
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Count a request to stop."""
+        now = time.monotonic()
+        self.count += now - self._last > _SAME_SECONDS
+        self._last = now
 
 
 @contextlib.contextmanager
 def _catch_signals() -> Iterator[_Caught]:
     caught = _Caught()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        caught.count += 1
-
-    previous = {number: signal.signal(number, note) for number in _STOP_SIGNALS}
+    wanted = [one for one in _STOP_SIGNALS if one == signal.SIGINT or signal.getsignal(one) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, caught.note) for number in wanted}
     try:
         yield caught
     finally:
@@ -198,9 +205,8 @@ def _watch(
             asked = True
             supervision.ask_to_stop()
             observer.stopping()
-        if caught.count > 1:
-            told = "killed before the checkpoint was complete; an earlier one is used next time"
-            raise RunFailedError(told)
+        if caught.count > 1:  # the ranks are ended without a checkpoint
+            return "interrupted"
         observer.tick()
 
 

@@ -1,0 +1,143 @@
+"""The command line: all verbs, and how an error of each kind becomes a line and an exit code.
+
+0 done · 1 the run failed · 2 bad input, nothing was changed · 130 interrupted
+"""
+
+import errno
+import json
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from myriad import __version__
+from myriad.cli import (
+    checkpoint,
+    data,
+    doctor,
+    evict,
+    faults,
+    join,
+    manifests,
+    network,
+    parity,
+    plan,
+    report,
+    sample,
+    simulate,
+    spans,
+    top,
+    trace,
+    train,
+    validate,
+    watch,
+)
+from myriad.errors import BadInputError, MyriadError
+
+__all__ = ["build_app", "run_command"]
+
+_VERBS = (
+    train,
+    join,
+    evict,
+    trace,
+    sample,
+    top,
+    report,
+    watch,
+    parity,
+    plan,
+    simulate,
+    network,
+    spans,
+    validate,
+    data,
+    checkpoint,
+    doctor,
+    faults,
+    manifests,
+)
+_USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_USERS_PLACES = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    *_FULL,
+)
+"""What is wrong with a file or folder that was named, wherever it is first touched: no bug."""
+_CONTEXT = {"help_option_names": ["-h", "--help"]}
+
+
+def build_app() -> typer.Typer:
+    """The command line with all its verbs."""
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=_CONTEXT)
+    app.callback()(_root)
+    for verb in _VERBS:
+        verb.register(app)
+    return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"myriad {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Plan, rehearse, run, show and keep alive the training of large language models."""
+
+
+def run_command(arguments: list[str]) -> int:
+    """Run one command; return its exit code."""
+    logging.basicConfig(format="myriad: %(levelname)s: %(message)s")
+    command = typer.main.get_command(build_app())
+    _flow(command)
+    as_json = "--json" in arguments
+    try:
+        return command(arguments, prog_name="myriad", standalone_mode=False) or 0
+    except MyriadError as error:
+        return _fail(error, str(error), error.exit_code, as_json=as_json)
+    except _USAGE_ERROR as error:
+        if message := error.format_message():  # a group without a verb has shown its help instead
+            return _fail(error, f"{message} (see --help)", 2, as_json=as_json)
+        return 2
+    except (KeyboardInterrupt, typer.Abort) as error:
+        return _fail(error, "interrupted", 130, as_json=as_json)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.errno not in _USERS_PLACES or not error.filename:
+            raise
+        code = 1 if error.errno in _FULL else 2
+        return _fail(error, f"{os.fsdecode(error.filename)}: {error.strerror}", code, as_json=as_json)
+
+
+def _flow(command: object) -> None:
+    """Help is as wide as the terminal: where a line of a docstring ends says nothing."""
+    if isinstance(command, (TyperCommand, TyperGroup)):
+        command.help = "\n\n".join(" ".join(one.split()) for one in (command.help or "").split("\n\n"))
+    if isinstance(command, TyperGroup):
+        for verb in command.commands.values():
+            _flow(verb)
+
+
+def _fail(error: BaseException, message: str, code: int, *, as_json: bool) -> int:
+    """Write the error as a line, with ``--json`` also as the one JSON object; return the exit code."""
+    sys.stderr.write(f"myriad: error: {message}\n")
+    if as_json:
+        found: dict[str, object] = {"message": message, "exit_code": code}
+        if isinstance(error, BadInputError):
+            found |= {"key": error.key, "value": error.value, "allowed": error.allowed}
+        typer.echo(json.dumps({"error": found}, default=str))
+    return code
