@@ -191,7 +191,11 @@ class Session:
             num_slots=num_slots,
             resumed=self._resumed,
         )
-        memory = self._join()
+        try:
+            memory = self._join()
+        except Closed:  # the server ended since this rank connected to it; the state is loaded already
+            self._client.reconnect()
+            memory = self._join()
         ports = world.gather(self._client.port() if several and self._first else 0)
         addresses = self._addresses() if several else [""] * len(pieces_of_rank)
         token = world.gather(new_token())[0]
