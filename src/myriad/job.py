@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from myriad.checkpoint.config import CheckpointConfig
 from myriad.comm.attempt_layout import AttemptLayout
+from myriad.config import explain
 from myriad.errors import BadInputError
 from myriad.job_rules import PLANNING_RULES, RULES, need
 from myriad.job_values import (
@@ -43,6 +44,7 @@ __all__ = [
     "load_job_to_plan",
     "parse_job",
     "recipe_names",
+    "suggest_key",
     "work_of",
 ]
 
@@ -133,17 +135,80 @@ def _as_bad_input(error: ErrorDetails) -> BadInputError:
     if error["type"] == "model_type":
         keys = ", ".join(known for known, _ in job_keys() if known.startswith(f"{key}."))
         return BadInputError(key, value, f"is a section with the keys {keys}")
-    message = error["msg"][0].lower() + error["msg"][1:]
-    return BadInputError(key, value, message.removeprefix("input ").removeprefix("value error, "))
+    return BadInputError(key, value, explain(error))
+
+
+_SYNONYMS = {
+    "optimizer.learning_rate": "lr max_lr peak_lr base_lr learningrate",
+    "optimizer.final_learning_rate_ratio": "min_lr final_lr lr_min min_lr_ratio",
+    "optimizer.decay": "lr_decay lr_schedule lr_scheduler scheduler lr_decay_style",
+    "optimizer.warmup_steps": "warmup warmup_iters lr_warmup_iters num_warmup_steps lr_warmup_steps",
+    "optimizer.weight_decay": "wd decay_weight",
+    "optimizer.clip_norm": "clip clip_grad grad_clip max_grad_norm gradient_clipping max_norm clip_gradients",
+    "optimizer.epsilon": "eps adam_eps adam_epsilon",
+    "optimizer.beta1": "b1 adam_beta1",
+    "optimizer.beta2": "b2 adam_beta2",
+    "optimizer.name": "optim opt optimizer_type",
+    "train.global_batch": "gbs bs batch batch_size global_batch_size train_batch_size global_bs",
+    "train.steps": "max_steps train_steps iters max_iters train_iters num_steps total_steps iterations",
+    "train.seed": "random_seed",
+    "train.precision": "dtype bf16 fp16 mixed_precision",
+    "train.device": "accelerator",
+    "train.threads": "num_threads cpu_threads",
+    "train.validate_every": "eval_interval eval_every eval_steps val_interval val_check_interval",
+    "train.init_from": "load pretrained pretrained_model init",
+    "layout.micro_batch": "mbs micro_batch_size microbatch micro_bs per_device_train_batch_size",
+    "layout.dp": "dp_size data_parallel data_parallel_size replicas",
+    "layout.tp": "tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size mp",
+    "layout.pp": "pp_size pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size stages",
+    "layout.cp": "cp_size context_parallel context_parallel_size",
+    "layout.ep": "ep_size expert_parallel expert_parallel_size",
+    "layout.zero": "zero_stage fsdp sharding",
+    "layout.virtual_stages": "vpp virtual_pp num_layers_per_virtual_pipeline_stage",
+    "layout.recompute": "activation_checkpointing gradient_checkpointing checkpointing remat",
+    "layout.schedule": "pipeline_schedule pp_schedule",
+    "model.sequence": "seq seq_len seq_length sequence_length ctx ctx_len context context_length block_size "
+    "max_seq_len max_position_embeddings",
+    "model.hidden": "d_model dim hidden_size n_embd embedding_dim width",
+    "model.layers": "n_layers n_layer num_layers num_hidden_layers depth",
+    "model.heads": "n_heads n_head num_heads num_attention_heads",
+    "model.kv_heads": "n_kv_heads num_kv_heads num_key_value_heads num_query_groups",
+    "model.head_dim": "head_size kv_channels",
+    "model.ffn_hidden": "d_ff ffn intermediate_size ffn_hidden_size mlp_hidden ffn_dim",
+    "model.rotary_base": "rope_theta rope_base rotary_theta",
+    "model.norm_epsilon": "norm_eps rms_norm_eps layer_norm_eps layernorm_epsilon",
+    "model.tied": "tie_word_embeddings tie_embeddings weight_tying tie_weights",
+    "model.vocabulary": "vocab vocab_size n_vocab",
+    "data.corpus": "dataset data_path dataset_path data_dir",
+    "checkpoint.every": "save_every save_interval save_steps checkpoint_interval checkpoint_every",
+    "checkpoint.url": "save ckpt_dir checkpoint_dir output_dir save_dir",
+    "checkpoint.keep": "save_total_limit keep_last",
+    "telemetry.loggers": "logger wandb tensorboard report_to",
+    "resilience.nodes": "nnodes num_nodes",
+}
+"""Words of other frameworks and of everyday speech for keys, by key."""
+_SPELLINGS = {"optimiser": "optimizer", "initialise": "initialize", "parallelise": "parallelize"}
+
+
+def suggest_key(typed: str) -> str | None:
+    """Return the key that was probably meant by a name that is none, or ``None``."""
+    name = typed.lower().replace("-", "_")
+    for british, ours in _SPELLINGS.items():
+        name = name.replace(british, ours)
+    known = [dotted for dotted, _ in job_keys()]
+    section, _, last = name.rpartition(".")
+    near = [key for key in known if key == name or key.endswith(f".{last}")]
+    near += [key for key, words in _SYNONYMS.items() if last in words.split()]
+    near = near or difflib.get_close_matches(name, known, 1, 0.5 if section else 0.6)
+    if not near:
+        by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
+        near = [by_last[one] for one in difflib.get_close_matches(last, by_last, 1, 0.7)]
+    return min(near, key=lambda key: not key.startswith(f"{section}.")) if near else None
 
 
 def _hint(key: str) -> str:
-    known = [dotted for dotted, _ in job_keys()]
-    last = key.rpartition(".")[2]
-    near = [dotted for dotted in known if dotted.endswith(f".{last}")]
-    near = near or difflib.get_close_matches(key, known, 1, 0.5)
-    if near:
-        return f"did you mean {near[0]}?"
+    if (near := suggest_key(key)) is not None:
+        return f"did you mean {near}?"
     return f"top-level keys are {', '.join(Job.model_fields)}"
 
 

@@ -28,7 +28,7 @@ def run_python(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[st
     ("keys", "told"),
     [
         ("--overlap.credit 1 MiB", "overlap.credit = 1048576: at least overlap.partition = 4194304 bytes"),
-        ("--overlap.chunks 0", "overlap.chunks = 0: should be greater than or equal to 1"),
+        ("--overlap.chunks 0", "overlap.chunks = 0: at least 1"),
         ("--comm.network_bandwidth fast", "comm.network_bandwidth = 'fast': "),
         (
             "--comm.compress_gradients int4",

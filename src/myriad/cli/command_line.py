@@ -3,12 +3,14 @@
 0 done · 1 the run failed · 2 bad input, nothing was changed · 130 interrupted
 """
 
+import contextlib
 import errno
 import json
 import logging
 import os
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -75,9 +77,45 @@ _USERS_PLACES = (
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
+class _Interrupted(MyriadError):
+    """A Ctrl-C or a SIGTERM ended the command."""
+
+    exit_code = 130
+
+
+class _Root(TyperGroup):
+    """All verbs; an interrupt of any of them is an error with a line, which typer would end without one."""
+
+    def main(self, *arguments: Any, **settings: Any) -> Any:
+        """Run a command; an interrupt before its verb runs counts, too."""
+        self.interrupted = False
+        code = super().main(*arguments, **settings)
+        if self.interrupted:
+            raise _Interrupted("interrupted")
+        return code
+
+    def make_context(self, *arguments: Any, **settings: Any) -> Any:
+        """Read the options."""
+        with self._noting():
+            return super().make_context(*arguments, **settings)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb."""
+        with self._noting():
+            return super().invoke(ctx)
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.interrupted = True
+            raise
+
+
 def build_app() -> typer.Typer:
     """The command line with all its verbs."""
-    app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=_CONTEXT)
+    app = typer.Typer(cls=_Root, add_completion=False, rich_markup_mode="rich", context_settings=_CONTEXT)
     app.callback()(_root)
     for verb in _VERBS:
         verb.register(app)

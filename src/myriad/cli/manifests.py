@@ -125,6 +125,7 @@ def _settings(
 ) -> "PodSettings":
     from pydantic import ValidationError
 
+    from myriad.config import explain
     from myriad.resilience.engines.kubernetes.settings import PodSettings, parse_pairs, parse_toleration
 
     given["resources"] = parse_pairs("--resource", resource)
@@ -134,9 +135,8 @@ def _settings(
         return PodSettings.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
         option = "--" + str(first["loc"][0]).replace("_", "-").replace("resources", "resource")
-        raise BadInputError(option, first["input"], message[:1].lower() + message[1:]) from None
+        raise BadInputError(option, first["input"], explain(first)) from None
 
 
 def _write(objects: list[dict[str, Any]], out: Path | None, as_json: bool) -> None:

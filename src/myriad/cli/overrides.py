@@ -72,18 +72,20 @@ def _switches() -> set[str]:
 
 def _unknown(token: str, options: Iterable[str]) -> BadInputError:
     """An option that is neither the verb's own nor a key, with the nearest of both."""
-    from myriad.job import job_keys
+    from myriad.job import suggest_key
 
     name, _, value = token.partition("=")
-    word = name.lstrip("-")
-    keys = [f"--{key}" for key, _ in job_keys()]
-    same = [key for key in keys if key.endswith("." + word)]
-    by_last_part = {key.rsplit(".", 1)[-1].lstrip("-"): key for key in reversed(keys)}
-    close = difflib.get_close_matches(name, [*options, *keys], 1, 0.6)
-    close = close or [by_last_part[near] for near in difflib.get_close_matches(word, by_last_part, 1, 0.7)]
-    near = same or close
+    key = suggest_key(name.lstrip("-"))
+    near = [f"--{key}"] if key is not None and _is_certain(name.lstrip("-"), key) else []
+    near += difflib.get_close_matches(name, options, 1, 0.6)
+    near += [f"--{key}"] if key is not None else []
     hint = f"did you mean {near[0]}?" if near else "see --help for all options and keys"
     return BadInputError(name, value, f"unknown option; {hint}")
+
+
+def _is_certain(word: str, key: str) -> bool:
+    """Whether a key's last part was typed, not only something like it."""
+    return key.rpartition(".")[2] == word
 
 
 class OverrideCommand(TyperCommand):

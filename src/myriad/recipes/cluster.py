@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from myriad.comm.layout import MOST_RANKS
+from myriad.config import explain
 from myriad.errors import BadInputError
 from myriad.planner.cluster import Cluster
 from myriad.recipes import read_recipe
@@ -55,7 +56,7 @@ def _worst(errors: list[ErrorDetails]) -> ErrorDetails:
 
 def _as_bad_input(name_or_path: str, error: ErrorDetails) -> BadInputError:
     where, value = error["loc"], error["input"]
-    message = error["msg"].removeprefix("Value error, ")
+    message = explain(error)
     if error["type"] == "extra_forbidden":
         message = f"unknown key; {_known_keys(where)}"
     elif error["type"] == "model_type":
@@ -63,7 +64,7 @@ def _as_bad_input(name_or_path: str, error: ErrorDetails) -> BadInputError:
     elif error["type"] == "missing":
         value, message = None, "needed"
     key = ".".join(map(str, where))
-    return BadInputError(f"{name_or_path}: {key}", value, message[:1].lower() + message[1:])
+    return BadInputError(f"{name_or_path}: {key}", value, message)
 
 
 def _known_keys(where: tuple[int | str, ...]) -> str:

@@ -176,7 +176,7 @@ def test_what_is_printed_has_every_part(tmp_path: Path, capsys: pytest.CaptureFi
         (["tiny", "--what-if", "accelerator.memry_bytes=1"], "did you mean accelerator.memory_bytes?"),
         (["tiny", "--what-if", "node=2"], "laptop: node = 2: unknown key; did you mean nodes?"),
         (["tiny", "--what-if", "links=2"], "is a section; there are links.node"),
-        (["tiny", "--what-if", "nodes=0"], "laptop: nodes = 0: input should be greater than or equal to 1"),
+        (["tiny", "--what-if", "nodes=0"], "laptop: nodes = 0: must be at least 1"),
         (["tiny", "--what-if", "nodes=2"], "links.network = None: needed: the cluster has 2 nodes"),
         (["tiny", "--days", "1e-9"], "are needed"),
         (["tiny", "--what-if", "links.ib=200Gbps"], "only links.node"),

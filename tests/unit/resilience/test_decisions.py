@@ -193,6 +193,15 @@ def test_ctrl_c_during_a_recovery_begins_no_attempt() -> None:
     assert isinstance(end, EndRun) and end.outcome == "interrupted"
 
 
+def test_a_rank_that_ctrl_c_ends_while_it_starts_takes_the_others_with_it() -> None:
+    """They would wait for it for as long as a save may take."""
+    world = World()
+    world.hear(StopAsked(0))
+    assert kinds(world.exit(1, -2, "interrupted")) == ["StopRanks"]
+    actions = [action for rank in (0, 2, 3) for action in world.exit(rank, -9, "killed")]
+    assert kinds(actions) == ["EndRun"] and actions[0].outcome == "interrupted"
+
+
 def test_a_save_that_fails_after_ctrl_c_is_told() -> None:
     world = World()
     world.hear(StopAsked(0))

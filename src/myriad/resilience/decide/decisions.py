@@ -209,6 +209,9 @@ class Decider:
         if state.phase == "running":
             yield from self._went_on(ended.step)
         if is_as_asked(ended, state):
+            if ended.cause == "interrupted" and state.phase == "running":
+                state.phase, self._since, self._repeats = "ending", now, 0
+                yield StopRanks(rule="a stop was asked for before all ranks could save", epoch=state.epoch)
             return
         if ended.cause == "device" and self._health.blames_program(ended.node, ended.rank):
             ended = replace(ended, cause="user")

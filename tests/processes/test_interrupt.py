@@ -1,0 +1,151 @@
+"""Ctrl-C and SIGTERM on real commands in process groups of their own, as a terminal sends them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from watching import wait_until
+
+from myriad.jsonl import Record
+from myriad.run import Run
+
+_MYRIAD = [sys.executable, "-m", "myriad.cli.main"]
+_TINY = ("train", "tiny", "--run", "./run", "--train.threads", "1")
+
+
+class Command:
+    """A command whose process group can be signalled, and whose processes can be found afterwards."""
+
+    def __init__(self, folder: Path, *words: str, **environment: str) -> None:
+        self._mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [*_MYRIAD, *words],
+            cwd=folder,
+            env=os.environ | {"MYRIAD_TEST_MARK": self._mark} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def signal(self, number: signal.Signals = signal.SIGINT) -> None:
+        os.killpg(self.process.pid, number)
+
+    def end(self) -> str:
+        """What it has printed; it was interrupted, and nothing but a snapshot server is left of it."""
+        output, _ = self.process.communicate(timeout=120)
+        assert self.process.returncode == 130, output
+        assert "Traceback" not in output and "Exception ignored" not in output
+        wait_until(lambda: not self._left())
+        return output
+
+    def _left(self) -> list[str]:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if self._mark.encode() in (process / "environ").read_bytes():
+                    found.append((process / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue
+        return [line for line in found if "keeper" not in line]
+
+
+def events(folder: Path, name: str) -> list[Record]:
+    run = Run(folder / "run")
+    return [event for event in run.read_events() if event["event"] == name]
+
+
+def steps_done(folder: Path) -> int:
+    return len(Run(folder / "run").read_metrics())
+
+
+def test_ctrl_c_twice_ends_with_130_and_names_the_step_that_the_next_start_goes_on_from(
+    tmp_path: Path,
+) -> None:
+    command = Command(tmp_path, *_TINY, "--train.steps", "4000", "--checkpoint.every", "20")
+    wait_until(lambda: steps_done(tmp_path) > 25)
+    command.signal()
+    time.sleep(0.05)
+    command.signal()
+    output = command.end()
+    assert "saving a checkpoint after the step under way; Ctrl-C again stops without saving" in output
+    named = re.search(r"stopped at step (\d+).*goes on from there", output)
+    assert named is not None, output
+    listed = subprocess.run(
+        [*_MYRIAD, "checkpoint", "list", "./run", "--json"], cwd=tmp_path, capture_output=True
+    )
+    assert max(row["step"] for row in json.loads(listed.stdout)["checkpoints"]) == int(named[1])
+
+    again = Command(tmp_path, "train", "./run")
+    wait_until(lambda: events(tmp_path, "resume") != [])
+    again.signal(signal.SIGTERM)
+    again.end()
+    assert events(tmp_path, "resume")[0]["step"] == int(named[1])
+
+
+def test_one_ctrl_c_during_validation_does_not_wait_for_its_end_and_the_next_start_makes_up_for_it(
+    tmp_path: Path,
+) -> None:
+    long = ("--train.steps", "4", "--data.validation_batches", "100000", "--train.validate_every", "2")
+    command = Command(tmp_path, *_TINY, *long)
+    wait_until(lambda: steps_done(tmp_path) == 2)
+    command.signal(signal.SIGTERM)
+    assert "stopped at step 2;" in command.end()
+    assert not events(tmp_path, "validation")
+
+    again = Command(tmp_path, "train", "./run", "--train.validate_every", "0")
+    wait_until(lambda: steps_done(tmp_path) == 4)
+    again.signal()
+    assert "stopped at step 4;" in again.end(), "the last step is saved, but the run is not finished"
+    third = Command(tmp_path, "train", "./run", "--train.validate_every", "0")
+    wait_until(lambda: len(events(tmp_path, "start")) == 3)
+    third.signal()
+    assert "stopped at step 4;" in third.end()
+    assert [event["step"] for event in events(tmp_path, "interrupted")] == [2, 4, 4]
+
+
+def _imports(command: Command, folder: Path) -> None:
+    maps = Path(f"/proc/{command.process.pid}/maps")
+    wait_until(lambda: "_struct" in maps.read_text() or "pydantic" in maps.read_text())
+
+
+def _computes(command: Command, folder: Path) -> None:
+    time.sleep(2.0)
+
+
+def _drives(command: Command, folder: Path) -> None:
+    wait_until(lambda: [*folder.rglob("driver.json")] != [])
+
+
+_TEXTS = sys.prefix + "/lib/*/site-packages/torch/**/*.py"
+_ANY = pytest.mark.parametrize(
+    ("words", "when"),
+    [
+        (("train", "tiny"), _imports),
+        (_TINY, _drives),
+        (("validate",), _imports),
+        (("data", "prepare", _TEXTS, "--output", "out"), _computes),
+        (("faults", "run", "kill-rank"), _drives),
+        (("parity", "tiny", "--layout", "dp=1", "--layout", "dp=2", "--folder", "."), _drives),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+
+
+@_ANY
+def test_ctrl_c_ends_any_command_in_a_line(
+    words: tuple[str, ...], when: Callable[[Command, Path], None], tmp_path: Path
+) -> None:
+    command = Command(tmp_path, *words)
+    when(command, tmp_path)
+    command.signal()
+    lines = command.end().splitlines()
+    assert "interrupted" in lines[-1] or "stopped" in lines[-1], lines
