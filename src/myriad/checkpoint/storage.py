@@ -148,9 +148,14 @@ class LocalStorage:
     def put(self, path: str, content: bytes) -> None:
         target = self.root / path
         draft = target.with_name(f".{target.name}.{os.getpid()}")
-        with self.create(str(draft.relative_to(self.root))) as sink:
-            sink.write(content)
-        draft.replace(target)
+        try:
+            with self.create(str(draft.relative_to(self.root))) as sink:
+                sink.write(content)
+            draft.replace(target)
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
         _sync_folder(target.parent)
 
     def remove(self, path: str) -> None:
