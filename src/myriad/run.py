@@ -7,7 +7,7 @@
               tokenizer.json                of its corpus: text can be made wherever the run lies
               logs/               rank-R-attempt-A.log
               checkpoints/        step-N/
-              profile.json, hierarchy.json, peak.json    measured once, so that a resumed run computes alike
+              profile.json, hierarchy.json    measured once, so that a resumed run computes alike
               traces/             what a person asked to see of ranks at work
               counters/           of the links of nodes, each second
               lock                held (flock) by the launcher while ranks are at work

@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["read_json", "remove_drafts", "sync_folder", "write_whole"]
 
 _MOST_JSON_BYTES = 2**26
-_DRAFT = re.compile(r"\..+\.\d{1,10}")
+_DRAFT = re.compile(r"\..+\.\d{1,10}(\.[0-9a-f]{8})?")
 _DRAFT_SECONDS = 60.0
 """No writer takes longer."""
 
