@@ -71,7 +71,7 @@ def _prepare(
         shard_bytes=_bytes(shard_size),
         workers=workers or _num_cores(),
     )
-    with bytes_bar(quiet=json) as show:
+    with bytes_bar() as show:
         manifest = prepare(
             inputs, output, options, lambda now: show(now.stage, now.done_bytes, now.total_bytes)
         )
@@ -82,7 +82,7 @@ def _verify(folder: _Folder, json: _Json = False) -> None:
     """Read every byte and name every file that is not as it was written; exit code 1 when there is one."""
     from myriad.data.verify import verify_corpus
 
-    with bytes_bar(quiet=json) as show:
+    with bytes_bar() as show:
         problems = verify_corpus(folder, lambda done, total: show("reading", done, total))
     result = {"folder": str(folder), "whole": not problems, "problems": [one._asdict() for one in problems]}
     lines = [f"{folder / one.file}: {one.what}" for one in problems] or [f"{folder}: whole"]
