@@ -27,6 +27,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from myriad.whole_file import sync_folder
+
 __all__ = ["JsonlTail", "LineFile", "Record", "append_line", "append_lines", "late_events"]
 
 Record = dict[str, Any]
@@ -176,7 +178,7 @@ def _append(path: Path, pieces: Sequence[bytes], *, sync: bool = False) -> int:
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "is not a regular file")
-        is_alone = _lock(handle)
+        is_alone, is_new = _lock(handle), not os.fstat(handle).st_size
         try:
             for piece in pieces:
                 _write(handle, piece, is_alone=is_alone)
@@ -186,6 +188,8 @@ def _append(path: Path, pieces: Sequence[bytes], *, sync: bool = False) -> int:
                 raise
         if sync:
             os.fsync(handle)
+            if is_new:
+                sync_folder(path.parent)
     finally:
         os.close(handle)
     return done

@@ -7,7 +7,7 @@
               tokenizer.json                of its corpus: text can be made wherever the run lies
               logs/               rank-R-attempt-A.log
               checkpoints/        step-N/
-              profile.json, hierarchy.json, peak.json    measured once, so that a resumed run computes alike
+              profile.json, hierarchy.json    measured once, so that a resumed run computes alike
               traces/             what a person asked to see of ranks at work
               counters/           of the links of nodes, each second
               lock                held (flock) by the launcher while ranks are at work
@@ -25,7 +25,7 @@ import os
 import re
 import time
 import tomllib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -115,20 +115,29 @@ class StepCount:
 
 def count_steps(lines: Sequence[Record], events: Sequence[Record]) -> StepCount:
     """``lines``: of `StepLines`; ``events``: all of them. An event after the newest line may show that more
-    steps are done, or that an attempt begins before that line."""
+    steps are done, or that an attempt begins before that line. A line that an attempt has gone back behind,
+    and not replaced, is of a step that was lost."""
     done = int(lines[-1]["step"]) if lines else 0
     times = (_figure(line.get("time")) for line in reversed(lines))
     newest = next((at for at in times if at is not None), math.inf if lines else -math.inf)
+    lost: list[tuple[int, int]] = []
     for event in late_events(events):
         name, at = event.get("event"), _figure(event.get("time"))
-        if at is None or at < newest:
+        if at is None or name not in ("start", "finish", "interrupted"):
             continue
         if name == "start":
-            done = _count(event.get("resumed_from"))
-        elif name in ("finish", "interrupted"):
+            resumed = _count(event.get("resumed_from"))
+            after = bisect_right(lines, resumed, key=_step_of)
+            lost.append((after, bisect_left(lines, at, lo=after, key=_time_of)))
+            done = resumed if at >= newest else done
+        elif at >= newest:
             done = max(done, _count(event.get("step")))
-    first = bisect_right(lines, 0, key=_step_of)
-    return StepCount(done, max(0, done - (bisect_right(lines, done, key=_step_of) - first)))
+    first, end = bisect_right(lines, 0, key=_step_of), bisect_right(lines, done, key=_step_of)
+    num_lines, reached = end - first, first
+    for start, stop in sorted(lost):
+        if (ends := min(stop, end)) > (begins := max(start, reached)):
+            num_lines, reached = num_lines - (ends - begins), ends
+    return StepCount(done, max(0, done - num_lines))
 
 
 def missing_lines_told(num_steps: int) -> str:
@@ -138,6 +147,10 @@ def missing_lines_told(num_steps: int) -> str:
 
 def _step_of(line: Record) -> int:
     return int(line["step"])
+
+
+def _time_of(line: Record) -> float:
+    return _figure(line.get("time")) or 0.0
 
 
 def _figure(value: object) -> float | None:

@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_json", "remove_drafts", "write_whole"]
+__all__ = ["read_json", "remove_drafts", "sync_folder", "write_whole"]
 
 _MOST_JSON_BYTES = 2**26
-_DRAFT = re.compile(r"\..+\.\d{1,10}")
+_DRAFT = re.compile(r"\..+\.\d{1,10}(\.[0-9a-f]{8})?")
 _DRAFT_SECONDS = 60.0
 """No writer takes longer."""
 
@@ -26,15 +26,31 @@ def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        try:
+            rest = memoryview(data)
+            while len(rest):
+                rest = rest[os.write(handle, rest) :]
+            os.fsync(handle)
+        finally:
+            os.close(handle)
         draft.replace(path)
+        sync_folder(path.parent)
     except BaseException:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
         raise
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names of files in a folder on disk, so that a file that was made is there after a power cut.
+    A folder that cannot be opened or synced is left alone: some file systems refuse that."""
+    with suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def remove_drafts(folder: Path) -> None:

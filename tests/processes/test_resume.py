@@ -1,6 +1,5 @@
 """If these fail, a resume changes more or less than it says, or a run that has trained starts over."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -120,9 +119,8 @@ def test_files_of_a_run_that_are_not_its_own_are_refused(
         error = capfd.readouterr().err
         assert f"checkpoint of another run: {key.partition('=')[0]} = " in error and told in error
     measured = start("measured", "train.steps=10", "layout.partition=profile", "layout.dp=1", "layout.zero=0")
-    for name, code in [("peak.json", 0), ("profile.json", 2)]:
-        (measured.path / name).write_text('{"half')
-        change(measured, f"train.steps={11 if code else 10}")
-        assert train(measured, 1) == [code]
+    assert train(measured, 1) == [0]
+    (measured.path / "profile.json").write_text('{"half')
+    change(measured, "train.steps=11")
+    assert train(measured, 1) == [2]
     assert "profile.json': is damaged; restore it, or remove it" in capfd.readouterr().err
-    assert json.loads((measured.path / "peak.json").read_text())

@@ -251,6 +251,9 @@ def test_torchrun_starts_ranks_too(start: Callable[..., Run]) -> None:
         capture_output=True, text=True, timeout=200, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "2 ranks on cpu" in lines[0] and any(line.startswith("step 4/4 · loss") for line in lines), lines
+    assert lines[-1] == f"finished at step 4 of 4: {run.path}"
     assert train(ours, 2) == [0, 0]
     assert_same_run(run, ours)
 

@@ -63,6 +63,7 @@ def summarize(run: Run) -> Summary:
     """Reads the run's files."""
     metrics, events = run.read_metrics(), run.read_events()
     start = _last(events, "start")
+    peak = start | _last_of_attempt(events, "peak")
     validation = _last(events, "validation")
     last = metrics[-1] if metrics else {}
     job = run.job()
@@ -93,9 +94,9 @@ def summarize(run: Run) -> Summary:
         validation_loss=validation.get("loss"),
         validation_bits_per_byte=validation.get("bits_per_byte"),
         tokens_per_second=_time_mean(steady, "tokens_per_second"),
-        mfu=_time_mean(steady, "mfu"),
-        peak_flops=start.get("peak_flops"),
-        peak_source=start.get("peak_source"),
+        mfu=_mfu(steady, start.get("flops_per_token"), peak.get("peak_flops")),
+        peak_flops=peak.get("peak_flops"),
+        peak_source=peak.get("peak_source"),
         plot=str(run.plot_path) if run.plot_path.exists() else None,
         sample=_last(events, "sample").get("text"),
     )
@@ -125,6 +126,20 @@ def _held(events: list[Record]) -> dict[str, Any] | None:
     if newest.get("event") != "held":
         return None
     return {key: newest.get(key) for key in ("step", "problem", "servers")}
+
+
+def _last_of_attempt(events: list[Record], name: str) -> Record:
+    """The newest of that name since the ranks last started."""
+    found = next((event for event in reversed(events) if event.get("event") in (name, "start")), {})
+    return found if found.get("event") == name else {}
+
+
+def _mfu(lines: list[Record], flops_per_token: float | None, peak_flops: float | None) -> float | None:
+    """Of the newest peak: a line was written with the peak that was known then."""
+    speed = _time_mean(lines, "tokens_per_second")
+    if not speed or not flops_per_token or not peak_flops:
+        return _time_mean(lines, "mfu")
+    return speed * flops_per_token / peak_flops
 
 
 def _state(events: list[Record], steps: int, planned: int) -> str:

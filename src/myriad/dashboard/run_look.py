@@ -106,8 +106,9 @@ class Look:
 
     @property
     def peak_flops(self) -> float | None:
-        """FLOP/s of all ranks together."""
-        found = self.start.get("peak_flops")
+        """FLOP/s of all ranks together: the newest of this attempt, which may rise as it trains."""
+        newest = next((one for one in reversed(self.events) if one.get("event") in ("peak", "start")), {})
+        found = newest.get("peak_flops")
         return float(found) if isinstance(found, int | float) and found > 0 else None
 
     @property

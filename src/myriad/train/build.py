@@ -141,7 +141,7 @@ def _profile(
     """Rank 0 reads or measures, and tells the others."""
     costs: Sequence[float] | None = None
     if groups.grid.rank == 0:
-        costs = read_measured(kept, partial(_are_costs, len(definition.names)), decides_bits=True)
+        costs = read_measured(kept, partial(_are_costs, len(definition.names)))
         if costs is None:
             costs = seconds_per_layer(definition, sample, dtype)
             keep_measured(kept, costs)
@@ -161,7 +161,7 @@ def settle_links(job: Job, groups: Groups, device: torch.device, kept: Path | No
     if comm.node_order is not None:
         where["node_order"] = list(comm.node_order)
     first = groups.grid.rank == 0
-    choices = (read_measured(kept, _are_choices, decides_bits=True) or []) if first else []
+    choices = (read_measured(kept, _are_choices) or []) if first else []
     known = next((choice["hierarchy"] for choice in choices if choice["where"] == where), None)
     known = _told_by_first(known, groups)
     if known is None:

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -48,7 +49,7 @@ from myriad.train.inputs import open_inputs
 from myriad.train.memory_budget import within_budget
 from myriad.train.metrics import StepMeter
 from myriad.train.own_spans import open_ring
-from myriad.train.peak import Peak, find_peak
+from myriad.train.peak import PeakTries
 from myriad.train.sample import continue_text
 from myriad.train.save_clock import SaveClock
 from myriad.train.settle_kernels import precision_told, settle_kernels
@@ -175,10 +176,10 @@ class Trainer:
 
     def _build_meter(self) -> StepMeter:
         job = self.job
-        self.peak: Peak = find_peak(self.device, self.dtype, kept=self.run_folder.path / "peak.json")
+        self.peak_tries = PeakTries(self.device, self.dtype, self.place.local_world, writes=self.is_first)
         tokens = job.train.global_batch * job.model.sequence
         flops = job.model.flops_per_token() * tokens
-        return StepMeter(tokens, flops, self.peak.flops_per_second * self.place.world, self.device)
+        return StepMeter(tokens, flops, self._peak_flops(), self.device)
 
     def _resume(self) -> int:
         """Loads the newest state that memory or storage has, else the weights to begin with, if there are
@@ -280,7 +281,7 @@ class Trainer:
             parameters=job.model.num_parameters(),
             flops_per_token=job.model.flops_per_token(),
             peak_flops=self.meter.peak_flops,
-            peak_source=self.peak.source,
+            peak_source=self.peak_tries.peak.source,
             **resumed,
         )
         if self.resumed is not None:
@@ -308,6 +309,7 @@ class Trainer:
         asked = self.clock.hear(result.signal)
         self.session.trust(self.clock.agreed_step)
         seconds = time.perf_counter() - started
+        self._measure_peak(seconds)
         if self.is_first:
             waited = self.feed.wait_seconds - waited
             saved = self.session.waited_seconds - self._waited_for_saves
@@ -315,6 +317,18 @@ class Trainer:
             line = self.meter.line(self.step, result, rate, seconds, waited, saved, self.recorder)
             self.run_folder.append_metrics(line)
         return asked and self._agrees
+
+    def _peak_flops(self) -> float:
+        """Peak FLOP/s of all ranks together."""
+        return self.peak_tries.peak.flops_per_second * self.place.world
+
+    def _measure_peak(self, step_seconds: float) -> None:
+        """Raise the peak where this step, or a measurement after it, was faster."""
+        rate = self.meter.flops_per_step / step_seconds / self.place.world
+        if self.peak_tries.after_step(self.step, rate):
+            self.meter = replace(self.meter, peak_flops=self._peak_flops())
+            source = self.peak_tries.peak.source
+            self._event("peak", step=self.step, peak_flops=self.meter.peak_flops, peak_source=source)
 
     def _iterate(self, rate: float) -> StepResult:
         def run(refuses: Callable[[float, float], bool] | None, *, skip: bool = False) -> StepResult:

@@ -1,10 +1,10 @@
 """What a run measures once and keeps in its folder, so that a resumed run computes alike.
 
-profile.json, hierarchy.json    decide where layers are cut and in which order gradients are summed: a
-                                damaged one is refused, as measured again it could give other bits
-peak.json                       decides the MFU alone: a damaged one is measured again
+profile.json      decides where layers are cut
+hierarchy.json    decides in which order gradients are summed
 
-Each is replaced whole; one that cannot be written costs a warning.
+A damaged one is refused: measured again, it could give other bits. Each is replaced whole; one that cannot be
+written costs a warning, and is measured again at the next start.
 """
 
 import json
@@ -21,26 +21,20 @@ __all__ = ["keep_measured", "read_measured"]
 _LOG = logging.getLogger(__name__)
 
 
-def read_measured(path: Path | None, is_valid: Callable[[Any], bool], *, decides_bits: bool = False) -> Any:
-    """Return what was kept; ``None`` when nothing was, or nothing usable.
-
-    Raises `BadInputError` for a damaged file that ``decides_bits``."""
+def read_measured(path: Path | None, is_valid: Callable[[Any], bool]) -> Any:
+    """Return what was kept; ``None`` when nothing was. Raises `BadInputError` for a damaged file."""
     if path is None:
         return None
     try:
-        found, problem = read_json(path), "it holds something else"
-    except (OSError, ValueError) as error:
-        found, problem = None, str(error)
-    else:
-        if found is None or is_valid(found):
-            return found
-    if decides_bits:
+        found = read_json(path)
+    except (OSError, ValueError):
+        found = path
+    if found is not None and not is_valid(found):
         allowed = (
             "is damaged; restore it, or remove it: it is measured again, and sums may differ by rounding"
         )
         raise BadInputError("run", str(path), allowed)
-    _LOG.warning("%s is measured again: %s", path, problem)
-    return None
+    return found
 
 
 def keep_measured(path: Path | None, value: Any) -> None:

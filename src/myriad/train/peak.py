@@ -1,23 +1,34 @@
 """The peak that MFU is measured against, with its source.
 
-Known accelerators by their data sheet (dense, no sparsity); anything else by multiplying matrices for a
-moment, on every rank at once, as training will.
+Known accelerators have the peak of their data sheet (dense, no sparsity). On anything else it is the fastest
+matrix product that was ever seen there: every rank multiplies at once, as training will, at the start and
+after a few early steps. A busy machine makes all of these slow, so the best one is kept for the user, by
+device, ranks, threads, type and version, and is never lowered. A step above it raises it: no step can use
+more than the machine has.
 """
 
-import socket
+import json
+import os
+import platform
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from myriad.train.measured_files import keep_measured, read_measured
+from myriad.data.cache import cache_folder
+from myriad.whole_file import write_whole
 
-__all__ = ["Peak", "find_peak"]
+__all__ = ["Peak", "PeakTries", "find_peak"]
 
 _DATA_SHEETS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """bf16 FLOP/s without sparsity, NVIDIA's data sheets (SXM)."""
+_START_SECONDS, _TRY_SECONDS = 0.4, 0.05
+_TRY_STEPS = (2, 5, 10, 20)
+"""Steps of a run after which it is measured again."""
 
 
 @dataclass(frozen=True)
@@ -28,34 +39,97 @@ class Peak:
     source: str
 
 
-def find_peak(
-    device: torch.device, dtype: torch.dtype, measure_seconds: float = 0.4, kept: Path | None = None
-) -> Peak:
-    """Peak of one rank for matrix products of ``dtype``. What was measured is kept in ``kept``: a run that
-    begins again loses no time with it, and its MFU stays comparable."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for known, peak in _DATA_SHEETS.items():
-            if known in name and dtype == torch.bfloat16:
-                return Peak(peak, f"{known} data sheet, bf16")
+class PeakTries:
+    """The best of what this machine has shown, and of what this run shows."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, ranks: int = 1, *, writes: bool = True
+    ) -> None:
+        """``ranks``: on this node; ``writes``: whether this one of them keeps what is found."""
+        self._device, self._dtype, self._writes = device, dtype, writes
+        self._kept = cache_folder() / "peak.json"
+        self._name = str(dtype).removeprefix("torch.")
+        threads = torch.get_num_threads()
+        place = f"{_processor(device)}, {ranks} ranks, {threads} threads"
+        self._key = f"{place}, {self._name}, torch {torch.__version__}"
+        self._sheet = _data_sheet(device, dtype)
+        if self._sheet is None:
+            self._best = self._read()
+            if not self._best:
+                self._take(_measure(device, dtype, _START_SECONDS), "matrix product")
+
+    @property
+    def peak(self) -> Peak:
+        """The best so far."""
+        if self._sheet is not None:
+            return self._sheet
+        when = datetime.fromtimestamp(self._best["time"])
+        source = f"measured {self._name} {self._best['by']}, {when:%Y-%m-%d %H:%M}"
+        return Peak(self._best["flops_per_second"], source)
+
+    def after_step(self, step: int, flops_per_second: float) -> bool:
+        """Try again after early steps, and take in the rate of this step; return whether the peak rose."""
+        if self._sheet is not None:
+            return False
+        rose = self._take(flops_per_second, "training step")
+        if step in _TRY_STEPS:
+            rose |= self._take(_measure(self._device, self._dtype, _TRY_SECONDS), "matrix product")
+        return rose
+
+    def _take(self, flops_per_second: float, by: str) -> bool:
+        if self._best and flops_per_second <= self._best["flops_per_second"]:
+            return False
+        self._best = {"flops_per_second": flops_per_second, "by": by, "time": time.time()}
+        if not self._writes:
+            return True
+        with suppress(OSError):  # a home that cannot be written: the next run measures again
+            self._kept.parent.mkdir(parents=True, exist_ok=True)
+            if flops_per_second > self._read().get("flops_per_second", 0.0):
+                write_whole(self._kept, json.dumps(self._known() | {self._key: self._best}))
+        return True
+
+    def _read(self) -> dict[str, Any]:
+        found: Any = self._known().get(self._key)
+        numbers = [found.get("flops_per_second"), found.get("time")] if isinstance(found, dict) else [None]
+        is_right = all(isinstance(number, float) and number > 0 for number in numbers)
+        return dict(found) if is_right and isinstance(found.get("by"), str) else {}
+
+    def _known(self) -> dict[str, Any]:
+        with suppress(OSError, ValueError):
+            known = json.loads(self._kept.read_text())
+            return known if isinstance(known, dict) else {}
+        return {}
+
+
+def find_peak(device: torch.device, dtype: torch.dtype, measure_seconds: float = _START_SECONDS) -> Peak:
+    """Measure one rank's peak now, or give that of the data sheet; nothing is kept."""
     name = str(dtype).removeprefix("torch.")
-    where = f"{socket.gethostname()}, {device.type}, {name}, {torch.get_num_threads()} threads"
-    peaks = read_measured(kept, _are_peaks) or {}
-    if where not in peaks:
-        peaks[where] = _measure(device, dtype, measure_seconds)
-        keep_measured(kept, peaks)
-    return Peak(peaks[where], f"measured {name} matrix product")
+    sheet = _data_sheet(device, dtype)
+    return sheet or Peak(_measure(device, dtype, measure_seconds), f"measured {name} matrix product")
 
 
-def _are_peaks(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(one, float | int) and 0 < one < 1e300 for one in value.values()
-    )
+def _data_sheet(device: torch.device, dtype: torch.dtype) -> Peak | None:
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    known = next((one for one in _DATA_SHEETS if one in name), None)
+    return None if known is None else Peak(_DATA_SHEETS[known], f"{known} data sheet, bf16")
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()}, {len(os.sched_getaffinity(0))} cores"
+    return f"{platform.machine()}, {platform.node()}"
 
 
 def _measure(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     size = 1024 if device.type == "cpu" else 8192
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    own = torch.Generator(device).manual_seed(1)  # a run's random numbers do not depend on what is measured
+    a, b = (torch.randn(size, size, device=device, generator=own).to(dtype) for _ in range(2))
     best, end = 0.0, time.perf_counter() + seconds
     while best == 0.0 or time.perf_counter() < end:
         _synchronize(device)

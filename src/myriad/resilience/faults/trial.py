@@ -35,7 +35,7 @@ from myriad.run import Run
 __all__ = ["try_scenario"]
 
 Tell = Callable[[str], None]
-_MEASURED = ("profile.json", "hierarchy.json", "peak.json")
+_MEASURED = ("profile.json", "hierarchy.json")
 """What a run measures once, and how it computes may depend on it."""
 _LEAST_SECONDS, _TIMES_LONGER, _GRACE_SECONDS = 300.0, 10.0, 20.0
 """A run that is broken may take so long, and so many times what it takes undisturbed."""

@@ -1,0 +1,40 @@
+"""``python -m myriad.cli.follow RUN READY``: print a run's progress as lines until standard input ends.
+
+For a rank 0 that torchrun or another launcher started (`myriad.train.worker`): the lines are those of
+``myriad train`` without a terminal. A process of its own, so that printing costs the rank nothing.
+"""
+
+import os
+import select
+import signal
+import sys
+
+from rich.console import Console
+
+from myriad.cli.progress import Progress
+from myriad.cli.screen import PlainScreen
+from myriad.run import Run
+
+__all__ = ["follow"]
+
+_POLL_SECONDS = 0.25
+
+
+def follow(run: Run, console: Console, ready: int) -> None:
+    """Print until standard input is closed, then the end line. ``ready``: a descriptor that gets a byte once
+    nothing of the run is missed any more."""
+    progress = Progress(run, run.job().train.steps)
+    screen = PlainScreen(console, progress)
+    os.write(ready, b"\n")
+    os.close(ready)
+    while not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
+        screen.tick()
+    screen.tick()
+    state = "finished" if progress.has_ended and progress.step >= progress.steps else "stopped"
+    line = f"{state} at step {progress.step} of {progress.steps}: {run.path}"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides, and closes standard input
+    follow(Run(sys.argv[1]), Console(), int(sys.argv[2]))
