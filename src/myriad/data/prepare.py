@@ -26,7 +26,7 @@ from myriad.data.manifest import MANIFEST_FILE, Manifest, ShardRecord, Split, ha
 from myriad.data.pieces import SPLITS, PieceResult, PieceWork, piece_prefix, run_pieces
 from myriad.data.sources import Piece, SourceFile, cut_pieces, find_sources
 from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from myriad.errors import BadInputError
+from myriad.errors import BadInputError, RunFailedError
 
 __all__ = ["PrepareOptions", "Progress", "prepare"]
 
@@ -81,7 +81,7 @@ def prepare(
     pieces = cut_pieces(sources, options.key, min(_PIECE_BYTES, options.shard_bytes))
     if not any(piece.size_bytes for piece in pieces):
         raise BadInputError("INPUT", ", ".join(inputs), "files with text in them: there is none")
-    with _work_folder(output, identity) as work:
+    with _writable(output), _work_folder(output, identity) as work:
         held_out = _held_out(pieces, options, progress)
         tokenizer = _tokenizer(work, pieces, options, held_out, progress)
         task = PieceWork(work, work / TOKENIZER_FILE, options.key, held_out)
@@ -124,6 +124,15 @@ def _same_or_refuse(output: Path, identity: dict[str, Any]) -> Manifest:
         allowed = "holds another corpus (or its inputs changed since); another folder, or remove this one"
         raise BadInputError("--output", str(output), allowed)
     return manifest
+
+
+@contextmanager
+def _writable(output: Path) -> Iterator[None]:
+    """Report what keeps the folder from being written; what inputs raise is reported where they are read."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailedError(f"{output}: {error.strerror or error}; the same command continues") from None
 
 
 @contextmanager

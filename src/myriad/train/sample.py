@@ -10,7 +10,7 @@ from myriad.checkpoint.store import load_model
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError, RunFailedError
 from myriad.model.generate import generate
-from myriad.model.gpt import build_full
+from myriad.model.gpt import GPT, build_full
 from myriad.run import Run
 from myriad.spin_watch import watch_spinning
 from myriad.train.inputs import tokenizer_of
@@ -79,12 +79,17 @@ def open_sampler(name: str, *, own_process: bool = False) -> Sampler:
         _settle_threads(job.model.num_parameters())
     layers = build_full(job.model, job.train.seed)
     values = load_model(checkpoint.where)
+    tied = GPT(job.model, job.train.seed).tied
     names = ["embedding", *(f"blocks.{i}" for i in range(job.model.layers)), "head"]
     with torch.no_grad():
         for prefix, layer in zip(names, layers, strict=True):
             for name, parameter in layer.named_parameters():
-                if f"{prefix}.{name}" in values:
-                    parameter.copy_(values[f"{prefix}.{name}"])
+                if (whole := f"{prefix}.{name}") not in tied:
+                    if whole not in values:
+                        raise BadInputError(
+                            "run", checkpoint.where, f"its checkpoint lacks the parameter {whole}"
+                        )
+                    parameter.copy_(values[whole])
     tokenizer = tokenizer_of(None if found.run is None else Run(found.run), job)
     if tokenizer is None:
         raise RunFailedError(

@@ -14,7 +14,7 @@ from myriad.data.corpus import open_corpus
 from myriad.data.manifest import Split, read_manifest
 from myriad.data.prepare import prepare
 from myriad.data.verify import verify_corpus
-from myriad.errors import BadInputError
+from myriad.errors import BadInputError, RunFailedError
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -193,3 +193,15 @@ def test_records_without_any_text_are_refused_and_leave_no_work(tmp_path: Path) 
         prepare([str(path)], tmp_path / "out", options())
     path.write_text('{"text": "some"}\n')
     assert prepare([str(path)], tmp_path / "out", options()).text_bytes["train"]
+
+
+def test_a_full_disk_is_reported_and_the_same_command_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = content(make_corpus(tmp_path, "whole", count=200))
+    with monkeypatch.context() as full:
+        full.setattr(module, "_write_shard", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(RunFailedError, match="out: No space left; the same command continues"):
+            prepare([str(tmp_path / "whole-text")], tmp_path / "out", options())
+    prepare([str(tmp_path / "whole-text")], tmp_path / "out", options())
+    assert content(tmp_path / "out") == whole
