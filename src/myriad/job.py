@@ -39,6 +39,7 @@ __all__ = [
     "ResilienceConfig",
     "TrainConfig",
     "dump_toml",
+    "is_name_of",
     "job_keys",
     "load_job",
     "load_job_to_plan",
@@ -204,6 +205,11 @@ def suggest_key(typed: str) -> str | None:
         by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
         near = [by_last[one] for one in difflib.get_close_matches(last, by_last, 1, 0.7)]
     return min(near, key=lambda key: not key.startswith(f"{section}.")) if near else None
+
+
+def is_name_of(word: str, key: str) -> bool:
+    """Whether a word is the key's last part or a synonym of it, not only something like it."""
+    return key.rpartition(".")[2] == word or word in _SYNONYMS.get(key, "").split()
 
 
 def _hint(key: str) -> str:

@@ -155,6 +155,8 @@ def run_command(arguments: list[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
+        if error.errno in _FULL and not error.filename:
+            return _fail(error, f"the output cannot be written: {error.strerror}", 1, as_json=False)
         if error.errno not in _USERS_PLACES or not error.filename:
             raise
         code = 1 if error.errno in _FULL else 2

@@ -39,14 +39,25 @@ def main(arguments: list[str] | None = None) -> None:
             from myriad.cli.command_line import run_command
 
             code = run_command(given)
-            sys.stdout.flush()
         except KeyboardInterrupt:  # before the command began, or after it ended
             sys.stderr.write("myriad: error: interrupted\n")
             code = 130
         except BrokenPipeError:
             _abandon_output()
             code = 1
-    sys.exit(code)
+    sys.exit(_flushed(code))
+
+
+def _flushed(code: int) -> int:
+    """Write what is buffered; return the exit code, which is 1 where that fails."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError) and not code:
+            sys.stderr.write(f"myriad: error: the output cannot be written: {error.strerror}\n")
+        _abandon_output()
+        return code or 1
+    return code
 
 
 @contextlib.contextmanager

@@ -72,20 +72,15 @@ def _switches() -> set[str]:
 
 def _unknown(token: str, options: Iterable[str]) -> BadInputError:
     """An option that is neither the verb's own nor a key, with the nearest of both."""
-    from myriad.job import suggest_key
+    from myriad.job import is_name_of, suggest_key
 
     name, _, value = token.partition("=")
     key = suggest_key(name.lstrip("-"))
-    near = [f"--{key}"] if key is not None and _is_certain(name.lstrip("-"), key) else []
+    near = [f"--{key}"] if key is not None and is_name_of(name.lstrip("-"), key) else []
     near += difflib.get_close_matches(name, options, 1, 0.6)
     near += [f"--{key}"] if key is not None else []
     hint = f"did you mean {near[0]}?" if near else "see --help for all options and keys"
     return BadInputError(name, value, f"unknown option; {hint}")
-
-
-def _is_certain(word: str, key: str) -> bool:
-    """Whether a key's last part was typed, not only something like it."""
-    return key.rpartition(".")[2] == word
 
 
 class OverrideCommand(TyperCommand):

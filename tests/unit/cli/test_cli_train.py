@@ -150,6 +150,8 @@ def test_a_failed_rank_ends_the_command_with_one_line_and_exit_code_1(myriad, mo
         (["tiny", "--layout.tp", "3"], "layout.tp = 3: must divide"),
         (["tiny", "--layot.tp", "2"], "did you mean layout.tp?"),
         (["tiny", "--tp", "2"], "did you mean --layout.tp?"),
+        (["tiny", "--bs", "8"], "did you mean --train.global_batch?"),
+        (["tiny", "--optimiser.lr", "1"], "did you mean optimizer.learning_rate?"),
         (["tiny", "--oversubscrib"], "did you mean --oversubscribe?"),
         (["tiny", "--layout.dp", "1024", "--train.global_batch", "1024"], "layout (ranks) = 1024: at most"),
         (["tinny"], "did you mean tiny?"),
