@@ -30,6 +30,10 @@ _POLL_SECONDS, _BUSY_SECONDS = 0.05, 1.0
 """How often it looks whether it is needed: while ranks are there one that leaves wakes it."""
 
 
+_UNIX_BYTES = 2**32
+"""Of a message of a rank: heads and tails of its pieces."""
+
+
 class _Server:
     def __init__(self, name: str) -> None:
         self.keeper = Keeper()
@@ -58,9 +62,12 @@ class _Server:
             threading.Thread(target=self._guarded, args=(serve, Wire(connection)), daemon=True).start()
 
     def _guarded(self, serve: Callable[[Wire], None], wire: Wire) -> None:
+        """Serve one connection; a message that cannot be obeyed ends that connection, and nothing else."""
         try:
             with suppress(OSError):
                 serve(wire)
+        except Exception as error:
+            sys.stderr.write(f"connection closed: {type(error).__name__}: {error}\n")
         finally:
             wire.close()
 
@@ -77,6 +84,7 @@ class _Server:
                 return
             self._ranks, self._patience = self._ranks + 1, 0.0
         member: Member | None = None
+        wire.most_bytes = _UNIX_BYTES
         try:
             while True:
                 message, payload, _ = wire.receive()
@@ -191,9 +199,11 @@ class _Server:
         return port
 
     def _serve_keeper(self, wire: Wire) -> None:
+        wire.most_bytes = 0
         message, _, _ = wire.receive()
         if message["op"] != "keeper" or message["token"] not in self._tokens:
             return
+        wire.most_bytes = 2**48
         while True:
             message, payload, _ = wire.receive()
             try:

@@ -17,6 +17,8 @@ __all__ = ["Closed", "Message", "Wire"]
 
 _HEADER = struct.Struct("<IQ")
 _READ_BYTES = 2**22
+_TEXT_BYTES = 2**28
+"""Of the JSON of a message: a rank names each of its pieces."""
 
 Message = dict[str, Any]
 
@@ -30,6 +32,8 @@ class Wire:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self.most_bytes = 2**48
+        """Of the payload of a message that is received."""
         self._lock = threading.Lock()
 
     def send(self, message: Message, payload: Buffer = b"", descriptors: Sequence[int] = ()) -> None:
@@ -55,7 +59,14 @@ class Wire:
         begins to come within the time that `patience` set."""
         header, descriptors = self._first(_HEADER.size)
         text_bytes, payload_bytes = _HEADER.unpack(header)
-        message = json.loads(bytes(self._exactly(text_bytes)))
+        if text_bytes > _TEXT_BYTES or payload_bytes > self.most_bytes:
+            raise Closed(f"a message of {text_bytes + payload_bytes} bytes: more than is allowed")
+        try:
+            message = json.loads(bytes(self._exactly(text_bytes)))
+        except (ValueError, RecursionError) as error:
+            raise Closed(f"no message: {error}") from None
+        if not isinstance(message, dict) or not isinstance(message.get("op", ""), str):
+            raise Closed("no message: not an object with an op")
         return message, self._exactly(payload_bytes), descriptors
 
     def patience(self, seconds: float | None) -> None:
