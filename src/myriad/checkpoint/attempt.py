@@ -63,9 +63,12 @@ class Attempt:
         self._is_over = False
 
     def join(self, member: Member) -> None:
-        """One of its ranks."""
+        """One of its ranks; one that joins again begins anew, and what it had is given back."""
         with self._lock:
+            before = self._members.get(member.rank)
             self._members[member.rank] = member
+        if before is not None:
+            before.close()
 
     def configure(self, message: Message, payload: memoryview) -> None:
         """How to store, from the first rank of the node."""

@@ -56,18 +56,26 @@ class Keeper:
 
     def join(self, message: Message, payload: memoryview) -> Member:
         """A rank of the newest attempt. Raises ``OSError`` for one of an older attempt."""
-        number = message["attempt"]
+        number, world, rank, num_local, resumed = (
+            message[key] for key in ("attempt", "world", "rank", "num_local", "resumed")
+        )
         with self._lock:
             if number < self._present.number:
                 raise OSError(f"attempt {self._present.number} has taken over; this is attempt {number}")
-            if number > self._present.number:
-                self._set_past(message["resumed"])
-                self._present = Attempt(number, message["num_local"], self.tell, self.on_copied)
+        # before anything of an earlier attempt ends: a wrong message costs nobody's snapshots
         pieces = split_pieces(message["pieces"], bytes(payload))
         descriptor = SnapshotMemory.create(message["num_slots"], snapshot_bytes(pieces))
-        member = Member(number, message["world"], message["rank"], pieces, descriptor)
+        member = Member(number, world, rank, pieces, descriptor)
+        try:
+            with self._lock:
+                if number > self._present.number:
+                    self._set_past(resumed)
+                    self._present = Attempt(number, num_local, self.tell, self.on_copied)
+                self.attempt(number).join(member)
+        except OSError:
+            member.close()
+            raise
         threading.Thread(target=member.memory.touch, daemon=True).start()
-        self.attempt(number).join(member)
         return member
 
     def _set_past(self, resumed: int | None) -> None:

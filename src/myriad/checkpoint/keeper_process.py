@@ -37,6 +37,10 @@ _POLL_SECONDS, _BUSY_SECONDS = 0.05, 1.0
 """How often it looks whether it is needed: while ranks are there one that leaves wakes it."""
 
 
+_UNIX_BYTES = 2**32
+"""Of a message of a rank: heads and tails of its pieces."""
+
+
 class _Server:
     def __init__(self, name: str) -> None:
         self.keeper = Keeper()
@@ -72,9 +76,12 @@ class _Server:
             threading.Thread(target=self._guarded, args=(serve, Wire(connection)), daemon=True).start()
 
     def _guarded(self, serve: Callable[[Wire], None], wire: Wire) -> None:
+        """Serve one connection; a message that cannot be obeyed ends that connection, and nothing else."""
         try:
             with suppress(OSError):
                 serve(wire)
+        except Exception as error:
+            sys.stderr.write(f"connection closed: {type(error).__name__}: {error}\n")
         finally:
             wire.close()
 
@@ -94,6 +101,7 @@ class _Server:
                 return
             self._ranks, self._patience = self._ranks + 1, 0.0
         member: Member | None = None
+        wire.most_bytes = _UNIX_BYTES
         try:
             while message["op"] != "bye":
                 member = self._answer_rank(wire, message, payload, member)

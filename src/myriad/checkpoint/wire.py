@@ -36,6 +36,8 @@ class Wire:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self.most_bytes = 2**48
+        """Of the payload of a message that is received."""
         self._lock = threading.Lock()
         self._deadline: float | None = None
         """Of a whole message; ``None``: each part of it has a time of its own."""
@@ -85,10 +87,11 @@ class Wire:
             self._socket.settimeout(None)
 
     def _rest(
-        self, header: bytes, most_text: int = _MOST_TEXT_BYTES, most_payload: int = 2**64
+        self, header: bytes, most_text: int = _MOST_TEXT_BYTES, most_payload: int | None = None
     ) -> tuple[Message, memoryview]:
         header += bytes(self._exactly(_HEADER.size - len(header)))
         text_bytes, payload_bytes = _HEADER.unpack(header)
+        most_payload = self.most_bytes if most_payload is None else most_payload
         if text_bytes > most_text or payload_bytes > most_payload:
             raise Closed(f"a message of {text_bytes} and {payload_bytes} bytes was refused")
         try:
@@ -96,8 +99,8 @@ class Wire:
             content = self._exactly(payload_bytes)
         except (ValueError, RecursionError, MemoryError, OverflowError) as error:
             raise Closed(f"what came is no message: {error}") from error
-        if not isinstance(message, dict):
-            raise Closed("what came is no message: not an object")
+        if not isinstance(message, dict) or not isinstance(message.get("op", ""), str):
+            raise Closed("what came is no message: not an object with an op")
         return message, content
 
     def has_arrived(self, seconds: float) -> bool:
