@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from myriad.cli.plan_job import problem_of
-from myriad.job import load_job
+from myriad.job import load_job_to_plan
 from myriad.planner.questions import describe
 from myriad.planner.rescore import rescore
 from myriad.planner.search import search
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=12288)
     parser.add_argument("--seconds", type=int, default=120)
     arguments = parser.parse_args()
-    job = load_job("megascale-175b-12288", ["model.block=serial", "model.window=off"])
+    job = load_job_to_plan("megascale-175b-12288", ["model.block=serial", "model.window=off"])
     cluster = scale_cluster(load_cluster("megascale-12288xa100"), arguments.gpus)
     problem = problem_of(job, cluster)
     rows = {"Myriad": ours(problem)}

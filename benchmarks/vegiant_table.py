@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from myriad.cli.plan_job import problem_of
-from myriad.job import load_job
+from myriad.job import load_job_to_plan
 from myriad.planner.judge import judge, judge_plot
 from myriad.planner.questions import describe
 from myriad.planner.rescore import Plan, rescore
@@ -71,7 +71,7 @@ def quickest(system: str, problem: Problem) -> Iterator[Candidate]:
 
 
 def lines() -> Iterator[Line]:
-    job = load_job("gpt-13b")
+    job = load_job_to_plan("gpt-13b")
     for rate, cluster in NETWORKS.items():
         for transport, changes in (("TCP", OVER_TCP), ("RDMA", ())):
             problem = problem_of(job, load_cluster(cluster, changes))

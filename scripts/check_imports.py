@@ -16,11 +16,11 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 FLOORS = (
-    ("errors units config toml_text jsonl processes spin_watch whole_file",),
+    ("errors units config toml_text jsonl processes spin_watch strangers whole_file",),
     ("kernels", "program", "network", "telemetry"),
     ("model", "optim", "data", "comm"),
     ("parallel", "planner", "checkpoint"),
-    ("job job_rules job_values recipes",),
+    ("job job_changes job_rules job_values recipes",),
     ("run",),
     ("train", "resilience", "dashboard"),
     ("cli",),
@@ -29,7 +29,7 @@ FLOORS = (
 
 TORCH_FREE = (
     "errors units config toml_text jsonl processes spin_watch whole_file program network planner job "
-    "job_rules job_values recipes run dashboard cli"
+    "job_changes job_rules job_values recipes run dashboard cli"
 )
 
 PURE, KNOWN_TO_PURE = "resilience.decide.", ("resilience.facts", "resilience.causes")

@@ -4,7 +4,10 @@ Two things can be wrong, and the exit code says which: the user's input (exit 2,
 changed) or the run itself (exit 1). Everything else is a bug and keeps its traceback.
 """
 
-__all__ = ["BadInputError", "MyriadError", "RunFailedError"]
+__all__ = ["NO_STATE", "BadInputError", "MyriadError", "NoStateError", "RunFailedError"]
+
+NO_STATE = "no state to resume from: "
+"""How the text of a `NoStateError` begins, by which the driver knows it in a rank's log."""
 
 
 class MyriadError(Exception):
@@ -30,3 +33,8 @@ class BadInputError(MyriadError):
 
 class RunFailedError(MyriadError):
     """A run ended without finishing: what happened, where, and what to look at."""
+
+
+class NoStateError(RunFailedError):
+    """A run has trained, and no state of it can be loaded: another attempt would find no more, and a person
+    has to decide."""

@@ -19,7 +19,7 @@ from myriad.checkpoint.config import CheckpointConfig
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.config import explain
 from myriad.errors import BadInputError
-from myriad.job_rules import RULES, need
+from myriad.job_rules import PLANNING_RULES, RULES, need
 from myriad.job_values import (
     SPIKE_STEPS_AFTER,
     SPIKE_STEPS_BEFORE,
@@ -42,6 +42,7 @@ __all__ = [
     "is_name_of",
     "job_keys",
     "load_job",
+    "load_job_to_plan",
     "parse_job",
     "recipe_names",
     "suggest_key",
@@ -88,6 +89,20 @@ def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
     return _job_of(tree, overrides)
 
 
+def load_job_to_plan(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
+    """Return a job whose layout is still to be chosen. Raises `BadInputError`.
+
+    The file's ``[layout]`` is left out, so a recipe's layout never restricts a plan: `Job.layout` holds only
+    the keys among the overrides (its ``model_fields_set``), and only rules that need no layout are checked.
+    """
+    tree = read_recipe("jobs", name_or_path, "job")
+    tree.pop("layout", None)
+    job = _validated(tree, overrides)
+    for rule in PLANNING_RULES:
+        rule(job)
+    return job
+
+
 def parse_job(text: str, source: str, overrides: Sequence[str] = ()) -> Job:
     """A job from the text of a file, checked; ``source`` names it in messages. Raises `BadInputError`."""
     try:
@@ -97,14 +112,18 @@ def parse_job(text: str, source: str, overrides: Sequence[str] = ()) -> Job:
 
 
 def _job_of(tree: dict[str, Any], overrides: Sequence[str]) -> Job:
+    return _validated(tree, overrides).check()
+
+
+def _validated(tree: dict[str, Any], overrides: Sequence[str]) -> Job:
+    """The typed values, each checked by itself."""
     for override in overrides:
         set_dotted(tree, *parse_override(override))
     _expand_model(tree)
     try:
-        job = Job.model_validate(tree)
+        return Job.model_validate(tree)
     except ValidationError as error:
         raise _as_bad_input(error.errors()[0]) from None
-    return job.check()
 
 
 def _as_bad_input(error: ErrorDetails) -> BadInputError:

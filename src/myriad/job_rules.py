@@ -17,7 +17,7 @@ from myriad.optim.config import float8_scaling
 from myriad.program.partition import partition_layers
 from myriad.telemetry.config import is_address
 
-__all__ = ["RULES", "need"]
+__all__ = ["PLANNING_RULES", "RULES", "need"]
 
 
 def need(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -270,3 +270,21 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_store,
     _check_collector,
 )
+
+_LAYOUT_RULES = frozenset(
+    {
+        _check_layout,
+        _check_tensor_parallel,
+        _check_stages,
+        _check_partition,
+        _check_batch,
+        _check_precision,
+        _check_recompute_ratio,
+        _check_memory_budget,
+        _check_lossy,
+        _check_nodes,
+        _check_started_nodes,
+    }
+)
+PLANNING_RULES = tuple(rule for rule in RULES if rule not in _LAYOUT_RULES)
+"""Those that a job can be checked against before it has a layout."""

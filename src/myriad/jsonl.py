@@ -1,26 +1,56 @@
-"""Files of one JSON object a line, added to with one write each: a reader skips a torn last line, so a kill
-at any instant leaves a file that can be read and added to.
+"""Files of one JSON object a line, which several processes append to and others read meanwhile.
+
+A line is whole or absent:
+
+    append ──► lock, write ──► short of room: what was written of the line is cut off, ``OSError``
+                               killed meanwhile: a torn line at the end, which the next line does not join
+    LineFile ──► what cannot be written waits in memory (bounded, the oldest is dropped and counted) and is
+                 written, in order, once there is room
+
+The lock (flock) is waited for briefly: a process that was stopped while it held it holds up no other. Without
+it a line begins with a newline, and nothing is cut off. Readers skip blank lines, and skip and count lines
+that are no JSON object: torn ones, blocks of NUL bytes that a power cut left, invalid UTF-8, endless ones.
 """
 
+import errno
+import fcntl
 import json
 import math
 import os
-from collections.abc import Mapping
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JsonlTail", "Record", "append_line"]
+from myriad.whole_file import sync_folder
+
+__all__ = ["JsonlTail", "LineFile", "Record", "append_line", "append_lines", "late_events"]
 
 Record = dict[str, Any]
+_LOCK_SECONDS, _LOCK_POLL_SECONDS = 0.05, 0.001
+_CHUNK_BYTES = 2**20
+_MOST_LINE_BYTES = 2**24
+"""A longer line is wrong."""
+_MOST_WAITING_LINES, _MOST_WAITING_BYTES = 8192, 2**24
 
 
 class JsonlTail:
-    """Reads the complete lines added to a file since the last look. A torn or foreign line is left out."""
+    """Reads the complete lines that were added to a file since the last look."""
 
     def __init__(self, path: Path, *, from_end: bool = False, offset: int = 0) -> None:
         """``offset``: bytes that were read before."""
         self._path = path
         self._offset = path.stat().st_size if from_end and path.exists() else offset
+        self._skipping = False
+        self.num_wrong = 0
+        """Lines that are no JSON object."""
+        self.problem = ""
+        """Why the file cannot be read; "": it can, or is not there yet."""
 
     @property
     def offset(self) -> int:
@@ -28,38 +58,258 @@ class JsonlTail:
         return self._offset
 
     def poll(self) -> list[Record]:
-        """New lines; none when the file is not there yet."""
+        """Return the new lines; none when the file is not there, or cannot be read."""
         try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
+            with _opened_to_read(self._path) as handle:
+                if os.fstat(handle).st_size < self._offset:  # another file is there now
+                    self._offset, self._skipping = 0, False
+                found = list(self._records(handle))
         except FileNotFoundError:
             return []
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return [record for line in complete.splitlines() if (record := _parse_line(line)) is not None]
+        except OSError as error:
+            self.problem = error.strerror or str(error)
+            return []
+        self.problem = ""
+        return found
+
+    def _records(self, handle: int) -> Iterator[Record]:
+        for line in self._lines(handle):
+            if not line.strip(b" \t\r"):
+                continue
+            record = _parse_line(line)
+            if record is None:
+                self.num_wrong += 1
+            else:
+                yield record
+
+    def _lines(self, handle: int) -> Iterator[bytes]:
+        """Complete lines; one that is too long is counted and left out, however long it is."""
+        rest = b""
+        while data := os.pread(handle, _CHUNK_BYTES, self._offset + len(rest)):
+            *lines, rest = (rest + data).split(b"\n") if b"\n" in data else (rest + data,)
+            for line in lines:
+                self._offset += len(line) + 1
+                if not self._skipping:
+                    yield line
+                self._skipping = False
+            if len(rest) > _MOST_LINE_BYTES or (self._skipping and rest):
+                self.num_wrong += not self._skipping
+                self._offset, self._skipping, rest = self._offset + len(rest), True, b""
+
+
+@contextmanager
+def _opened_to_read(path: Path) -> Iterator[int]:
+    """Raises ``OSError``; never waits, as a pipe in place of a file would make it."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file")
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def _parse_line(line: bytes) -> Record | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    if b"\\u" in line:  # half a surrogate pair is valid JSON, and cannot be printed
+        record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
+    return record
 
 
-def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """One line by one write, after whatever a killed writer has left; what is not finite becomes null."""
-    plain = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
-    text = json.dumps(plain, ensure_ascii=False)
-    line = text.encode(errors="backslashreplace") + b"\n"  # half a surrogate pair, as JSON writes it
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+def late_events(events: Sequence[Record]) -> list[Record]:
+    """Events in the order in which they happened: one that was written late stands where it belongs."""
+    late = [event for event in events if "late_seconds" in event and _time(event) is not None]
+    if not late:
+        return list(events)
+    timely = [event for event in events if "late_seconds" not in event or _time(event) is None]
+    ordered: list[Record] = []
+    late.sort(key=lambda event: _time(event) or 0.0, reverse=True)
+    for event in timely:
+        while late and (at := _time(event)) is not None and (_time(late[-1]) or 0.0) < at:
+            ordered.append(late.pop())
+        ordered.append(event)
+    return ordered + late[::-1]
+
+
+def _time(record: Record) -> float | None:
+    at = record.get("time")
+    if isinstance(at, bool) or not isinstance(at, int | float) or not abs(at) < 1e300:
+        return None
+    return float(at)
+
+
+def append_line(path: Path, record: Mapping[str, Any], *, sync: bool = False) -> None:
+    """Append one line; a figure that is not finite becomes null. Raises ``OSError``: the line is absent."""
+    _append(path, [_encode(record)], sync=sync)
+
+
+def append_lines(path: Path, lines: Sequence[str]) -> None:
+    """Append lines by one write. Raises ``OSError``: none of them is there."""
+    _append(path, ["".join(f"{line}\n" for line in lines).encode()])
+
+
+def _encode(record: Mapping[str, Any]) -> bytes:
     try:
-        size = os.fstat(handle).st_size
-        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-        os.write(handle, b"\n" + line if torn else line)
+        text = json.dumps(dict(record), ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(record), ensure_ascii=False)
+    return text.encode(errors="backslashreplace") + b"\n"  # half a surrogate pair, as JSON writes it
+
+
+def _finite(value: Any) -> Any:
+    """A copy with null for each figure that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _append(path: Path, pieces: Sequence[bytes], *, sync: bool = False) -> int:
+    """Append pieces of whole lines, one after the other, as far as there is room. Return how many are
+    there. Raises ``OSError`` when it is none."""
+    done = 0
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file")
+        is_alone, is_new = _lock(handle), not os.fstat(handle).st_size
+        try:
+            for piece in pieces:
+                _write(handle, piece, is_alone=is_alone)
+                done += 1
+        except OSError:
+            if not done:
+                raise
+        if sync:
+            os.fsync(handle)
+            if is_new:
+                sync_folder(path.parent)
     finally:
         os.close(handle)
+    return done
+
+
+def _lock(handle: int) -> bool:
+    """Whether this process is the only one that appends now."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+        except OSError:  # a file system without locks
+            return False
+        time.sleep(_LOCK_POLL_SECONDS)
+
+
+def _write(handle: int, piece: bytes, *, is_alone: bool) -> None:
+    """Write all of it on a line of its own, or nothing. Raises ``OSError``."""
+    size = os.fstat(handle).st_size
+    begins_line = is_alone and (size == 0 or os.pread(handle, 1, size - 1) == b"\n")
+    whole = piece if begins_line else b"\n" + piece
+    written = 0
+    try:
+        while written < len(whole):
+            if written and not is_alone:  # another line may come between the two parts
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written += os.write(handle, whole[written:])
+    except OSError:
+        if written and is_alone and os.fstat(handle).st_size == (end := os.lseek(handle, 0, os.SEEK_CUR)):
+            with suppress(OSError):  # a newline stays: a reader may have seen it
+                os.ftruncate(handle, end - written + (not begins_line))
+        raise
+
+
+def _marked(line: bytes, late_seconds: float) -> bytes:
+    return line[:-2] + f', "late_seconds": {late_seconds:.3f}}}\n'.encode()
+
+
+class LineFile:
+    """A file that lines are appended to for as long as a run goes on, whatever its disk does. Thread-safe."""
+
+    def __init__(
+        self,
+        path: Path,
+        tell: Callable[[str, int, int], None] | None = None,
+        *,
+        sync: bool = False,
+        marks_late: bool = False,
+        most_waiting: int = _MOST_WAITING_LINES,
+    ) -> None:
+        """``tell``: called with a problem when the file begins to fail, and with "", the lines that were late
+        and those that were dropped when it works again. ``sync``: lines are on disk when `append` returns.
+        ``marks_late``: a line that waited says ``late_seconds``."""
+        self.path, self._tell = path, tell
+        self._sync, self._marks_late, self._most_waiting = sync, marks_late, most_waiting
+        self._lock = threading.RLock()
+        self._waiting: deque[tuple[float, bytes]] = deque()
+        self._waiting_bytes = 0
+        self._num_tried = 0
+        """Of those that wait, the oldest, which could not be written before."""
+        self._num_late = self._dropped_since = 0
+        self.num_dropped = 0
+        """Lines that there was no memory for."""
+        self.problem = ""
+        """Why lines wait; "": none does."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Lines that are in memory only."""
+        return len(self._waiting)
+
+    def append(self, record: Mapping[str, Any]) -> bool:
+        """Add a line, after all that wait. Return whether it is written."""
+        line = _encode(record)
+        with self._lock:
+            self._waiting.append((time.monotonic(), line))
+            self._waiting_bytes += len(line)
+            return self.flush()
+
+    def flush(self) -> bool:
+        """Write what waits. Return whether all of it is written."""
+        with self._lock:
+            if not self._waiting:
+                return True
+            before = self.problem
+            try:
+                self._write()
+                self.problem = "" if not self._waiting else "no room for all lines"
+            except OSError as error:
+                self.problem = error.strerror or str(error)
+            self._drop_oldest()
+            self._num_tried = len(self._waiting)
+            if bool(self.problem) != bool(before):
+                self._report()
+            return not self._waiting
+
+    def _write(self) -> None:
+        pieces = [line for _, line in self._waiting]
+        if self._marks_late:
+            now, tried = time.monotonic(), islice(self._waiting, self._num_tried)
+            pieces[: self._num_tried] = [_marked(line, now - since) for since, line in tried]
+        num_written = _append(self.path, pieces, sync=self._sync)
+        self._num_late += min(self._num_tried, num_written)
+        for _ in range(num_written):
+            self._waiting_bytes -= len(self._waiting.popleft()[1])
+
+    def _drop_oldest(self) -> None:
+        while len(self._waiting) > self._most_waiting or self._waiting_bytes > _MOST_WAITING_BYTES:
+            self._waiting_bytes -= len(self._waiting.popleft()[1])
+            self.num_dropped += 1
+            self._dropped_since += 1
+
+    def _report(self) -> None:
+        if self._tell is None:
+            return
+        late, dropped = self._num_late, self._dropped_since
+        if not self.problem:
+            self._num_late = self._dropped_since = 0
+        self._tell(self.problem, late, dropped)

@@ -1,11 +1,66 @@
-"""What the kernel says of a process."""
+"""What the kernel says of a process, and where a process that is started writes its log."""
 
+import io
+import os
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
-__all__ = ["process_start_ticks", "process_state"]
+__all__ = ["log_stream", "open_log", "process_cpu_ticks", "process_start_ticks", "process_state"]
 
 _STAT_BYTES = 4096
 """More than its 52 numbers take."""
+
+
+def open_log(path: Path, *, anew: bool = False) -> int:
+    """Open a log that is appended to, as a descriptor. Where it cannot be made (on a full disk, in a folder
+    that was removed) it is /dev/null: a missing log is no reason for a missing process."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if anew else 0)
+    try:
+        if path.parent.parent.is_dir():  # a run's folder that was removed stays removed
+            path.parent.mkdir(exist_ok=True)
+        return os.open(path, flags, 0o644)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+class _LossyFile(io.RawIOBase):
+    """A descriptor whose disk may be full: what it does not take is lost, counted, and named in the log once
+    there is room."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor, self._num_lost = descriptor, 0
+        self.name = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            if self._num_lost:
+                os.write(self._descriptor, b"\n[%d bytes of this log were lost]\n" % self._num_lost)
+                self._num_lost = 0
+            while len(rest):
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError:
+            self._num_lost += len(rest)
+        return size
+
+
+def log_stream(descriptor: int) -> io.TextIOWrapper:
+    """``sys.stdout`` or ``sys.stderr`` of a process that a full disk under its log must not end."""
+    return io.TextIOWrapper(
+        _LossyFile(descriptor), "utf-8", "backslashreplace", line_buffering=True, write_through=True
+    )
 
 
 def process_state(pid: int) -> str:
@@ -18,6 +73,12 @@ def process_start_ticks(pid: int) -> int | None:
     """When it started, in ticks since boot: with the pid, a name for good. None: it is gone."""
     fields = _stat_fields(pid)
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
+
+
+def process_cpu_ticks(pid: int) -> int:
+    """Processor time that all its threads have used, in ticks; -1: there is no such process."""
+    fields = _stat_fields(pid)
+    return int(fields[11]) + int(fields[12]) if fields else -1
 
 
 def _stat_fields(pid: int) -> list[str]:

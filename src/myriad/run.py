@@ -1,8 +1,8 @@
 """A run on disk: where its files are, and how lines are added and read while others read or die.
 
     runs/NAME/job.toml            the resolved job; replaced atomically
-              metrics.jsonl       a line per step      } appended with one write each; a reader skips a torn
-              events.jsonl        a line per event     } last line: killed at any instant, a run is readable
+              metrics.jsonl       a line per step      } lines are whole or absent (`jsonl`): killed at any
+              events.jsonl        a line per event     } instant, or on a full disk, a run is readable
               spans/              what ranks did when, in files that are whole: attempt-A-node-N-K.parquet
               tokenizer.json                of its corpus: text can be made wherever the run lies
               logs/               rank-R-attempt-A.log
@@ -13,7 +13,8 @@
               lock                held (flock) by the launcher while ranks are at work
 
 A resumed run goes back to its checkpoint, so its steps may be written twice. The newest attempt is right: a
-line for step n makes every earlier line for a step >= n void (`read_metrics`).
+line for step n makes every earlier line for a step >= n void (`read_metrics`). Lines may be missing: of a
+full disk, whose writer was killed before there was room. So steps are counted by number (`count_steps`).
 """
 
 import contextlib
@@ -23,32 +24,34 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+import tomllib
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from myriad.errors import BadInputError
-from myriad.jsonl import JsonlTail, Record, append_line
-from myriad.whole_file import write_whole
+from myriad.jsonl import JsonlTail, LineFile, Record, late_events
+from myriad.whole_file import remove_drafts, write_whole
 
 if TYPE_CHECKING:
+    from myriad.checkpoint.start_over import Past
     from myriad.job import Job
+    from myriad.job_changes import JobChange
 
-__all__ = ["Run", "StepLines", "step_line"]
+__all__ = ["Run", "StepCount", "StepLines", "count_steps", "missing_lines_told", "step_line"]
 
 _LOG = logging.getLogger(__name__)
 
-_MAY_CHANGE = re.compile(
-    r"(layout|overlap|checkpoint|resilience|telemetry)\..*"
-    r"|train\.(threads|device|cuda_graphs|memory_budget|steps|validate_every|collect_garbage_every)"
-    r"|comm\.(store|timeout_seconds|hierarchy|node_size|node_order|switch_size|\w+_bandwidth)"
-)
-"""Keys that a resumed run may change: how it is computed and how long it goes on, never what is computed."""
 _FIGURES = (
     *("time", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu"),
     *("memory_bytes", "data_wait_seconds", "checkpoint_wait_seconds", "exposed_comm_seconds"),
 )
 """Numbers of a step, or null."""
+_HEADER = "# Every key of this run, as `myriad train` resolved it.\n"
+"""First line of a job.toml that is whole only with every section."""
 _MOST_STEP, _LARGEST = 2**53, 1e300
 
 
@@ -60,13 +63,23 @@ class StepLines:
         self._tail = JsonlTail(path)
         self.lines: list[Record] = []
         """One list, that grows."""
-        self.num_wrong = 0
+        self._num_wrong = 0
+
+    @property
+    def num_wrong(self) -> int:
+        """Lines that are torn, of no step, or have a figure that is no number."""
+        return self._num_wrong + self._tail.num_wrong
+
+    @property
+    def problem(self) -> str:
+        """Why the file cannot be read; "": it can."""
+        return self._tail.problem
 
     def poll(self) -> list[Record]:
         """What is new of it."""
         found = self._tail.poll()
         checked = [step_line(line) for line in found]
-        self.num_wrong += sum(right is not line for line, right in zip(found, checked, strict=True))
+        self._num_wrong += sum(right is not line for line, right in zip(found, checked, strict=True))
         new = [right for right in checked if right is not None]
         for line in new:
             while self.lines and self.lines[-1]["step"] >= line["step"]:
@@ -90,6 +103,65 @@ def _is_figure(value: object) -> bool:
     return abs(value) < _LARGEST and math.isfinite(value)
 
 
+@dataclass(frozen=True)
+class StepCount:
+    """How far a run has come, by the numbers of its steps."""
+
+    done: int
+    """Steps done, and not lost."""
+    without_line: int
+    """Of them, those of which metrics.jsonl has no line."""
+
+
+def count_steps(lines: Sequence[Record], events: Sequence[Record]) -> StepCount:
+    """``lines``: of `StepLines`; ``events``: all of them. An event after the newest line may show that more
+    steps are done, or that an attempt begins before that line. A line that an attempt has gone back behind,
+    and not replaced, is of a step that was lost."""
+    done = int(lines[-1]["step"]) if lines else 0
+    times = (_figure(line.get("time")) for line in reversed(lines))
+    newest = next((at for at in times if at is not None), math.inf if lines else -math.inf)
+    lost: list[tuple[int, int]] = []
+    for event in late_events(events):
+        name, at = event.get("event"), _figure(event.get("time"))
+        if at is None or name not in ("start", "finish", "interrupted"):
+            continue
+        if name == "start":
+            resumed = _count(event.get("resumed_from"))
+            after = bisect_right(lines, resumed, key=_step_of)
+            lost.append((after, bisect_left(lines, at, lo=after, key=_time_of)))
+            done = resumed if at >= newest else done
+        elif at >= newest:
+            done = max(done, _count(event.get("step")))
+    first, end = bisect_right(lines, 0, key=_step_of), bisect_right(lines, done, key=_step_of)
+    num_lines, reached = end - first, first
+    for start, stop in sorted(lost):
+        if (ends := min(stop, end)) > (begins := max(start, reached)):
+            num_lines, reached = num_lines - (ends - begins), ends
+    return StepCount(done, max(0, done - num_lines))
+
+
+def missing_lines_told(num_steps: int) -> str:
+    """What people are told of `StepCount.without_line`; "" where there are none."""
+    return f"{num_steps} steps trained without a metrics line" if num_steps else ""
+
+
+def _step_of(line: Record) -> int:
+    return int(line["step"])
+
+
+def _time_of(line: Record) -> float:
+    return _figure(line.get("time")) or 0.0
+
+
+def _figure(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and _is_figure(value) else None
+
+
+def _count(value: object) -> int:
+    found = _figure(value)
+    return 0 if found is None or not 0 <= found < _MOST_STEP else int(found)
+
+
 class Run:
     """The folder of one run. Making the object touches nothing."""
 
@@ -106,6 +178,10 @@ class Run:
         self.plot_path = self.path / "loss.svg"
         self.report_path = self.path / "report.html"
         self._lock_path = self.path / "lock"
+        self._metrics = LineFile(self.metrics_path, partial(self._report_lines, "metrics.jsonl"))
+        self._events = LineFile(
+            self.events_path, partial(self._report_lines, "events.jsonl"), marks_late=True
+        )
 
     @property
     def exists(self) -> bool:
@@ -118,7 +194,30 @@ class Run:
             raise BadInputError("run", str(self.path), "no run here (no job.toml)")
         from myriad.job import load_job  # here: whoever watches ranks needs the paths alone, and quickly
 
+        self.check_job_file()
         return load_job(str(self.job_path))
+
+    def check_job_file(self) -> None:
+        """Refuse a job.toml that is not whole: a missing section would silently become its defaults. One that
+        a person wrote (for torchrun) may leave sections out. Raises `BadInputError`, with the copies that
+        checkpoints hold."""
+        from myriad.job import Job
+
+        try:
+            text = self.job_path.read_text()
+            tree = tomllib.loads(text)
+            needed = Job.model_fields if text.startswith(_HEADER) else ()
+            missing = [name for name in needed if name not in tree]
+            problem = f"it has no {', '.join(missing)}" if missing else "" if tree else "it is empty"
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        if problem:
+            copies = sorted(
+                self.checkpoints_path.glob("step-*/job.toml"), key=lambda path: path.stat().st_mtime
+            )
+            source = copies[-1] if copies else "BACKUP"
+            allowed = f"is damaged ({problem}); restore it: cp {source} {self.job_path}"
+            raise BadInputError("run", str(self.job_path), allowed)
 
     def checkpoints(self, job: "Job | None" = None) -> str:
         """Where durable checkpoints are: the path or URL that the job says, else a folder of the run."""
@@ -131,25 +230,55 @@ class Run:
     def check(self, job: "Job") -> None:
         """Refuses, without touching anything, a folder that ``job`` cannot start or go on in."""
         if self.exists:
-            _refuse_other_job(self.job(), job, self.path)
+            self.changes(job)
         elif self.path.exists() and not self.path.is_dir():
             raise BadInputError("run", str(self.path), "must be a folder")
         elif self.path.is_dir() and any(entry.name != "lock" for entry in self.path.iterdir()):
             raise BadInputError("run", str(self.path), "must be new, empty or a run: it holds other files")
 
+    def changes(self, job: "Job") -> "list[JobChange]":
+        """Return what a resume with ``job`` changes. Raises `BadInputError` for what it cannot."""
+        from myriad.job_changes import check_resume
+
+        return check_resume(self.job(), job, str(self.path))
+
     def create_or_resume(self, job: "Job") -> bool:
-        """Makes the folder and saves the job; True: a run of the same job was here already."""
+        """Make the folder and save the job; True: the run was here already, and what differs from its job is
+        a ``job_changed`` event for each key, with the step after which the new value holds."""
         from myriad.job import dump_toml
 
         self.check(job)
         resumed = self.exists
+        changes = self.changes(job) if resumed else []
+        kept = job.checkpoint.model_copy(update={"restart_from_scratch": False})  # holds for one start
+        text = _HEADER + dump_toml(job.model_copy(update={"checkpoint": kept}))
         with _refuse_unwritable(self.path):
             for folder in (self.path, self.logs_path, self.checkpoints_path):
                 folder.mkdir(parents=True, exist_ok=True)
-            text = dump_toml(job)
+            remove_drafts(self.path)
+            step = self.last_step() if changes else 0
+            for key, before, after in changes:  # before job.toml, which forgets the old values
+                self.append_event("job_changed", step=step, key=key, before=before, after=after)
             if not resumed or self.job_path.read_text() != text:
                 write_whole(self.job_path, text)
         return resumed
+
+    def past(self) -> "Past":
+        """Return what the files report about earlier attempts."""
+        from myriad.checkpoint.start_over import past_of
+
+        return past_of(self.read_events(), self.last_step(), str(self.checkpoints_path))
+
+    def allow_restart(self, *, allowed: bool) -> None:
+        """Note whether the start that follows may begin at step 1 again, as a person decided; once it has
+        begun to train this holds no more."""
+        if self.past().may_start_over != allowed:
+            self.append_event("restart_from_scratch", allowed=allowed)
+
+    def last_step(self) -> int:
+        """Return the newest step in metrics.jsonl; 0: none was done."""
+        lines = self.read_metrics()
+        return int(lines[-1]["step"]) if lines else 0
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -181,12 +310,37 @@ class Run:
         return any("FLOCK" in line and device in line.split() for line in held.splitlines())
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Adds the line of one step."""
-        _append(self.metrics_path, record)
+        """Add the line of one step. What a full disk refuses waits in memory, and is written with a later
+        line, or by `flush_lines`."""
+        self._metrics.append(record)
+        self._events.flush()
 
     def append_event(self, event: str, **fields: Any) -> None:
-        """Adds an event, with the time in seconds since the epoch."""
-        _append(self.events_path, {"time": time.time(), "event": event, **fields})
+        """Add an event, with the time in seconds since the epoch, as `append_metrics` does."""
+        self._events.append({"time": time.time(), "event": event, **fields})
+        self._metrics.flush()
+
+    @property
+    def num_waiting(self) -> int:
+        """Lines that are in memory only."""
+        return self._metrics.num_waiting + self._events.num_waiting
+
+    def flush_lines(self) -> int:
+        """Write the lines that wait for room, at the end of a process. Return how many there are still."""
+        self._metrics.flush()
+        self._events.flush()
+        return self.num_waiting
+
+    def _report_lines(self, place: str, problem: str, num_late: int, num_dropped: int) -> None:
+        """A file begins to fail, or works again."""
+        if problem:
+            _LOG.warning("lines of %s wait in memory: %s", self.path / place, problem)
+        else:
+            _LOG.warning("%s: %d lines were late, %d are lost", self.path / place, num_late, num_dropped)
+        counts = {} if problem else {"num_late": num_late, "num_dropped": num_dropped}
+        self._events.append(
+            {"time": time.time(), "event": "telemetry", "place": place, "problem": problem, **counts}
+        )
 
     def read_metrics(self) -> list[Record]:
         """One line per step, in order, without those that a resumed attempt has replaced."""
@@ -196,7 +350,7 @@ class Run:
 
     def read_events(self) -> list[Record]:
         """All events, oldest first."""
-        return JsonlTail(self.events_path).poll()
+        return late_events(JsonlTail(self.events_path).poll())
 
     def next_attempt(self) -> int:
         """Number of the attempt about to start: one more than any that left a log."""
@@ -210,38 +364,9 @@ class Run:
         return self.logs_path / f"rank-{rank}-attempt-{attempt}.log"
 
 
-def _append(path: Path, record: Mapping[str, Any]) -> None:
-    """A disk that is full costs lines, never training."""
-    try:
-        append_line(path, record)
-    except OSError as error:
-        _LOG.warning("a line is lost: %s: %s", path, error.strerror)
-
-
 @contextlib.contextmanager
 def _refuse_unwritable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise BadInputError("run", str(path), f"must be a writable folder ({error.strerror})") from None
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-def _refuse_other_job(old: "Job", new: "Job", path: Path) -> None:
-    before = dict(_flatten(old.model_dump(mode="json")))
-    for key, value in _flatten(new.model_dump(mode="json")):
-        if before.get(key) != value and not _MAY_CHANGE.fullmatch(key):
-            weights = "" if key.startswith("model.") else f", with --init-from {path} for its weights"
-            was = f"{path} is a run folder of another job, with {before.get(key)!r}"
-            allowed = f"{was}; choose another --run{weights}"
-            raise BadInputError(key, value, allowed)
-        if key == "layout.dp" and before[key] != value and old.comm.sync_every > 1:
-            allowed = f"must stay {before[key]}: with comm.sync_every > 1 each replica has a state of its own"
-            raise BadInputError(key, value, allowed)

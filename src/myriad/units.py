@@ -1,5 +1,6 @@
 """Sizes and numbers as people write and read them: ``"64 MiB"`` in a config, ``1.2 GB`` on the screen."""
 
+import math
 import re
 from collections.abc import Iterable
 from itertools import groupby
@@ -7,6 +8,7 @@ from itertools import groupby
 __all__ = [
     "format_bytes",
     "format_count",
+    "format_number",
     "format_ranges",
     "format_ranks",
     "format_seconds",
@@ -65,20 +67,31 @@ def parse_rate(text: object) -> float:
 
 def format_bytes(count: float) -> str:
     """Bytes as ``1.5 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
-    return f"{count:.1f} TiB"
+    return f"{count:,.1f} PiB"
+
+
+def format_number(value: float, digits: int = 3) -> str:
+    """A number with so many significant digits and never an exponent: ``0.00042``, ``3.42``, ``12,300``."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    rounded = float(f"{value:.{digits - 1}e}")
+    decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
+    if decimals <= 0:
+        return f"{value if decimals else rounded:,.0f}"
+    return f"{rounded:,.{decimals}f}".rstrip("0").rstrip(".")
 
 
 def format_count(count: float) -> str:
     """A plain number as ``1.3M``."""
     for unit in ("", "k", "M", "B"):
-        if abs(count) < 1000:
-            return f"{count:.0f}" if unit == "" else f"{count:.3g}{unit}"
+        if abs(count) < 999.5:
+            return f"{count:.0f}" if unit == "" else f"{format_number(count)}{unit}"
         count /= 1000
-    return f"{count:.3g}T"
+    return f"{format_number(count)}T"
 
 
 def format_seconds(seconds: float) -> str:

@@ -22,11 +22,13 @@ from myriad.checkpoint.hugging_face import HuggingFaceWeights
 from myriad.checkpoint.hugging_face_config import kind_of, model_of
 from myriad.checkpoint.store import save
 from myriad.cli.main import build_app
+from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.model.config import ModelConfig
 from myriad.model.rectangle import Rectangle
 from myriad.run import Run
+from myriad.train.convert import import_hugging_face
 from myriad.train.sample import open_run
 
 OURS = {
@@ -180,6 +182,15 @@ def test_large_models_leave_in_several_files_and_in_bfloat16(tmp_path: Path) -> 
         ({"hidden_act": "relu"}, "hidden_act = 'relu': silu or swish"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type = 'llama3': default"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear': default"),
+        ({"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"rope_theta": 2e4}}, "one value"),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2}},
+            "rope_type = 'linear': default",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: a field .* not understood"),
+        ({"logit_scale": 0.1}, "logit_scale = 0.1: a field .* not understood"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config = .* not understood"),
+        ({"sliding_window": 4096}, "sliding_window = 4096: a field .* not understood"),
         ({"hidden_size": None}, "hidden_size = None: a whole number"),
         ({"num_hidden_layers": 0}, "layers = 0: .*greater than or equal to 1"),
     ],
@@ -208,6 +219,44 @@ def test_weights_that_are_not_those_of_the_config_are_refused_with_the_tensor(tm
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(BadInputError, match="not readable"):
         HuggingFaceWeights(out)
+
+
+def test_tensors_that_would_be_dropped_are_refused_by_name(tmp_path: Path) -> None:
+    """A Llama with biases whose config.json is silent about them computed something else here."""
+    out = exported(random_weights(**LLAMA), tmp_path / "out")
+    file = out / "model.safetensors"
+    tensors = load_file(file)
+    table = tensors["model.embed_tokens.weight"]
+    derived = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    save_file(tensors | derived | {"lm_head.weight": table.clone()}, file)
+    assert HuggingFaceWeights(out).shapes, "a copy of the tied embedding, and what follows from config.json"
+    for more, says in (
+        ({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, r"q_proj\.bias"),
+        ({"lm_head.weight": table + 1}, r"does not name: lm_head\.weight"),
+        ({"model.norm.weight": torch.ones(32, dtype=torch.int8)}, r"norm\.weight is stored as I8"),
+        ({f"score.{number}.weight": torch.ones(1) for number in range(5)}, "and 2 more"),
+    ):
+        save_file(tensors | more, file)
+        with pytest.raises(BadInputError, match=says) as caught:
+            HuggingFaceWeights(out)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_does_not_fit_its_model_is_named(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.train(["one two three"], 400)
+    small, large = (
+        exported(random_weights(**LLAMA | {"vocabulary": size}), tmp_path / f"{size}")
+        for size in (90, tokenizer.vocabulary)
+    )
+    for folder in (small, large):
+        tokenizer.save(folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [5, 7]}))
+    with pytest.raises(BadInputError, match=f"has {tokenizer.vocabulary} tokens"):
+        import_hugging_face(small, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    done = import_hugging_face(large, tmp_path / "run")
+    assert done["other_end"].startswith("documents end with token 0") and "[5, 7]" in done["other_end"]
 
 
 # From the command line

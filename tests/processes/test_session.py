@@ -23,7 +23,7 @@ from myriad.checkpoint.session import Loaded, Session, Settings
 from myriad.checkpoint.store import load_model
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
-from myriad.errors import BadInputError, RunFailedError
+from myriad.errors import BadInputError
 from myriad.jsonl import JsonlTail
 from myriad.model.rectangle import Rectangle
 
@@ -327,22 +327,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_never_tried_again(tmp_path: Path)
     (found,) = run_ranks(1, all_steps, tmp_path, 1, 3, 3)
     assert (found.step, found.source, found.set_aside) == (2, "storage", ("step-4.damaged",))
     assert folder.steps() == [2, 3] and any("step-4/__0_0.distcp: model.w" in one for one in found.problems)
-
-
-def test_nothing_good_is_said_and_nothing_is_started_over_it(tmp_path: Path) -> None:
-    run_ranks(1, all_steps, tmp_path, 1, 1, 2, None, {"every": 1})
-    wait_until(lambda: not keepers(tmp_path))
-    for path in (tmp_path / "checkpoints").glob("*/*.distcp"):
-        path.write_bytes(bytes(path.stat().st_size))
-
-    def go() -> str:
-        with pytest.raises(RunFailedError) as caught:
-            Run(tmp_path, 1).resume()
-        return str(caught.value)
-
-    (told,) = run_ranks(1, go)
-    assert told.startswith("no checkpoint is good: ") and "step-2" in told and "step-1" in told
-    assert "\n" not in told
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:

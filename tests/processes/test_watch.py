@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -372,7 +373,11 @@ def test_a_client_that_takes_nothing_is_cut_off_and_others_are_not() -> None:
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
     thread.start()
     begun.wait(60)
-    with socket.create_connection(listener.getsockname(), timeout=60) as stalled:
+    with (
+        socket.create_connection(listener.getsockname(), timeout=60) as idle,
+        socket.create_connection(listener.getsockname(), timeout=60) as stalled,
+    ):
+        idle.sendall(b"GET / HTTP/1.1\r\n")  # and no more of its request
         stalled.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         address = f"http://127.0.0.1:{listener.getsockname()[1]}/"
         assert len(httpx.get(address, timeout=60).content) == size
@@ -381,6 +386,8 @@ def test_a_client_that_takes_nothing_is_cut_off_and_others_are_not() -> None:
             while stalled.recv(2**20):
                 pass
             raise ConnectionResetError
+        with suppress(ConnectionResetError):
+            assert idle.recv(1) == b"", "a request that never comes is not waited for"
     server.should_exit = True
     thread.join(60)
     assert not thread.is_alive()

@@ -63,7 +63,7 @@ def test_a_flipped_bit_is_found_its_rank_named_and_the_end_is_as_if_it_had_not_b
 def test_a_bit_that_flips_in_the_last_step_is_found_when_all_ranks_are_gone(
     tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(tmp_path / "run", corpus, *THREE)
+    run = make_run(tmp_path / "run", corpus, *THREE, "checkpoint.every=20")  # else no state is left to trust
     plan(run, monkeypatch, {"kind": "flip", "rank": 2, "step": 40})
     assert run_local(run, 3) == "finished"
     fault, *_ = events(run, "fault")

@@ -261,3 +261,34 @@ def test_shares_that_no_equal_division_gives() -> None:
     job = load_job("tiny", ["layout.dp=3", "layout.shares=[3, 3, 2]"])
     assert (job.shares, job.num_micro_batches) == ((3, 3, 2), 3)
     assert load_job("tiny", ["layout.dp=2"]).shares == (4, 4)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.layers=1000000000",
+        "model.hidden=1000000000000",
+        "model.heads=1000000000",
+        "model.ffn_hidden=1000000000000",
+        "model.vocabulary=1000000000000",
+        "model.sequence=1000000000000",
+        "train.global_batch=1000000000",
+        "layout.dp=1000000000",
+        "layout.virtual_stages=1000000000",
+        "layout.micro_batch=1000000000",
+    ],
+)
+def test_absurd_sizes_are_refused_by_their_types(override: str) -> None:
+    """Every verb that reads a job hung or ran out of memory on them."""
+    with pytest.raises(BadInputError, match=override.partition("=")[0]):
+        load_job("tiny", [override])
+
+
+def test_a_world_that_no_table_can_hold_is_refused() -> None:
+    with pytest.raises(BadInputError, match="at most 1,048,576 ranks"):
+        load_job("tiny", ["layout.dp=100000", "layout.tp=100000"])
+
+
+def test_a_batch_that_cannot_be_divided_is_refused_with_the_nearest_that_can() -> None:
+    with pytest.raises(BadInputError, match="such as 6 or 9"):
+        load_job("tiny", ["layout.dp=3", "train.global_batch=8"])

@@ -4,7 +4,15 @@ import pytest
 
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.units import format_ranges, format_ranks, parse_ranges, parse_rate
+from myriad.units import (
+    format_bytes,
+    format_count,
+    format_number,
+    format_ranges,
+    format_ranks,
+    parse_ranges,
+    parse_rate,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,3 +59,26 @@ def test_ranges_of_ranks_are_read_and_none_fills_memory() -> None:
 )
 def test_ranks_are_told_in_few_words(ranks, told):
     assert format_ranks(ranks) == told
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.0, "0"),
+        (3421.0, "3,421"),
+        (1000.4, "1,000"),
+        (999.96, "1,000"),
+        (12.345, "12.3"),
+        (1.0, "1"),
+        (0.000042, "0.000042"),
+        (-2.5, "-2.5"),
+        (7.6e8, "760,000,000"),
+    ],
+)
+def test_a_number_has_no_exponent(value: float, shown: str) -> None:
+    assert format_number(value) == shown
+
+
+def test_counts_and_bytes_carry_to_the_next_unit() -> None:
+    assert format_count(999.9) == "1k" and format_count(999_960) == "1M" and format_count(4e15) == "4,000T"
+    assert format_bytes(2.0**60) == "1,024.0 PiB"

@@ -8,8 +8,10 @@ the ranks are gone ──► flush: the newest step that all nodes have is store
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
 
 from myriad.checkpoint.copies import Copies
 from myriad.checkpoint.folder import CheckpointFolder
@@ -18,12 +20,21 @@ from myriad.checkpoint.member import Member
 from myriad.checkpoint.storing import Outcome, Retention, Storing, Tell, read_progress, store_own
 from myriad.checkpoint.wire import Message
 
-__all__ = ["Attempt"]
+__all__ = ["Attempt", "Saved"]
 
 _OTHERS_WAIT_SECONDS = 60.0
 """How long a keeper waits for its own ranks' snapshots when another asks for a step."""
 _PASSED_TOLD = 3
 """Steps in a row that were to be copied and that a rank of another node had no memory left for."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A step that was written to a place of a person's choice."""
+
+    step: int
+    bytes: int
+    where: str
 
 
 class _PassedOverError(OSError):
@@ -52,9 +63,12 @@ class Attempt:
         self._is_over = False
 
     def join(self, member: Member) -> None:
-        """One of its ranks."""
+        """One of its ranks; one that joins again begins anew, and what it had is given back."""
         with self._lock:
+            before = self._members.get(member.rank)
             self._members[member.rank] = member
+        if before is not None:
+            before.close()
 
     def configure(self, message: Message, payload: memoryview) -> None:
         """How to store, from the first rank of the node."""
@@ -175,31 +189,81 @@ class Attempt:
     def _store(self, step: int, for_attempt: int | None = None) -> None:
         """``for_attempt``: the number under which it is committed, if not this one's."""
         number = for_attempt or self.number
-        storing, copies = self._storing, self._copies
-        if storing is None or copies is None or not storing.begin(step):
+        storing = self._storing
+        if storing is None or self._copies is None or not storing.begin(step):
             return
         first = self._members.get(0)
-        slot = None if first is None else first.slot_of(step)
-        progress = {} if first is None or slot is None else read_progress(first, slot)
+        storing.trusted_step = -1 if first is None else first.memory.trusted
 
         def write() -> dict[str, FileRecord]:
             if self._is_over and number == self.number:
                 raise OSError(f"another attempt of the run has taken over; this is attempt {number}")
-            answers = copies.ask_all(self._order("store", step=step))
-            files = self.store_own(step)
+            return self._write_all(step)
+
+        storing.store(step, number, write, self._progress_at(step))
+
+    def _progress_at(self, step: int) -> Mapping[str, Any]:
+        """Where the run was after a step."""
+        first = self._members.get(0)
+        slot = None if first is None else first.slot_of(step)
+        return {} if first is None or slot is None else read_progress(first, slot)
+
+    def _write_all(self, step: int, url: str | None = None) -> dict[str, FileRecord]:
+        """Files of all nodes' ranks; ``url``: where, if not where the run stores. Raises ``OSError``."""
+        assert self._copies is not None, "configured"
+        where = {} if url is None else {"url": url}
+        answers = self._copies.ask_all(self._order("store", step=step, **where))
+        try:
+            files = self.store_own(step, url)
             for answer in answers:
                 files |= {name: FileRecord.parse(file) for name, file in answer()["files"].items()}
-            return files
+        finally:
+            for answer in answers:  # whoever clears the folder comes after the last writer
+                with suppress(OSError):
+                    answer()
+        return files
 
-        storing.trusted_step = -1 if first is None else first.memory.trusted
-        storing.store(step, number, write, progress)
-
-    def store_own(self, step: int) -> dict[str, FileRecord]:
-        """Files of this node's ranks, once all of them have the snapshot. Raises ``OSError``."""
+    def store_own(self, step: int, url: str | None = None) -> dict[str, FileRecord]:
+        """Files of this node's ranks, once all of them have the snapshot; ``url``: where, if not where the
+        run stores. Raises ``OSError``."""
         with self._at_work(step):
             self._await_step(step)
             assert self._folder is not None, "configured"
-            return store_own(self._folder.storage, step, self.members())
+            folder = self._folder if url is None else CheckpointFolder(url)
+            return store_own(folder.storage, step, self.members())
+
+    def store_again(self, step: int) -> None:
+        """Try once more to store a step that failed; `wait_stored` says what becomes of it."""
+        with self._lock:
+            if self._storing is not None and not self._is_over:
+                self._storing.expect(step)
+                self._begin(self._store, step)
+
+    def save(self, url: str, for_attempt: int) -> Saved | None:
+        """Write the newest step that every rank has to another folder, under the number ``for_attempt``;
+        ``None``: this attempt has no such step. Raises ``OSError``."""
+        storing = self._storing
+        if storing is None or self._copies is None or not (common := self._steps_of_all_nodes()):
+            return None
+        step, folder, began = max(common), CheckpointFolder(url), time.monotonic()
+        elsewhere = storing.elsewhere(folder)
+        try:
+            num_bytes = elsewhere.commit(
+                step, for_attempt, lambda: self._write_all(step, url), self._progress_at(step)
+            )
+        except Exception:
+            elsewhere.clear(step, for_attempt)
+            raise
+        seconds, where = time.monotonic() - began, folder.at_step(step).where
+        self._tell("checkpoint", step=step, path=f"step-{step}", url=url, seconds=seconds, bytes=num_bytes)
+        return Saved(step, num_bytes, where)
+
+    def release_all(self) -> None:
+        """Tell the snapshot servers of the other nodes that nothing is held any more."""
+        if self._copies is not None:
+            for answer in self._copies.ask_all(self._order("unhold")):
+                with suppress(OSError):
+                    answer()
 
     @contextmanager
     def _at_work(self, step: int) -> Iterator[None]:
@@ -352,14 +416,21 @@ class Attempt:
     def flush(self, for_attempt: int) -> bool:
         """Stores the newest step that every rank has, unless it is durable; ``for_attempt``: the newest one.
         Whether there is such a step. For when all ranks of this node are gone."""
-        storing, copies, common = self._storing, self._copies, set(self.common_steps())
-        if storing is None or copies is None or not common:
+        storing = self._storing
+        if storing is None or self._copies is None:
             return False
         with suppress(OSError):
-            for answer in copies.ask_all(self._order("steps")):
-                common &= set(answer()["steps"])
+            common = self._steps_of_all_nodes()
             newest = max(common, default=-1)
             if newest > storing.stored_step:
                 self._store(newest, for_attempt)
             return bool(common)
         return False
+
+    def _steps_of_all_nodes(self) -> set[int]:
+        """Of which every rank of the attempt has a snapshot. Raises ``OSError``."""
+        common = set(self.common_steps())
+        if common and self._copies is not None:
+            for answer in self._copies.ask_all(self._order("steps")):
+                common &= set(answer()["steps"])
+        return common

@@ -21,6 +21,8 @@ class Claimed:
     """Number of the new start."""
     steps: tuple[int, ...] = ()
     """Of the durable checkpoints of training, ascending."""
+    damaged: tuple[int, ...] = ()
+    """Of those that were set aside."""
     problem: str | None = None
     """Why the folder could not be taken over."""
 
@@ -40,7 +42,7 @@ def _claim(url: str, attempts_before: int) -> Claimed:
         folder = CheckpointFolder(url)
         attempt = max(attempts_before, folder.owner()) + 1
         folder.claim(attempt)
-        return Claimed(attempt, tuple(folder.trained_steps()))
+        return Claimed(attempt, tuple(folder.trained_steps()), tuple(folder.damaged()))
     except OSError as error:
         return Claimed(attempts_before + 1, problem=f"cannot be read: {error}")
     except BadInputError as error:

@@ -34,3 +34,6 @@ class CheckpointConfig(Config):
     """How long a run that is done waits for its last checkpoint to be durable."""
     alarm_after: int = Field(3, ge=1)
     """Failures in a row after which a fault is an alarm."""
+    restart_from_scratch: bool = False
+    """On the command line only, for one start: begin again at step 1 when the run has trained and none of its
+    checkpoints can be loaded. Those are set aside as step-N.damaged. Unused while one can be loaded."""

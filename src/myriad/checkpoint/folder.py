@@ -22,11 +22,15 @@ from myriad.checkpoint.storage import LocalStorage, Storage, open_storage
 from myriad.checkpoint.writing import check_file
 from myriad.errors import BadInputError, RunFailedError
 
-__all__ = ["Checkpoint", "CheckpointFolder", "Show", "open_checkpoint", "verify"]
+__all__ = ["REPLACED", "Checkpoint", "CheckpointFolder", "Show", "open_checkpoint", "verify"]
 
 _ATTEMPT = "attempt"
 _PROBE = "probe"
 _ASIDE = ".damaged"
+
+REPLACED = "removed or replaced while it was read"
+_SEARCHES = 5
+"""Times that a folder is searched anew because a run at work removed what was being read."""
 
 Show = Callable[[int, int], None]
 """Told the bytes read and the bytes to read."""
@@ -126,11 +130,16 @@ class CheckpointFolder:
     def newest(self) -> tuple[int, list[str]] | None:
         """Step of the newest checkpoint that verifies, and what is wrong with newer ones; ``None`` when there
         is none at all. Changes nothing. Raises `RunFailedError` when there are some and none verifies."""
-        problems: list[str] = []
-        for step in reversed(self.steps()):
-            if not (found := verify(self.at_step(step))):
-                return step, problems
-            problems += found
+        for _ in range(_SEARCHES):
+            problems: list[str] = []
+            for step in reversed(self.steps()):
+                if not (found := verify(self.at_step(step))):
+                    return step, problems
+                problems += found
+                if found[0].endswith(REPLACED):
+                    break
+            else:
+                break
         if problems:
             raise RunFailedError(f"no checkpoint verifies: {'; '.join(problems)}")
         return None
@@ -216,7 +225,20 @@ def verify(
         manifest = checkpoint.manifest()
     except (OSError, ValueError, KeyError, TypeError) as error:
         return [f"{checkpoint.name}/{MANIFEST}: not readable ({error})"]
-    return list(_problems(checkpoint, manifest, sizes_only, show))
+    found = list(_problems(checkpoint, manifest, sizes_only, show))
+    if found and _is_replaced(checkpoint, manifest):
+        return [f"{checkpoint.name}: {REPLACED}"]
+    return found
+
+
+def _is_replaced(checkpoint: Checkpoint, manifest: Manifest) -> bool:
+    """Whether what was found is not of the checkpoint any more: its manifest goes first."""
+    try:
+        return checkpoint.manifest() != manifest
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _problems(

@@ -26,11 +26,16 @@ from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 
-__all__ = ["HuggingFaceWeights", "is_hugging_face", "staged_folder", "write_folder"]
+__all__ = ["HuggingFaceWeights", "end_of_text", "is_hugging_face", "staged_folder", "write_folder"]
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SHARD_BYTES = 5 * 10**9
+_OUTPUT = "lm_head.weight"
+_DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Ends of tensors that follow from config.json: rotary frequencies, GPT-2's causal mask."""
+_READ_TYPES = ("F32", "F16", "BF16")
+"""Types that float32 holds exactly."""
 _BASES = ("model.", "transformer.")
 """Before the names of all but the output projection; left out in files of a model without one."""
 
@@ -40,12 +45,20 @@ def is_hugging_face(path: Path) -> bool:
     return (path / _CONFIG).is_file()
 
 
+def end_of_text(path: Path) -> list[int]:
+    """Tokens that end a text, as ``config.json`` of a folder says; none where it does not say."""
+    ends = _read_json(path / _CONFIG).get("eos_token_id")
+    return [] if ends is None else list(ends) if isinstance(ends, list) else [ends]
+
+
 class HuggingFaceWeights:
     """Weights in a folder of theirs, under our names and in our shapes."""
 
     def __init__(self, path: Path, vocabulary_multiple: int = 64) -> None:
-        """Reads headers, no values. Raises `BadInputError` when the model has no counterpart here, or a
-        tensor is missing or of another shape than ``config.json`` says."""
+        """Reads headers, and of values only an output projection that should be tied.
+
+        Raises `BadInputError` when the model has no counterpart here, when a tensor is missing or of another
+        shape or type than ``config.json`` says, and when there are tensors that it does not name."""
         self.path, self.where = path, str(path)
         self.run: Path | None = None
         self.model: ModelConfig | None = model_of(_read_json(path / _CONFIG), vocabulary_multiple)
@@ -55,11 +68,27 @@ class HuggingFaceWeights:
         found = {name: shape for name, (_, _, shape) in self._places.items()}
         if problem := next(missing_or_other(links, found), None):
             raise BadInputError("weights", str(path), f"not those of its config.json: {problem}")
+        self._refuse_others(links)
         self.shapes: Shapes = {link.name: link.shape for link in links}
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor of ours."""
         return self._links[name].read(self._read_theirs)
+
+    def _refuse_others(self, links: Sequence[Link]) -> None:
+        """Refuse tensors that would be dropped, unless the model follows without them."""
+        used = {self._places[name][:2] for link in links for name in link.their_shapes()}
+        others = {place[1]: place for place in self._places.values() if place[:2] not in used}
+        left = [name for name in sorted(others) if not name.endswith(_DERIVED) and not self._is_tied(name)]
+        if left:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            problem = f"holds tensors that its config.json does not name: {', '.join(left[:3])}{more}"
+            raise BadInputError("weights", str(self.path), f"{problem}; the model needs them, or they go")
+
+    def _is_tied(self, name: str) -> bool:
+        """Whether an output projection is a second copy of the embedding."""
+        table = self._links["embedding.tokens.weight"].pieces[0].name
+        return name == _OUTPUT and torch.equal(self._read_theirs(name), self._read_theirs(table))
 
     def _read_theirs(self, name: str) -> torch.Tensor:
         file, own_name, _ = self._places[name]
@@ -79,7 +108,15 @@ def _find_tensors(path: Path) -> Mapping[str, _Place]:
         try:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                    places[name] = (file, name, tuple(opened.get_slice(name).get_shape()))
+                    header = opened.get_slice(name)
+                    if (kind := header.get_dtype()) not in _READ_TYPES and not name.endswith(_DERIVED):
+                        allowed = (
+                            f"{name} is stored as {kind}: one of {', '.join(_READ_TYPES)} (not quantized)"
+                        )
+                        raise BadInputError("weights", str(file), allowed)
+                    if name in places:
+                        raise BadInputError("weights", str(file), f"{name} is in {places[name][0]} as well")
+                    places[name] = (file, name, tuple(header.get_shape()))
         except (SafetensorError, OSError) as error:
             raise BadInputError("weights", str(file), f"not readable ({error})") from None
     if any(name.startswith(_BASES) for name in places):

@@ -8,7 +8,9 @@
 | LayerNorm, learned positions, biases, gelu                  | GPT2LMHeadModel        |
 
 Everything else has no counterpart and is refused. What only matters in training (dropout) is written where it
-has a place and not read back.
+has a place and not read back. A field of a ``config.json`` is read, or is known not to change what the model
+computes (`_NOT_COMPUTED`), or has a value that switches nothing on (null, false, 0, empty); any other is
+refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -204,12 +206,67 @@ _DEFAULTS: dict[Kind, dict[str, Any]] = {
 }
 
 
+_FIELDS: dict[Kind, set[str]] = {
+    kind: {
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps"),
+        *(
+            "rope_theta",
+            "rope_parameters",
+            "rope_scaling",
+            "attention_bias",
+            "mlp_bias",
+            "tie_word_embeddings",
+        ),
+        *(("sliding_window",) if kind == "mistral" else ()),
+    }
+    for kind in ("llama", "mistral", "arcee")
+}
+_FIELDS["gpt2"] = {
+    *("vocab_size", "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "activation_function"),
+    *("layer_norm_epsilon", "tie_word_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
+    "add_cross_attention",
+}
+"""Fields that are read, or must have one value."""
+
+_NOT_COMPUTED = {
+    # names, versions, precision of the file
+    *("model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "tokenizer_class"),
+    *("finetuning_task", "problem_type", "task_specific_params", "id2label", "label2id", "prefix"),
+    # tokens with a role, and how text is drawn
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+    *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "top_k"),
+    *("top_p", "typical_p", "temperature", "diversity_penalty", "repetition_penalty", "length_penalty"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores"),
+    *("return_dict_in_generate", "remove_invalid_values"),
+    # training, memory, what a call returns; the sums of pretraining_tp and reorder_and_upcast_attn only round
+    *("initializer_range", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "use_cache"),
+    *("gradient_checkpointing", "output_attentions", "output_hidden_states", "return_dict", "torchscript"),
+    *("chunk_size_feed_forward", "pretraining_tp", "reorder_and_upcast_attn", "is_decoder", "n_ctx"),
+    # heads that a language model lacks: their tensors would be refused
+    *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+    "summary_first_dropout",
+}
+
+
+def _refuse_unknown(config: Mapping[str, Any], kind: Kind) -> None:
+    for key, value in config.items():
+        if key in _FIELDS[kind] | _NOT_COMPUTED or key.startswith("_") or not value:
+            continue
+        allowed = (
+            "a field of config.json that is not understood: what the model computes may depend on it; "
+            "take it out of the file if it does not"
+        )
+        raise BadInputError(key, value, allowed)
+
+
 def model_of(config: Mapping[str, Any], vocabulary_multiple: int = 64) -> ModelConfig:
     """The model that a ``config.json`` describes; its vocabulary is padded to a multiple of
     ``vocabulary_multiple``. Raises `BadInputError` for what cannot be read exactly."""
     kind = config.get("model_type")
     if kind not in _CLASSES:
         raise BadInputError("model_type", kind, f"one of {', '.join(_CLASSES)} in config.json")
+    _refuse_unknown(config, kind)
     theirs = _Theirs(config, _DEFAULTS[kind])
     read: Callable[[_Theirs, Kind], ModelConfig] = _read_gpt2 if kind == "gpt2" else _read_rotary
     try:
@@ -268,11 +325,17 @@ def _read_rotary(theirs: _Theirs, kind: Kind) -> ModelConfig:
 
 def _rotary_base(theirs: _Theirs) -> float:
     """From where version 5 of transformers keeps it, or where version 4 did."""
-    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    scaling = _Theirs({"rope_type": rope.get("rope_type", rope.get("type", "default"))} | rope, {})
-    scaling.must_be("rope_type", "default")
-    scaling.must_be("partial_rotary_factor", None, 1.0)
-    return rope.get("rope_theta") or theirs.get("rope_theta") or 10000.0
+    bases = {theirs.get("rope_theta")}
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = theirs.get(key) or {}
+        scaling = _Theirs({"rope_type": rope.get("rope_type", rope.get("type", "default"))} | rope, {})
+        scaling.must_be("rope_type", "default")
+        scaling.must_be("partial_rotary_factor", None, 1.0)
+        bases.add(rope.get("rope_theta"))
+    bases -= {None}
+    if len(bases) > 1:
+        raise BadInputError("rope_theta", sorted(bases), "one value in config.json")
+    return bases.pop() if bases else 10000.0
 
 
 def _activation(theirs: _Theirs, kind: Kind, key: str) -> Any:

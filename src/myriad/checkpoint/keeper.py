@@ -11,19 +11,20 @@ keeper ends; when they are gone without a word it stores, lingers for new ones, 
 
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from myriad.checkpoint.attempt import Attempt
+from myriad.checkpoint.attempt import Attempt, Saved
 from myriad.checkpoint.copied import CopiedMembers
 from myriad.checkpoint.member import Hasher, Member
 from myriad.checkpoint.memory import SnapshotMemory
 from myriad.checkpoint.piece import snapshot_bytes, split_pieces
 from myriad.checkpoint.wire import Message
-from myriad.jsonl import append_line
+from myriad.jsonl import LineFile
 
-__all__ = ["Keeper"]
+__all__ = ["AT_WORK", "Keeper"]
+
+AT_WORK = "its ranks are at work; stop the run first (Ctrl-C saves to where it stores)"
 
 
 class Keeper:
@@ -34,10 +35,12 @@ class Keeper:
         self.copied = CopiedMembers()
         self._present = Attempt(0, 0, self.tell, self.on_copied)
         self._past: list[Attempt] = []
-        self._events: Path | None = None
+        self._events: LineFile | None = None
         self._hasher = Hasher()
         self._num_flushes = 0
         self.linger_seconds = 0.0
+        self.held_step: int | None = None
+        """A last step that could not be stored: the memory stays until it is, or until it is given up."""
 
     def attempt(self, number: int) -> Attempt:
         """The present one, or one whose step it went on from. Raises ``OSError`` for any other."""
@@ -53,18 +56,26 @@ class Keeper:
 
     def join(self, message: Message, payload: memoryview) -> Member:
         """A rank of the newest attempt. Raises ``OSError`` for one of an older attempt."""
-        number = message["attempt"]
+        number, world, rank, num_local, resumed = (
+            message[key] for key in ("attempt", "world", "rank", "num_local", "resumed")
+        )
         with self._lock:
             if number < self._present.number:
                 raise OSError(f"attempt {self._present.number} has taken over; this is attempt {number}")
-            if number > self._present.number:
-                self._set_past(message["resumed"])
-                self._present = Attempt(number, message["num_local"], self.tell, self.on_copied)
+        # before anything of an earlier attempt ends: a wrong message costs nobody's snapshots
         pieces = split_pieces(message["pieces"], bytes(payload))
         descriptor = SnapshotMemory.create(message["num_slots"], snapshot_bytes(pieces))
-        member = Member(number, message["world"], message["rank"], pieces, descriptor)
+        member = Member(number, world, rank, pieces, descriptor)
+        try:
+            with self._lock:
+                if number > self._present.number:
+                    self._set_past(resumed)
+                    self._present = Attempt(number, num_local, self.tell, self.on_copied)
+                self.attempt(number).join(member)
+        except OSError:
+            member.close()
+            raise
         threading.Thread(target=member.memory.touch, daemon=True).start()
-        self.attempt(number).join(member)
         return member
 
     def _set_past(self, resumed: int | None) -> None:
@@ -81,9 +92,16 @@ class Keeper:
     def configure(self, number: int, message: Message, payload: memoryview) -> None:
         """How an attempt stores, from the first rank of the node. Raises ``OSError`` for one of an older
         attempt."""
-        self._events = Path(message["events"])
+        events = Path(message["events"])
+        if self._events is None or self._events.path != events:
+            self._events = LineFile(events, marks_late=True)
         self.linger_seconds = message["linger_seconds"]
         self.attempt(number).configure(message, payload)
+
+    def is_present(self, member: Member) -> bool:
+        """Whether a rank is of the newest attempt."""
+        with self._lock:
+            return member.attempt == self._present.number
 
     def whole(self, member: Member, message: Message) -> None:
         """A rank has copied its state into a slot."""
@@ -126,6 +144,36 @@ class Keeper:
             with self._lock:
                 self._num_flushes -= 1
 
+    def save(self, url: str) -> Saved:
+        """Write the newest step in memory to another folder, for a run whose ranks have ended. Raises
+        ``OSError``."""
+        with self._lock:
+            attempts, newest = self._attempts(), self._present.number
+            self._num_flushes += 1
+        try:
+            if self.has_ranks:
+                raise OSError(AT_WORK)
+            for attempt in attempts:
+                if (saved := attempt.save(url, newest)) is not None:
+                    return saved
+            raise OSError("this snapshot server has no step of all ranks, or is not the one of rank 0's node")
+        finally:
+            with self._lock:
+                self._num_flushes -= 1
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether a rank of the newest attempt is there."""
+        return any(not member.gone for member in self._present.members())
+
+    def unhold(self) -> None:
+        """Nothing is held any more, here and on the other nodes."""
+        self.held_step = None
+        with self._lock:
+            attempts = self._attempts()
+        for attempt in attempts:
+            attempt.release_all()
+
     @property
     def is_idle(self) -> bool:
         """Nothing is being stored or copied."""
@@ -150,11 +198,6 @@ class Keeper:
         """A line in the run's events; a file system that hangs holds up nobody but this line."""
         if self._events is not None:
             line = {"time": time.time(), "event": event, **fields}
-            writer = threading.Thread(target=_append, args=(self._events, line), daemon=True)
+            writer = threading.Thread(target=self._events.append, args=(line,), daemon=True)
             writer.start()
             writer.join(5.0)
-
-
-def _append(path: Path, line: dict[str, Any]) -> None:
-    with suppress(OSError):
-        append_line(path, line)

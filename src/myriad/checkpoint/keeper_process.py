@@ -4,6 +4,8 @@ abstract unix socket NAME    ranks of this node and user
 TCP, any port                keepers of other nodes, which know the attempt's token
 """
 
+import errno
+import hmac
 import os
 import socket
 import struct
@@ -13,21 +15,30 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from myriad.checkpoint.claiming import claim_folder
-from myriad.checkpoint.keeper import Keeper
+from myriad.checkpoint.keeper import AT_WORK, Keeper
 from myriad.checkpoint.member import Member
 from myriad.checkpoint.wire import Message, Wire
+from myriad.strangers import AUTHENTICATION_SECONDS, Strangers
 
 __all__ = ["main"]
 
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+_MOST_STRANGERS = 256
+"""Each has a thread."""
 _ALONE_SECONDS = 30.0
 """How long a keeper waits for its first rank."""
 _LOST_SECONDS = 1.0
 """After the last rank is gone: others may be on their way out, or in."""
 _POLL_SECONDS, _BUSY_SECONDS = 0.05, 1.0
 """How often it looks whether it is needed: while ranks are there one that leaves wakes it."""
+
+
+_UNIX_BYTES = 2**32
+"""Of a message of a rank: heads and tails of its pieces."""
 
 
 class _Server:
@@ -40,6 +51,7 @@ class _Server:
         self._left = threading.Event()
         """A rank has gone since this was last looked at."""
         self._tokens: set[str] = set()
+        self._strangers = Strangers(_MOST_STRANGERS, _MOST_STRANGERS)
         self._tcp: socket.socket | None = None
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._unix.bind(f"\0{name}")
@@ -49,18 +61,27 @@ class _Server:
     def _accept(self, listener: socket.socket, serve: Callable[[Wire], None]) -> None:
         while True:
             try:
-                connection, _ = listener.accept()
-            except OSError:  # closed
-                return
+                connection, peer = listener.accept()
+            except OSError as error:
+                if error.errno in _NO_ROOM:  # for another connection, until one of those that are here ends
+                    time.sleep(_POLL_SECONDS)
+                    continue
+                return  # closed
             if listener.family == socket.AF_UNIX and _user_of(connection) != os.getuid():
                 connection.close()
                 continue
+            if listener.family != socket.AF_UNIX:
+                shut = partial(connection.shutdown, socket.SHUT_RDWR)
+                self._strangers.admit(connection, peer[0], shut)
             threading.Thread(target=self._guarded, args=(serve, Wire(connection)), daemon=True).start()
 
     def _guarded(self, serve: Callable[[Wire], None], wire: Wire) -> None:
+        """Serve one connection; a message that cannot be obeyed ends that connection, and nothing else."""
         try:
             with suppress(OSError):
                 serve(wire)
+        except Exception as error:
+            sys.stderr.write(f"connection closed: {type(error).__name__}: {error}\n")
         finally:
             wire.close()
 
@@ -72,20 +93,22 @@ class _Server:
     # Ranks
 
     def _serve_rank(self, wire: Wire) -> None:
+        message, payload, _ = wire.receive()
+        if message["op"] == "ping":
+            return self._answer_pings(wire)
         with self._lock:
             if self._is_ending:
                 return
             self._ranks, self._patience = self._ranks + 1, 0.0
         member: Member | None = None
+        wire.most_bytes = _UNIX_BYTES
         try:
-            while True:
-                message, payload, _ = wire.receive()
-                if message["op"] == "bye":
-                    with self._lock:
-                        self._said_good_bye = True
-                    wire.send({})
-                    return
+            while message["op"] != "bye":
                 member = self._answer_rank(wire, message, payload, member)
+                message, payload, _ = wire.receive()
+            with self._lock:
+                self._said_good_bye |= member is not None and self.keeper.is_present(member)
+            wire.send({})
         finally:
             if member is not None:
                 with suppress(OSError):  # of an older attempt
@@ -94,6 +117,13 @@ class _Server:
                 self._ranks -= 1
                 self._last_change = time.monotonic()
                 self._left.set()
+
+    def _answer_pings(self, wire: Wire) -> None:
+        """A node agent asks whether this server is alive. It is no rank: the server ends without regard to
+        it."""
+        while True:
+            wire.send({})
+            wire.receive()
 
     def _answer_rank(
         self, wire: Wire, message: Message, payload: memoryview, member: Member | None
@@ -113,6 +143,7 @@ class _Server:
                 return None
             with self._lock:
                 self._joined, self._said_good_bye, self._flushed = True, False, False
+            keeper.held_step = None
             wire.send({"num_bytes": member.memory.num_bytes}, descriptors=[member.descriptor])
         elif op == "configure":
             assert member is not None, "a rank joins first"
@@ -127,14 +158,48 @@ class _Server:
             claimed = claim_folder(message["url"], message["attempts_before"], message["seconds"])
             wire.send(asdict(claimed))
         elif op == "snapshots":
-            wire.send({"snapshots": [known.summary() for known in keeper.snapshots() if known.steps()]})
+            summaries = [known.summary() for known in keeper.snapshots() if known.steps()]
+            wire.send({"snapshots": summaries, "held": keeper.held_step})
         elif op == "open":
             self._open(wire, message)
+        elif op == "store again":
+            assert member is not None, "a rank joins first"
+            keeper.attempt(member.attempt).store_again(message["step"])
+            wire.send({})
+        elif op == "hold":
+            assert member is not None, "a rank joins first"
+            keeper.attempt(member.attempt)  # of an older one: refused
+            keeper.held_step = message["step"]
+            wire.send({"pid": os.getpid()})
+        elif op == "save":
+            self._save(wire, message["url"])
+        elif op == "release held":
+            wire.send(self._release_held())
         elif op == "wait":
             assert member is not None, "a rank joins first"
             outcome = keeper.attempt(member.attempt).wait_stored(message["step"], message["seconds"])
             wire.send({"outcome": None if outcome is None else asdict(outcome)})
         return member
+
+    def _save(self, wire: Wire, url: str) -> None:
+        try:
+            saved = self.keeper.save(url)
+        except Exception as error:  # whatever a storage does
+            wire.send({"problem": str(error) or type(error).__name__})
+            return
+        wire.send(asdict(saved))
+
+    def _release_held(self) -> Message:
+        """Nothing in memory is needed any more, on any node: the servers end."""
+        if self.keeper.has_ranks:
+            return {"problem": AT_WORK}
+        self.keeper.unhold()
+        self._end_when_alone()
+        return {}
+
+    def _end_when_alone(self) -> None:
+        with self._lock:
+            self._said_good_bye |= not self.keeper.has_ranks
 
     def _open(self, wire: Wire, message: Message) -> None:
         member = self.keeper.find(message["attempt"], message["rank"], message["step"], message["copied"])
@@ -156,9 +221,17 @@ class _Server:
         return port
 
     def _serve_keeper(self, wire: Wire) -> None:
-        message, _, _ = wire.receive()
-        if message["op"] != "keeper" or message["token"] not in self._tokens:
-            return
+        """One that proves in time that it knows the attempt's token."""
+        connection = wire.process_socket()
+        try:
+            message = wire.receive_from_stranger(AUTHENTICATION_SECONDS)
+            given = str(message.get("token", "")).encode(errors="replace")
+            if message.get("op") != "keeper" or not any(
+                hmac.compare_digest(given, token.encode()) for token in list(self._tokens)
+            ):
+                return
+        finally:
+            self._strangers.leave(connection)
         while True:
             message, payload, _ = wire.receive()
             try:
@@ -170,7 +243,7 @@ class _Server:
     def _answer_keeper(self, message: Message, payload: memoryview) -> dict[str, Any]:
         op, attempt = message["op"], self.keeper.attempt(message["attempt"])
         if op == "store":
-            files = attempt.store_own(message["step"])
+            files = attempt.store_own(message["step"], message.get("url"))
             return {"files": {name: file.as_json() for name, file in files.items()}}
         if op == "copy":
             return {"has": attempt.copy_own(message["step"])}
@@ -184,6 +257,9 @@ class _Server:
             self.keeper.on_copied(attempt.number, message["step"])
         elif op == "release":
             attempt.release_step(message["step"])
+        elif op == "unhold":
+            self.keeper.held_step = None
+            self._end_when_alone()
         elif op == "steps":
             return {"steps": attempt.common_steps()}
         return {}
@@ -209,6 +285,8 @@ class _Server:
             return False
         if good_bye:
             return True
+        if self.keeper.held_step is not None:
+            return False
         if away > _LOST_SECONDS and not self._flushed:
             self._flushed = True
             self.keeper.flush()

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from myriad.processes import open_log
+
 __all__ = ["NODE", "keeper_name", "keeper_names", "node_keeper", "start_keeper"]
 
 NODE = "MYRIAD_NODE"
@@ -37,9 +39,8 @@ def keeper_names(run: Path) -> list[str]:
 
 def start_keeper(name: str, log: Path) -> "subprocess.Popen[bytes]":
     """In a session of its own: what ends this rank, or all ranks, does not end it."""
-    log.parent.mkdir(parents=True, exist_ok=True)
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    with log.open("ab") as stream:
+    with open(open_log(log), "ab") as stream:
         return subprocess.Popen(
             [sys.executable, "-m", "myriad.checkpoint.keeper_process", name],
             stdin=subprocess.DEVNULL,

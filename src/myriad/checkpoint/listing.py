@@ -5,25 +5,36 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from myriad.checkpoint.folder import Checkpoint, CheckpointFolder, verify
-from myriad.checkpoint.keeper_client import list_in_memory
+from myriad.checkpoint.folder import REPLACED, Checkpoint, CheckpointFolder, verify
+from myriad.checkpoint.keeper_client import held_steps, list_in_memory
 from myriad.errors import RunFailedError
 
-__all__ = ["Row", "list_checkpoints", "resume_point"]
+__all__ = ["Row", "list_checkpoint", "list_checkpoints", "resume_point"]
 
 Row = dict[str, Any]
 """``step``, ``tier`` (storage, memory), ``path``, ``state`` (verified, complete, damaged, unfinished, set
-aside), ``problems``, ``time``, ``bytes``."""
+aside, held), ``problems``, ``time``, ``bytes``."""
 _NOTHING_KNOWN: Row = {"problems": [], "time": None, "bytes": None}
 
 
-def list_checkpoints(run: Path, folder: CheckpointFolder, *, every_byte: bool = False) -> list[Row]:
-    """By step. ``run``: its folder; ``folder``: where it saves; ``every_byte``: of all, not of sizes only."""
+def list_checkpoints(run: Path | None, folder: CheckpointFolder, *, every_byte: bool = False) -> list[Row]:
+    """By step. ``run``: its folder; ``folder``: where it saves; ``every_byte``: of all, not of sizes only.
+    One that is pruned meanwhile is left out."""
     rows = [_complete(folder.at_step(step), step, every_byte) for step in folder.steps()]
     rows += [_unfinished(folder.at_step(step), step) for step in folder.unfinished()]
     rows += [_set_aside(folder, step) for step in folder.damaged()]
-    rows += _in_memory(run)
+    rows = [row for row in rows if not (row["problems"] and row["problems"][0].endswith(REPLACED))]
+    rows += [] if run is None else _in_memory(run)
     return sorted(rows, key=lambda row: int(row["step"]))
+
+
+def list_checkpoint(checkpoint: Checkpoint, *, every_byte: bool = False) -> Row:
+    """One, whatever its folder is called; a damaged manifest gives step -1."""
+    try:
+        step = checkpoint.manifest().step
+    except (OSError, ValueError, KeyError, TypeError):
+        step = -1
+    return _complete(checkpoint, step, every_byte)
 
 
 def resume_point(run: Path, folder: CheckpointFolder) -> tuple[int, str] | None:
@@ -60,8 +71,10 @@ def _set_aside(folder: CheckpointFolder, step: int) -> Row:
 
 def _in_memory(run: Path) -> list[Row]:
     """What this machine's keepers have of the run; they live while the run does, and a while longer."""
+    held = held_steps(run)
     return [
-        {"step": step, "tier": "memory", "path": None, "state": "complete", "problems": []}
+        {"step": step, "tier": "memory", "path": None, "problems": []}
+        | {"state": "held" if step in held else "complete"}
         | {"time": None, "bytes": num_bytes}
         for step, num_bytes in dict(list_in_memory(run)).items()  # of several attempts: once
     ]

@@ -83,7 +83,9 @@ class Member:
 
     def close(self) -> None:
         """Gives the memory back, once nobody else has it."""
-        os.close(self.descriptor)
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def summary(self) -> dict[str, Any]:
         """For whoever looks for a state to go on from."""
@@ -145,3 +147,4 @@ class Hasher:
                 with suppress(ValueError):  # closed meanwhile
                     if member.memory.step_of(slot) == step:
                         member.hashes(slot, step)
+            del taken, newest, member  # or the memory of one that has ended would stay until the next

@@ -1,8 +1,8 @@
 """Which state a run goes on from: the newest step that memory or storage has, and that verifies.
 
 Steps are tried newest first. Of one step, parts in memory are read before parts in files, and each bad part
-is fetched from wherever else it is. What has no good copy is not tried again: a durable checkpoint is set
-aside under a name that says so.
+is fetched from wherever else it is. A damaged checkpoint is set aside once a better state is loaded, not
+before: without one `myriad.checkpoint.start_over` decides, and the next attempt must find the same.
 """
 
 import threading
@@ -10,18 +10,20 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from myriad.checkpoint.claiming import Claimed
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.keeper_client import KeeperClient
 from myriad.checkpoint.load import Candidate, LoadWorld, Verdict, load_candidate
 from myriad.checkpoint.manifest import MANIFEST, Manifest
 from myriad.checkpoint.member import Opened
 from myriad.checkpoint.sources import InMemory, Part, Place, parts_of_manifest, parts_of_snapshot
-from myriad.errors import RunFailedError
+from myriad.checkpoint.start_over import Past, check_start_over
 from myriad.model.rectangle import Rectangle
 
-__all__ = ["Found", "find_newest", "gather_in_memory", "set_aside", "whole_in_memory"]
+__all__ = ["Found", "Search", "gather_in_memory", "whole_in_memory"]
 
 Summary = dict[str, Any]
 """A snapshot of one rank in the memory of a node; see `myriad.checkpoint.member.Member.summary`."""
@@ -36,40 +38,104 @@ class Found:
     """``memory`` when any part could come from there, else ``storage``."""
     has_random: bool = False
     problems: list[str] = field(default_factory=list)
+    """What was bad or could not be read, in this or in newer steps."""
+    damaged: list[int] = field(default_factory=list)
+    """Steps whose checkpoint is not what was written: trying again would not help."""
     set_aside: list[str] = field(default_factory=list)
+    """New names of those."""
+    wrong: list[str] = field(default_factory=list)
+    """New names of checkpoints of steps that are not trusted."""
+    unreadable: bool = False
+    """Some state could not be read, and may be good."""
+    in_memory: list[str] = field(default_factory=list)
+    """What each node holds, in words."""
 
 
-def find_newest(
-    folder: CheckpointFolder,
-    durable: Sequence[int],
-    client: KeeperClient,
-    rectangles: Sequence[Rectangle],
-    random: Rectangle,
-    world: LoadWorld,
-    newest: int | None = None,
+@dataclass(frozen=True)
+class Search:
+    """The search of one start of the ranks; every rank makes the same."""
+
+    folder: CheckpointFolder
+    claimed: Claimed
+    """What the folder holds."""
+    client: KeeperClient
+    world: LoadWorld
+    run: Path
+    """For messages."""
+    newest: int | None = None
+    """The last step to be considered; ``None``: any."""
+
+    def load(self, rectangles: Sequence[Rectangle], random: Rectangle, past: Past) -> Found:
+        """Fill the rectangles, and ``random`` where it was saved by the same rank of as many, with the newest
+        good state, then set damaged and wrong checkpoints aside. Without such a state the run begins at step
+        1, where it may, or this raises `RunFailedError` with nothing changed."""
+        claimed, steps = self.claimed, self.claimed.steps
+        trusted = [step for step in steps if self.newest is None or step <= self.newest]
+        found = _find_newest(self, trusted, rectangles, random)
+        if found.step is None:
+            check_start_over(
+                past,
+                self.run,
+                self.folder.storage.url,
+                problems=found.problems,
+                in_memory=found.in_memory,
+                committed=steps,
+                damaged=claimed.damaged,
+                unreadable=found.unreadable or claimed.problem is not None,
+                newest=self.newest,
+            )
+        found.wrong = self._set_aside([step for step in steps if step not in trusted])
+        found.set_aside = self._set_aside(found.damaged)
+        return found
+
+    def _set_aside(self, steps: Sequence[int]) -> list[str]:
+        """Rename checkpoints; gives their new names, on all ranks."""
+        own = [_renamed(self.folder, step) for step in steps] if self.world.rank == 0 else []
+        renamed: list[str] = self.world.gather(own)[0]
+        return renamed
+
+
+def _find_newest(
+    search: Search, durable: Sequence[int], rectangles: Sequence[Rectangle], random: Rectangle
 ) -> Found:
-    """Fills the rectangles, and ``random`` where it was saved by the same rank of as many; every rank calls
-    it. ``durable``: steps of which the folder has a checkpoint; ``newest``: the last step to be considered.
-    Raises `RunFailedError` when there is
-    something, and nothing is good."""
+    folder, client, world, newest = search.folder, search.client, search.world, search.newest
     in_memory = gather_in_memory(client, world)
-    whole, found = whole_in_memory(in_memory), Found()
+    whole, found = whole_in_memory(in_memory), Found(in_memory=_in_words(in_memory))
     steps = (step for step in {*durable, *whole} if newest is None or step <= newest)
     for step in sorted(steps, reverse=True):
-        search = _Step(step, folder, client, in_memory[world.rank], world)
-        candidate = search.candidate(step in durable, whole.get(step))
-        found.problems += search.problems
-        damaged = search.damaged
+        one = _Step(step, folder, client, in_memory[world.rank], world)
+        candidate = one.candidate(step in durable, whole.get(step))
+        found.problems += one.problems
+        damaged = one.damaged
         if candidate is not None:
             verdict = _load(candidate, rectangles, random, world, found)
             if verdict.good:
                 return found
             damaged |= verdict.damaged
+        elif not one.problems:
+            found.problems.append(
+                f"memory: step {step}: the snapshots were dropped before they could be read"
+            )
+        found.unreadable |= not damaged
         if step in durable and damaged:
-            found.set_aside += world.gather(set_aside(folder, step) if world.rank == 0 else "")[:1]
-    if found.problems:
-        raise RunFailedError(f"no checkpoint is good: {'; '.join(found.problems)}")
+            found.damaged.append(step)
     return found
+
+
+def _in_words(in_memory: Sequence[Sequence[Summary]]) -> list[str]:
+    """What each node holds: steps, and of which ranks."""
+    told = []
+    for rank, snapshots in enumerate(in_memory):
+        ranks_of_step: dict[tuple[int, int], set[int]] = defaultdict(set)
+        for one in snapshots:
+            for step in one["steps"]:
+                ranks_of_step[step, one["world"]].add(one["rank"])
+        told += [
+            f"step {step} of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))} of "
+            f"{world} (node of rank {rank})"
+            for (step, world), ranks in sorted(ranks_of_step.items())
+        ]
+    return told
 
 
 def _load(
@@ -85,7 +151,7 @@ def _load(
     return verdict
 
 
-def set_aside(folder: CheckpointFolder, step: int) -> str:
+def _renamed(folder: CheckpointFolder, step: int) -> str:
     """Gives the new name of a checkpoint that is no good, or why it has none."""
     try:
         return folder.set_aside(step)

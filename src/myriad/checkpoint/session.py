@@ -13,9 +13,9 @@ Every rank calls the same at the same time, but for `settle`.
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -35,23 +35,27 @@ from myriad.checkpoint.load import LoadWorld
 from myriad.checkpoint.memory import SnapshotMemory
 from myriad.checkpoint.progress import decode_progress, progress_rectangle, write_progress
 from myriad.checkpoint.random_state import load_random, random_rectangle, write_random
-from myriad.checkpoint.search import Found, find_newest, gather_in_memory, set_aside, whole_in_memory
+from myriad.checkpoint.search import Found, Search, gather_in_memory, whole_in_memory
 from myriad.checkpoint.snapshot import Snapshots, Wants
+from myriad.checkpoint.start_over import Past
 from myriad.checkpoint.store import constant_manifest
 from myriad.checkpoint.storing import Outcome
 from myriad.checkpoint.wire import Closed
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import AXES
 from myriad.errors import BadInputError
-from myriad.jsonl import append_line
+from myriad.jsonl import LineFile
 from myriad.model.rectangle import Rectangle
 
 __all__ = ["Loaded", "Session", "Settings"]
 
+_NO_PAST = Past()
 _CLAIM_SECONDS = 60.0
 """How long a start waits for the storage, if it does not say sooner that it is away."""
 
 
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 30.0
+"""Between tries to store the last step."""
 _FINISHES, _LOOK_SECONDS = 4, 0.5
 """How often a keeper may die under the last checkpoint, and how often ranks look whether theirs has."""
 
@@ -101,6 +105,7 @@ class Session:
     ) -> None:
         """``group``: all ranks, on the host; ``None``: this one is alone."""
         self._settings, self._grid, self._device = settings, grid, device
+        self._events = LineFile(settings.events, marks_late=True)
         alone = LoadWorld(grid.rank, (tuple(range(grid.layout.world)),), group)
         places = alone.gather((_machine(), local_rank))
         self._world = LoadWorld(grid.rank, _nodes(places), group)
@@ -116,6 +121,9 @@ class Session:
         self.attempt, self._claimed = 0, Claimed(0)
         self._resumed: int | None = None
         self._newest: int | None = None
+        self._retries: _Retries | None = None
+        self.set_aside_wrong: list[str] = []
+        """New names of checkpoints that `distrust` has ruled out."""
 
     def claim(self, attempts_before: int) -> None:
         """A new attempt owns the run; earlier ones commit no more. A storage that takes nothing is asked
@@ -131,34 +139,34 @@ class Session:
             raise BadInputError("checkpoint.url", url, self._claimed.problem)
         self.attempt = max(self._claimed.attempt, 1 + max(in_memory.values(), default=0))
 
-    def distrust(self, newest: int) -> list[str]:
-        """States of later steps than ``newest`` are wrong, though they are what was written: none of them is
-        gone on from, and those that are stored are set aside. Gives their new names."""
-        self._newest = newest
-        steps = self._claimed.steps
-        self._claimed = replace(self._claimed, steps=tuple(step for step in steps if step <= newest))
-        wrong = [step for step in steps if step > newest]
-        folder = self._settings.folder
-        return self._world.gather(
-            [set_aside(folder, step) for step in wrong] if self._grid.rank == 0 else []
-        )[0]
+    def agree(self, past: Past) -> Past:
+        """Return what rank 0 knows, on every rank."""
+        found: Past = self._world.gather(past)[0]
+        return found
 
-    def resume(self, rectangles: Sequence[Rectangle]) -> Loaded | None:
-        """Fills the rectangles with the newest state that memory or storage has, and verified. Raises
-        `RunFailedError` when there is some state, and none of it is good."""
+    def distrust(self, newest: int) -> None:
+        """States of later steps than ``newest`` are wrong, though they are what was written: `resume` loads
+        none of them, and sets those that are stored aside."""
+        self._newest = newest
+
+    def resume(self, rectangles: Sequence[Rectangle], past: Past = _NO_PAST) -> Loaded | None:
+        """Fill the rectangles with the newest state that memory or storage has, and verified; ``None``: the
+        run begins at step 1. ``past``: what the run's files report. Raises `NoStateError` or
+        `RunFailedError`, with nothing changed, when the run has trained and no state of it can be loaded."""
         began = time.perf_counter()
         wanted = [*rectangles, self._progress]
-        folder, durable = self._settings.folder, self._claimed.steps
-        found: Found = find_newest(
-            folder, durable, self._client, wanted, self._random, self._world, self._newest
-        )
+        settings, claimed = self._settings, self._claimed
+        url = settings.folder.storage.url
+        search = Search(settings.folder, claimed, self._client, self._world, settings.run, self._newest)
+        found: Found = search.load(wanted, self._random, past)
+        self.set_aside_wrong = found.wrong
         if found.step is None:
             return None
         self._resumed = found.step
         load_random(self._random, found.has_random, self._device)
         progress = decode_progress(self._progress.values)
         seconds = time.perf_counter() - began
-        away = [f"{folder.storage.url} {self._claimed.problem}"] if self._claimed.problem else []
+        away = [f"{url} {claimed.problem}"] if claimed.problem else []
         problems = (*away, *found.problems)
         return Loaded(found.step, progress, found.source, seconds, problems, tuple(found.set_aside))
 
@@ -183,7 +191,11 @@ class Session:
             num_slots=num_slots,
             resumed=self._resumed,
         )
-        memory = self._join()
+        try:
+            memory = self._join()
+        except Closed:  # the server ended since this rank connected to it; the state is loaded already
+            self._client.reconnect()
+            memory = self._join()
         ports = world.gather(self._client.port() if several and self._first else 0)
         addresses = self._addresses() if several else [""] * len(pieces_of_rank)
         token = world.gather(new_token())[0]
@@ -225,10 +237,12 @@ class Session:
             if several := len(self._world.ranks_of_node) > 1:
                 message["nodes"][node][1] = self._client.port()
             self._client.configure(message | {"moved": several}, files)
+            why = self._client.why_killed or "died"
             problem = (
-                f"the checkpoint process of node {node} died, and its snapshots with it; a new one is there"
+                f"the snapshot server of node {node} {why}, and its snapshots with it; a new one is there"
             )
-            append_line(self._settings.events, {"time": time.time(), "event": "fault", "problem": problem})
+            self._events.append({"time": time.time(), "event": "fault", "problem": problem})
+        self._client.why_killed = ""
         return memory
 
     def _message(self) -> dict[str, Any]:
@@ -294,12 +308,14 @@ class Session:
         """What became of a step so far, without waiting; for the ranks of rank 0's node."""
         return self._client.wait_stored(step, 0.0)
 
-    def finish(self, step: int) -> str | None:
-        """Until a step is durable, on all ranks: ``None``, or why it is not. The state may not change
-        meanwhile: when a keeper dies, all ranks tell the new one."""
+    def finish(self, step: int, *, retry: bool = False) -> str | None:
+        """Wait until a step is durable, on all ranks: ``None``, or why it is not. The state may not change
+        meanwhile: when a keeper dies, all ranks tell the new one. ``retry``: a step that cannot be stored is
+        tried again until ``checkpoint.timeout_seconds`` have passed."""
         assert self._snapshots is not None, "begin comes first"
         deadline = time.monotonic() + self._settings.config.timeout_seconds
         lost = 0
+        self._retries = _Retries(self._client, step, deadline, self._tell_retry) if retry else None
         while lost < _FINISHES:
             self._snapshots.await_told()
             own = self._outcome_by(step, deadline) if self._grid.rank == 0 else None
@@ -313,10 +329,32 @@ class Session:
                 return outcome.problem
         return f"the checkpoint process died {lost} times while step {step} was stored"
 
+    def _tell_retry(self, step: int, problem: str, seconds: float) -> None:
+        line = {"time": time.time(), "event": "retry", "step": step, "problem": problem, "seconds": seconds}
+        self._events.append(line)
+
+    def hold(self, step: int, problem: str) -> None:
+        """The last step could not be stored: the snapshot servers of all nodes keep it in memory after the
+        ranks have ended. Reports on which nodes, and by which processes."""
+        pid: int | None = None
+        if self._first:
+            with suppress(OSError):
+                pid = self._client.hold(step)
+        own = [socket.gethostname(), pid, self._world.node] if self._first else None
+        servers = [
+            {"node": node, "host": host, "pid": pid}
+            for host, pid, node in filter(None, self._world.gather(own))
+        ]
+        if self._grid.rank == 0:
+            line = {"time": time.time(), "event": "held", "step": step, "problem": problem}
+            self._events.append(line | {"servers": servers})
+
     def _outcome_by(self, step: int, deadline: float) -> Outcome | None:
         """What became of a step; ``None``: ask again."""
         with suppress(Closed):
             outcome = self._client.wait_stored(step, _LOOK_SECONDS)
+            if outcome is not None and self._retries is not None and self._retries.wants(outcome):
+                return None
             if outcome is None and time.monotonic() > deadline:
                 seconds = self._settings.config.timeout_seconds
                 return Outcome(f"not stored after {seconds:g} s", time.monotonic())
@@ -329,6 +367,40 @@ class Session:
             self._snapshots.close()
         if for_good:
             self._client.bye()
+
+
+class _Retries:
+    """Further tries to store the last step, at growing intervals, until the deadline."""
+
+    def __init__(
+        self,
+        client: KeeperClient,
+        step: int,
+        deadline: float,
+        tell: Callable[[int, str, float], None],
+    ) -> None:
+        """``tell(step, problem, seconds)``: reports, once, that and for how long it is tried again."""
+        self._client, self._step, self._deadline, self._tell = client, step, deadline, tell
+        self._is_told = False
+        self._pause, self._next = _FIRST_RETRY_SECONDS, 0.0
+
+    def wants(self, outcome: Outcome) -> bool:
+        """Whether this outcome is not the last one: the step is being tried again, or will be."""
+        now = time.monotonic()
+        if outcome.problem is None or outcome.is_final or now >= self._deadline:
+            return False
+        if not self._is_told:
+            self._is_told = True
+            with suppress(OSError):
+                self._tell(self._step, outcome.problem, self._deadline - now)
+        if not self._next:
+            self._next, self._pause = now + self._pause, min(2 * self._pause, _LAST_RETRY_SECONDS)
+        if now >= self._next:
+            self._next = 0.0
+            self._client.store_again(self._step)
+        else:
+            time.sleep(min(_LOOK_SECONDS, self._next - now, self._deadline - now))
+        return True
 
 
 def _machine() -> str:

@@ -30,7 +30,7 @@ from myriad.model.rectangle import Rectangle
 __all__ = ["Snapshots", "Wants"]
 
 
-_POLL_SECONDS, _NICENESS = 0.01, 10
+_POLL_SECONDS, _CHECK_SECONDS, _NICENESS = 0.01, 1.0, 10
 _SMALL_BYTES = 2**26
 """A larger copy needs its share of the processor, or the next update waits for it."""
 _SAY_SECONDS = 0.1
@@ -197,9 +197,13 @@ class Snapshots:
 
     def _fresh_slot(self, step: int) -> int:
         """For the last snapshot: nothing changes any more, and there is time until one is free."""
+        checked_at = time.monotonic()
         while (slot := self._memory.begin(step)) is None:
             if not self._client.is_alive():
-                raise Closed("nobody will release a slot")
+                raise Closed("the snapshot server is gone and will release no slot")
+            if time.monotonic() - checked_at > _CHECK_SECONDS:
+                self._client.check()  # one that is stopped or hung releases none either
+                checked_at = time.monotonic()
             time.sleep(_POLL_SECONDS)
         self._copier.begin(self._copies, slot)
         return slot

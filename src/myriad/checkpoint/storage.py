@@ -6,6 +6,7 @@ complete); `Storage.put` replaces a small file in one go. Folders need no making
 
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ __all__ = ["CACHE_BYTES", "Seen", "Sink", "Storage", "open_storage"]
 
 CACHE_BYTES = 2**19
 """Fits into a core's own cache: what is copied and hashed by blocks comes from memory once."""
+_PATTERN = "*?["
+"""Characters that fsspec's ``rm`` would match names with: those files are removed one by one."""
 _UPLOAD_BYTES = 2**24
 """Part of an upload to an object store."""
 
@@ -88,6 +91,8 @@ def open_storage(url: str | Path) -> Storage:
     missing, or that needs what is not there (credentials)."""
     text = str(url)
     scheme, mark, rest = text.partition("://")
+    if scheme == "file" and mark and not rest.startswith("/"):
+        raise BadInputError("checkpoint.url", text, "must have an absolute path: file:///FOLDER")
     if not mark or scheme == "file":
         return LocalStorage(Path(rest if mark else text))
     try:
@@ -147,10 +152,15 @@ class LocalStorage:
 
     def put(self, path: str, content: bytes) -> None:
         target = self.root / path
-        draft = target.with_name(f".{target.name}.{os.getpid()}")
-        with self.create(str(draft.relative_to(self.root))) as sink:
-            sink.write(content)
-        draft.replace(target)
+        draft = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        try:
+            with self.create(str(draft.relative_to(self.root))) as sink:
+                sink.write(content)
+            draft.replace(target)
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
         _sync_folder(target.parent)
 
     def remove(self, path: str) -> None:
@@ -250,7 +260,12 @@ class RemoteStorage:
 
     def remove(self, path: str) -> None:
         with self._plain_errors(), contextlib.suppress(FileNotFoundError):
-            self._fs.rm(self._path(path), recursive=True)
+            if any(mark in self._path(path) for mark in _PATTERN):
+                for found in [*self._fs.find(self._path(path)), self._path(path)]:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._fs.rm_file(found)
+            else:
+                self._fs.rm(self._path(path), recursive=True)
 
     def rename(self, old: str, new: str) -> None:
         self.remove(new)

@@ -57,6 +57,8 @@ def store_own(storage: Storage, step: int, members: Sequence[Member]) -> dict[st
         for member, slot, name, written in waiting:
             files[name] = written.result()
             hashes[member.rank, slot] += [chunk.xxh3_128 for chunk in files[name].chunks]
+            if member.memory.step_of(slot) != step:
+                raise OSError(f"rank {member.rank} overwrote step {step} while it was stored")
     for member, slot, _, _ in waiting:
         member.note_hashes(slot, step, hashes[member.rank, slot])
     return files
@@ -77,6 +79,8 @@ class Outcome:
     """``None``: it is durable."""
     at: float
     """When it was known, by the monotonic clock of this machine."""
+    is_final: bool = False
+    """Another try fails too: a newer attempt owns the folder."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class Storing:
         ``job.toml``."""
         self._folder, self._retention, self._constant = folder, retention, constant
         self._plain_files, self._tell, self._alarm_after = plain_files, tell, alarm_after
-        self._failures = 0
+        self._failures, self._last_told = 0, (-1, "")
         self.stored_step = -1
         self.trusted_step = -1
         """Up to which replicas are known to have held the same; -1: nobody compares them."""
@@ -163,40 +167,52 @@ class Storing:
         under_way = self._under_way
         assert under_way is not None, "begun"
         try:
-            num_bytes = self._commit(step, attempt, write, progress)
+            num_bytes = self.commit(step, attempt, write, progress)
         except Exception as error:  # whatever a storage does, training goes on
             problem = f"checkpoint not stored: {str(error) or type(error).__name__}"
-            if isinstance(error, _TakenOverError):  # nothing has failed: the newer one stores
+            is_final = isinstance(error, _TakenOverError)
+            if is_final:  # nothing has failed: the newer one stores
                 self._tell("superseded", step=step, problem=problem)
             else:
                 self._tell_failure(step, problem)
-            self._clear(step, attempt)
-            self._end(under_way, problem)
+            self.clear(step, attempt)
+            self._end(under_way, problem, is_final=is_final)
             return False
         seconds = time.monotonic() - under_way.began
-        self._failures, self.stored_step = 0, max(step, self.stored_step)
+        self._failures, self._last_told = 0, (-1, "")
+        self.stored_step = max(step, self.stored_step)
         self._tell("checkpoint", step=step, path=f"step-{step}", seconds=seconds, bytes=num_bytes)
         self._end(under_way, None)
         self._prune(step)
         return True
 
-    def _commit(
+    def elsewhere(self, folder: CheckpointFolder) -> "Storing":
+        """Stores the same state in another folder; only `commit` is of use there."""
+        plain, alarm_after = self._plain_files, self._alarm_after
+        return Storing(folder, self._retention, self._constant, plain, self._tell, alarm_after)
+
+    def commit(
         self,
         step: int,
         attempt: int,
         write: Callable[[], Mapping[str, FileRecord]],
         progress: Mapping[str, Any],
     ) -> int:
+        """Writes a checkpoint and gives its bytes; it counts from the moment its manifest is there. Raises
+        ``OSError``."""
         self._check_owner(attempt)
         stored = self._stored(step)
         if stored is not None and stored.attempt > attempt:
-            raise OSError(f"attempt {stored.attempt} of the run has stored this step")
+            raise _TakenOverError(f"attempt {stored.attempt} of the run has stored this step")
         if stored is not None and stored.attempt == attempt and not verify(self._folder.at_step(step)):
             return stored.num_bytes  # by a keeper that died before it could say so
         checkpoint = self._folder.begin(step)
         files = dict(write())
         for name, content in self._plain_files.items():
             files[name] = put_and_check(checkpoint.storage, checkpoint.at(name), content)
+        if missing := files.keys() - set(checkpoint.storage.names(checkpoint.name)):
+            some = f"{min(missing)} ({len(missing)} files)" if len(missing) > 1 else min(missing)
+            raise OSError(f"another node wrote {some} to a place that this node does not see")
         data = progress.get("data", {})
         manifest = Manifest(step, attempt, 0.0, dict(progress), data=data, files=files, **self._constant)
         self._check_owner(attempt)
@@ -216,8 +232,8 @@ class Storing:
         if owner < attempt:  # storage was away when the attempt began
             self._folder.claim(attempt)
 
-    def _clear(self, step: int, attempt: int) -> None:
-        """What a failed try has left takes no room from the next; a newer attempt's is not touched."""
+    def clear(self, step: int, attempt: int) -> None:
+        """Remove what a failed try has left; a newer attempt's files are not touched."""
         with suppress(OSError):
             if self._folder.owner() == attempt and self._stored(step) is None:
                 self._folder.begin(step)
@@ -241,19 +257,22 @@ class Storing:
         self._conclude(step, asked, problem)
 
     def _tell_failure(self, step: int, problem: str) -> None:
-        self._failures += 1
+        """A step that is tried again and fails in the same way is reported once."""
+        if (step, problem) == self._last_told:
+            return
+        self._failures, self._last_told = self._failures + 1, (step, problem)
         loud = {"alarm": True} if self._failures >= self._alarm_after else {}
         self._tell("fault", step=step, problem=problem, failures=self._failures, **loud)
 
-    def _end(self, ended: "_Try", problem: str | None) -> None:
+    def _end(self, ended: "_Try", problem: str | None, *, is_final: bool = False) -> None:
         with self._changed:
             self._under_way = None
-            self._conclude(ended.step, ended.asked, problem)
+            self._conclude(ended.step, ended.asked, problem, is_final=is_final)
 
-    def _conclude(self, step: int, asked: int, problem: str | None) -> None:
+    def _conclude(self, step: int, asked: int, problem: str | None, *, is_final: bool = False) -> None:
         with self._changed:
             if asked == self._asked[step]:
-                self._outcomes[step] = Outcome(problem, time.monotonic())
+                self._outcomes[step] = Outcome(problem, time.monotonic(), is_final)
             self._changed.notify_all()
 
     def wait(self, step: int, seconds: float) -> Outcome | None:

@@ -1,58 +1,63 @@
 """``myriad checkpoint``: what a run has saved, whether it is whole, and what differs between two."""
 
+import contextlib
 import json as json_format
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from myriad.cli import convert
 from myriad.cli.bars import bytes_bar
-from myriad.cli.runs import existing_run
-from myriad.errors import BadInputError
+from myriad.cli.runs import CHECKPOINTS, existing_run
 from myriad.units import format_bytes
-
-if TYPE_CHECKING:
-    from myriad.checkpoint.folder import Checkpoint, CheckpointFolder
 
 __all__ = ["register"]
 
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, for programs.")]
+_Path = Annotated[str, typer.Argument(metavar="PATH", help=CHECKPOINTS)]
+_One = Annotated[str, typer.Argument(metavar="PATH", help=f"{CHECKPOINTS} Of several, the newest.")]
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under runs/.")]
-_Path = Annotated[
-    str, typer.Argument(metavar="PATH", help="Folder of a checkpoint, or a run: all of its, or the newest.")
-]
 
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    told = "What a run has saved: list, verify, diff, prune, reshard; Hugging Face: export, import."
+    told = "Look after checkpoints: list, verify, diff, prune, reshard, save; Hugging Face: export, import."
     verb = typer.Typer(no_args_is_help=True, help=told)
     verb.command("list")(_list)
     verb.command("verify")(_verify)
     verb.command("diff")(_diff)
     verb.command("prune")(_prune)
+    verb.command("save")(_save)
+    verb.command("release")(_release)
     convert.register(verb)
     app.add_typer(verb, name="checkpoint")
 
 
 def _list(
-    run: _Run,
+    path: _Path,
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte, not only sizes.")] = False,
     json: _Json = False,
 ) -> None:
-    """Show a run's checkpoints: step, time, size, where they are, and whether they are whole."""
-    from myriad.checkpoint.listing import list_checkpoints
+    """Show checkpoints: step, time, size, where they are, and whether they are whole.
 
-    path = existing_run(run)
-    rows = list_checkpoints(path, _folder_of(path), every_byte=verify)
-    if json:
-        typer.echo(json_format.dumps({"run": run, "checkpoints": rows}))
+    Of a run, also the steps in the memory of this machine; "held": the run has ended and could not store that
+    step, see save and release."""
+    from myriad.checkpoint.listing import list_checkpoint, list_checkpoints
+    from myriad.train.locate import locate
+
+    found = locate(path)
+    if found.one is not None:
+        rows = [list_checkpoint(found.one, every_byte=verify)]
     else:
-        _show_rows(run, rows)
+        rows = list_checkpoints(found.run if found.is_run else None, found.whole_folder(), every_byte=verify)
+    if json:
+        typer.echo(json_format.dumps({"run": path, "checkpoints": rows}))
+    else:
+        _show_rows(path, rows)
 
 
 def _show_rows(run: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -77,9 +82,10 @@ def _show_rows(run: str, rows: Sequence[dict[str, Any]]) -> None:
 def _verify(path: _Path, json: _Json = False) -> None:
     """Read every byte and name every chunk that is not as it was written; exit code 1 when there is one."""
     from myriad.checkpoint.folder import verify
+    from myriad.train.locate import locate
 
     found: dict[str, list[str]] = {}
-    for checkpoint in _checkpoints(path):
+    for checkpoint in locate(path).checkpoints():
         with bytes_bar() as show:
             found[checkpoint.where] = verify(checkpoint, show=partial(show, checkpoint.name))
     if json:
@@ -93,9 +99,11 @@ def _verify(path: _Path, json: _Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _diff(first: _Path, second: _Path, json: _Json = False) -> None:
+def _diff(first: _One, second: _One, json: _Json = False) -> None:
     """Say which tensors of two checkpoints differ, and by how much; exit code 1 when one does."""
-    paths = [_newest(path) for path in (first, second)]
+    from myriad.train.locate import locate, newest_whole
+
+    paths = [newest_whole(locate(path), every_byte=False) for path in (first, second)]
     from myriad.checkpoint.difference import compare_checkpoints
 
     where = [path.where for path in paths]
@@ -113,7 +121,7 @@ def _diff(first: _Path, second: _Path, json: _Json = False) -> None:
 
 
 def _prune(
-    run: _Run,
+    path: _Path,
     keep: Annotated[int, typer.Option(help="Checkpoints to keep, the newest ones.", min=1)],
     older_than: Annotated[
         float | None, typer.Option(metavar="DAYS", help="Remove older ones even if fewer are kept.", min=0)
@@ -125,40 +133,56 @@ def _prune(
 ) -> None:
     """Remove all but the newest checkpoints; the newest that is whole always stays."""
     from myriad.run import Run
+    from myriad.train.locate import locate
 
-    path = existing_run(run)
-    folder = _folder_of(path)
-    with Run(path).lock():
+    found = locate(path)
+    folder = found.whole_folder()
+    with contextlib.nullcontext() if found.run is None else Run(found.run).lock():
         newest = folder.newest()
         age = None if older_than is None else older_than * 86400
         removed = folder.prune(keep, newest[0], age) if newest else []
         removed += folder.remove_damaged() if damaged else []
     if json:
-        typer.echo(json_format.dumps({"run": run, "removed": removed, "kept": folder.steps()}))
+        typer.echo(json_format.dumps({"run": path, "removed": removed, "kept": folder.steps()}))
     else:
         typer.echo(f"removed {len(removed)}, kept {', '.join(map(str, folder.steps())) or 'none'}")
 
 
-def _folder_of(run: Path) -> "CheckpointFolder":
-    from myriad.checkpoint.folder import CheckpointFolder
-    from myriad.run import Run
+def _save(
+    run: _Run,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE", help="Folder or URL without checkpoints; default: where the run stores."
+        ),
+    ] = None,
+    json: _Json = False,
+) -> None:
+    """Store the newest step that the memory of this machine holds of a run that has ended.
 
-    return CheckpointFolder(Run(run).checkpoints())
+    A run whose last checkpoint could not be stored (a full disk) ends, and its snapshot servers hold the
+    state in memory until it is stored, released, or the machine goes down. This stores it in PLACE, verifies
+    it, and gives the memory back. Go on with: myriad train RUN --checkpoint.url PLACE. On several nodes run
+    it where rank 0 was; PLACE must be reached from all of them."""
+    from myriad.train.rescue import save_from_memory
+
+    done = save_from_memory(existing_run(run), to)
+    if json:
+        typer.echo(json_format.dumps(done))
+        return
+    typer.echo(f"step {done['step']} is stored and verified: {done['where']} ({format_bytes(done['bytes'])})")
+    url = "" if to is None else f" --checkpoint.url {shlex.quote(done['url'])}"
+    typer.echo(f"go on: myriad train {shlex.quote(run)}{url}")
 
 
-def _checkpoints(name_or_path: str) -> "list[Checkpoint]":
-    """The one, or all of a run. Raises `BadInputError` for anything else."""
-    from myriad.checkpoint.folder import open_checkpoint
+def _release(run: _Run, json: _Json = False) -> None:
+    """Give up, unstored, what a run that has ended holds in the memory of this machine."""
+    from myriad.train.rescue import release_memory
 
-    one = open_checkpoint(name_or_path)
-    if any(one.storage.size(one.at(name)) is not None for name in ("manifest.json", ".metadata")):
-        return [one]
-    folder = _folder_of(existing_run(name_or_path))
-    return [folder.at_step(step) for step in folder.steps()]
-
-
-def _newest(name_or_path: str) -> "Checkpoint":
-    found = _checkpoints(name_or_path)
-    if not found:
-        raise BadInputError("PATH", name_or_path, "a run that has saved a checkpoint")
-    return found[-1]
+    steps = release_memory(existing_run(run))
+    if json:
+        typer.echo(json_format.dumps({"run": run, "released": steps}))
+    else:
+        typer.echo(
+            f"released from memory: step {', '.join(map(str, steps))}" if steps else "nothing was held"
+        )

@@ -10,6 +10,7 @@ import typer
 
 from myriad.cli.bars import bytes_bar
 from myriad.cli.overrides import OverrideCommand
+from myriad.cli.runs import CHECKPOINTS
 from myriad.errors import BadInputError
 
 __all__ = ["register"]
@@ -36,9 +37,7 @@ def register(verb: typer.Typer) -> None:
 
 
 def _export(
-    path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A run: its newest checkpoint; or a checkpoint's folder.")
-    ],
+    path: Annotated[str, typer.Argument(metavar="PATH", help=f"{CHECKPOINTS} Of several, the newest.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: new, or empty.")],
     format: Annotated[
         _Format, typer.Option(help="hf: Hugging Face, as transformers' from_pretrained reads it.")
@@ -76,6 +75,8 @@ def _import(
         return
     tokenizer = "with its tokenizer" if done["tokenizer"] else "without a tokenizer: no text can be made"
     typer.echo(f"{run}: {done['parameters']:,} parameters, {tokenizer}")
+    if done["other_end"]:
+        typer.echo(f"note: {done['other_end']}")
     typer.echo(
         f"train from it: myriad train {run}/job.toml --run NAME --init-from {run} --data.corpus CORPUS"
     )
@@ -85,7 +86,7 @@ def _reshard(
     context: typer.Context,
     path: Annotated[
         str,
-        typer.Argument(metavar="PATH", help="A run: its newest checkpoint; or a checkpoint's folder or URL."),
+        typer.Argument(metavar="PATH", help=f"{CHECKPOINTS} Of several, the newest."),
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="Folder or URL in which step-N is written.")],
     json: _Json = False,

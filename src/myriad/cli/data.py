@@ -71,7 +71,7 @@ def _prepare(
         shard_bytes=_bytes(shard_size),
         workers=workers or _num_cores(),
     )
-    with bytes_bar(quiet=json) as show:
+    with bytes_bar() as show:
         manifest = prepare(
             inputs, output, options, lambda now: show(now.stage, now.done_bytes, now.total_bytes)
         )
@@ -82,7 +82,7 @@ def _verify(folder: _Folder, json: _Json = False) -> None:
     """Read every byte and name every file that is not as it was written; exit code 1 when there is one."""
     from myriad.data.verify import verify_corpus
 
-    with bytes_bar(quiet=json) as show:
+    with bytes_bar() as show:
         problems = verify_corpus(folder, lambda done, total: show("reading", done, total))
     result = {"folder": str(folder), "whole": not problems, "problems": [one._asdict() for one in problems]}
     lines = [f"{folder / one.file}: {one.what}" for one in problems] or [f"{folder}: whole"]
@@ -110,7 +110,9 @@ def _info(
             "train": {"tokens": opened.num_tokens, "documents": documents, "shards": len(opened.shards)}
         }
         lines = [f"{opened.path}: {opened.num_tokens:,} tokens in {documents:,} documents (Megatron's files)"]
-    lines += [line for text in texts for line in ("", f"  {text!r}")]
+    if texts:
+        lines += ["", f"the beginning of {len(texts)} documents, spread over the corpus:"]
+    lines += [f"  {text!r}" for text in texts]
     _tell(json, {"corpus": str(opened.path), **summary, "samples": texts}, lines)
 
 
@@ -129,6 +131,7 @@ def _samples(corpus: "Corpus", count: int, tokens: int = 48) -> list[str]:
 
 def _summary(manifest: "Manifest") -> dict[str, Any]:
     summary: dict[str, Any] = {"vocabulary": manifest.vocabulary, "tokenizer": manifest.fingerprint}
+    summary["skipped"] = manifest.skipped
     for split, text_bytes in sorted(manifest.text_bytes.items()):
         summary[split] = {
             "tokens": manifest.num_tokens(split),
@@ -151,6 +154,9 @@ def _summary_lines(name: str, manifest: "Manifest") -> list[str]:
         lines.append(
             f"  {split:<10} {tokens:>14,} tokens  {documents:>10,} documents  {text} of text  {shards}{ratio}"
         )
+    if skipped := sum(manifest.skipped.values()):
+        kinds = " and ".join(f"{count:,} {kind}" for kind, count in sorted(manifest.skipped.items()))
+        lines.append(f"  skipped {skipped:,} records without text ({kinds})")
     if manifest.plan.get("validation") and not manifest.num_documents("validation"):
         lines.append(
             "  no document fell to validation (whole ones do, by chance): no validation loss will be shown; "

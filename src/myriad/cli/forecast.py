@@ -1,15 +1,13 @@
 """``myriad simulate --cluster``: one iteration on a cluster, predicted; as table, picture, spans or JSON."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from myriad.cli.forecast_network import NetworkEffect, WantedNetwork
+from myriad.cli.json_output import print_json
 from myriad.errors import BadInputError
 from myriad.whole_file import write_whole
 
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from myriad.planner.outlook import Outlook, RankOutlook
     from myriad.planner.work import Work
     from myriad.telemetry.spans import Span
+from myriad.units import format_number
 
 __all__ = ["Wanted", "costs_of", "forecast", "nodes_of", "predict_step"]
 
@@ -65,7 +64,7 @@ def forecast(wanted: Wanted) -> None:
     if wanted.as_json:
         network = {} if effect is None else {"network": effect.as_json()}
         fabric = {} if on_fabric is None else {"fabric": on_fabric.as_json()}
-        typer.echo(json.dumps(_as_json(job, cluster, found, written) | network | fabric))
+        print_json(_as_json(job, cluster, found, written) | network | fabric)
     else:
         lines = [] if effect is None else list(effect.lines(found))
         lines += [] if on_fabric is None else [_fabric_line(on_fabric)]
@@ -227,7 +226,7 @@ def _print(
 
     console = Console(highlight=False)
     console.print(Text(_headline(job, cluster, found), style="bold"), soft_wrap=True)
-    peak = f"{found.peak_flops_per_second / 1e12:,.4g} TFLOP/s, {cluster.accelerator.name}"
+    peak = f"{format_number(found.peak_flops_per_second / 1e12, 4)} TFLOP/s, {cluster.accelerator.name}"
     console.print(f"{found.tokens_per_second:,.0f} tokens/s; MFU of {peak}", soft_wrap=True)
     head, *rows = _table(found)
     console.print(Text(head, style="bold"), soft_wrap=True)

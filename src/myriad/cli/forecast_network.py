@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from myriad.errors import BadInputError
-from myriad.units import format_ranges
+from myriad.units import format_number, format_ranges
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -63,7 +63,7 @@ class NetworkEffect:
             wait = events.wait_seconds(flap.down_seconds)
             yield (
                 f"a link of node {flap.node} is down for {flap.down_seconds:g} s: what was under way goes on "
-                f"after {wait:.3g} s (NCCL_IB_TIMEOUT={timers.timeout})"
+                f"after {format_number(wait)} s (NCCL_IB_TIMEOUT={timers.timeout})"
             )
         if events.flaps:
             yield f"probability that the job ends of it: {events.lost_probability:.1%}"

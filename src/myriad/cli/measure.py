@@ -8,6 +8,7 @@ from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
     from myriad.planner.cluster import Cluster
+from myriad.units import format_number
 
 __all__ = ["cluster_path", "measure_to_file", "tell_measured"]
 
@@ -49,4 +50,7 @@ def tell_measured(cluster: "Cluster", path: Path) -> str:
     if core.float32_flops_per_second:
         rates += f", {core.float32_flops_per_second / 1e9:.0f} float32"
     link = cluster.links.node.bytes_per_second / 1e9
-    return f"{core.name}, {cluster.shared_cores} cores of {rates}; {link:.2g} GB/s between ranks\n{path}"
+    return (
+        f"{core.name}, {cluster.shared_cores} cores of {rates}"
+        f"; {format_number(link, 2)} GB/s between ranks\n{path}"
+    )

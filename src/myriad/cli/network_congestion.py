@@ -1,6 +1,5 @@
 """``myriad network congestion``: what each congestion control does in the same traffic on the same fabric."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +9,7 @@ import typer
 
 from myriad.cli.bars import count_bar
 from myriad.cli.files import check_picture, write_picture
+from myriad.cli.json_output import print_json
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def congestion(
             "--out", out, draw(rows, f"Congestion controls on one fabric of {hosts} hosts ({level} level)")
         )
     if as_json:
-        typer.echo(json.dumps(_as_json(rows, hosts, level)))
+        print_json(_as_json(rows, hosts, level))
     else:
         from myriad.cli.network_congestion_show import show
 

@@ -6,6 +6,7 @@ from itertools import groupby
 
 from myriad.cli.svg import text
 from myriad.network.levels import Row
+from myriad.units import format_number
 
 __all__ = ["draw"]
 
@@ -56,7 +57,7 @@ _Measure = tuple[str, Callable[[Row], float | None], Callable[[float], str], flo
 _MEASURES: tuple[_Measure, ...] = (
     ("time till the last is done / fair", lambda row: 1 / row.throughput_ratio, lambda v: f"{v:.3f}", 0.98),
     ("queue p99", lambda row: row.queue_p99_bytes, lambda v: f"{v / 1e3:.0f} kB", 0.0),
-    ("pauses", lambda row: row.pause_seconds, lambda v: f"{v * 1e3:.3g} ms", 0.0),
+    ("pauses", lambda row: row.pause_seconds, lambda v: f"{format_number(v * 1e3)} ms", 0.0),
     ("slowdown p99", lambda row: row.slowdown_p99, lambda v: f"{v:.2f}", 0.98),
 )
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from myriad.network.comparison import TOLERANCE, Verdict, published, resting_queues, worse_than_parents
 from myriad.network.levels import Row
+from myriad.units import format_number
 
 __all__ = ["show"]
 
@@ -55,9 +56,9 @@ def _show_scenario(console: Console, rows: Sequence[Row]) -> None:
             f"{row.throughput_ratio:.1%}",
             _kilobytes(row.queue_median_bytes),
             _kilobytes(row.queue_p99_bytes),
-            "" if row.pause_seconds is None else f"{row.pause_seconds * 1e3:.3g}",
-            f"{row.slowdown_median:.4g}",
-            f"{row.slowdown_p99:.4g}",
+            "" if row.pause_seconds is None else format_number(row.pause_seconds * 1e3),
+            format_number(row.slowdown_median, 4),
+            format_number(row.slowdown_p99, 4),
             "" if row.fairness is None else f"{row.fairness:.3f}",
         )
     console.print(table)
@@ -71,7 +72,7 @@ def _kilobytes(num_bytes: float | None) -> str:
 def _verdict(verdict: Verdict) -> Text:
     claim = verdict.claim
     word, style = ("yes", "green") if verdict.holds else ("NO ", "red")
-    figures = f"{claim.less} {verdict.less:.4g}, {claim.more} {verdict.more:.4g}"
+    figures = f"{claim.less} {format_number(verdict.less, 4)}, {claim.more} {format_number(verdict.more, 4)}"
     line = Text(f"  {word} ", style=style)
     return line.append(
         f"{claim.words}: {claim.scenario}, {claim.measure}: {figures} [{claim.source}]", "default"

@@ -1,6 +1,5 @@
 """``myriad network ecmp``: flows that hash to the same link, under one switch or on a cluster's fabric."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +9,7 @@ import typer
 
 from myriad.cli.bars import share_bar
 from myriad.cli.files import check_picture, write_picture
+from myriad.cli.json_output import print_json
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _tell(told: dict[str, Any], title: str, rows: "Sequence[Row]", as_json: bool
     from myriad.network.remedies import advice
 
     if as_json:
-        typer.echo(json.dumps(told | {"rows": [asdict(row) for row in rows], "advice": advice(rows)}))
+        print_json(told | {"rows": [asdict(row) for row in rows], "advice": advice(rows)})
         return
     from rich.console import Console
     from rich.table import Table

@@ -1,6 +1,5 @@
 """``myriad network flap``: what links that go down for seconds do to a job, and which timers to set."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from myriad.cli.files import check_picture, write_picture
+from myriad.cli.json_output import print_json
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def flap(
 
         write_picture("--out", out, draw([one.timers for one in found.shown], habits))
     if as_json:
-        typer.echo(json.dumps(as_json_object(found, found_cluster.name, seconds, out)))
+        print_json(as_json_object(found, found_cluster.name, seconds, out))
     else:
         show(found, found_cluster.name, seconds, out)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from myriad.network.flaps import Fate, Habits
+from myriad.units import format_number
 
 __all__ = ["COLUMNS", "Answer", "advice", "as_json_object", "cells", "notes", "show"]
 
@@ -34,7 +35,10 @@ def show(found: Answer, cluster: str, seconds: float | None, out: Path | None) -
 
     console, habits, best = Console(highlight=False), found.habits, found.best
     count = habits.num_links * habits.flaps_per_month
-    head = f"{cluster}: {habits.num_links:,} links, {count:,.3g} flaps a month, down for {habits.down.name}"
+    head = (
+        f"{cluster}: {habits.num_links:,} links, {format_number(count)}"
+        f" flaps a month, down for {habits.down.name}"
+    )
     console.print(Text(head, style="bold"), soft_wrap=True)
     table = Table(box=None)
     for name in COLUMNS:
@@ -62,13 +66,13 @@ def cells(one: "Fate") -> list[str]:
         f"{one.lost:.1%}",
         _short(one.wait_seconds),
         _short(one.dead_seconds),
-        f"{one.aborts_per_month:.3g}",
-        f"{one.hours_per_month:.3g}",
+        format_number(one.aborts_per_month),
+        format_number(one.hours_per_month),
     ]
 
 
 def _short(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms" if seconds < 0.1 else f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds < 0.1 else f"{format_number(seconds)} s"
 
 
 def notes(found: Answer, seconds: float | None) -> list[str]:
@@ -88,8 +92,11 @@ def notes(found: Answer, seconds: float | None) -> list[str]:
     if seconds is not None:
         wait = seconds + found.best.wait_seconds
         longest = seconds + found.best.wait_p95_seconds
-        text = f"an iteration of {seconds:.3g} s takes {wait:.3g} s with a flap that is survived"
-        lines.append(f"{text}, at the 95th percentile {longest:.3g} s, where nothing hides it")
+        text = (
+            f"an iteration of {format_number(seconds)} s"
+            f" takes {format_number(wait)} s with a flap that is survived"
+        )
+        lines.append(f"{text}, at the 95th percentile {format_number(longest)} s, where nothing hides it")
     return lines
 
 
@@ -102,7 +109,9 @@ def advice(found: Answer) -> list[tuple[str, str]]:
     from myriad.resilience.decide.health import TOLERATED_SECONDS
 
     best, timers = found.best, found.best.timers
-    said = f"{best.lost:.1%} of flaps end the job, {best.hours_per_month:.3g} hours a month are lost"
+    said = (
+        f"{best.lost:.1%} of flaps end the job, {format_number(best.hours_per_month)} hours a month are lost"
+    )
     lines = [
         (
             f"NCCL_IB_TIMEOUT={timers.timeout}",
@@ -121,18 +130,19 @@ def advice(found: Answer) -> list[tuple[str, str]]:
                 "mlxreg -d DEVICE --reg_name ROCE_ACCL --set roce_adp_retrans_en=1",
                 f"first resends after ms: all wait {_short(best.wait_seconds)} for a flap, without it "
                 f"{_short(plain.wait_seconds)} at best (timeout {plain.timers.timeout}); lost hours "
-                f"{best.hours_per_month:.3g} and {plain.hours_per_month:.3g}",
+                f"{format_number(best.hours_per_month)} and {format_number(plain.hours_per_month)}",
             )
         )
     if found.patient is not None:
         patient = found.patient
+        patience = patient.timers.patience_seconds / TOLERATED_SECONDS
         lines.append(
             (
-                f"--resilience.patience {patient.timers.patience_seconds / TOLERATED_SECONDS:.2g}, with "
+                f"--resilience.patience {format_number(patience, 2)}, with "
                 f"NCCL_IB_TIMEOUT={patient.timers.timeout}",
                 f"the driver waits for longer flaps: {patient.lost:.1%} end the job, not {best.lost:.1%}, "
-                f"and {patient.hours_per_month:.3g} hours a month are lost instead of "
-                f"{best.hours_per_month:.3g}; but all of the driver's deadlines grow with it",
+                f"and {format_number(patient.hours_per_month)} hours a month are lost instead of "
+                f"{format_number(best.hours_per_month)}; but all of the driver's deadlines grow with it",
             )
         )
     return lines

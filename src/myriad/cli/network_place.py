@@ -1,6 +1,5 @@
 """``myriad network place``: which nodes jobs should have, in which order, and what that is worth."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from myriad.cli.files import check_picture, write_picture
+from myriad.cli.json_output import print_json
 from myriad.cli.overrides import OverrideCommand
 from myriad.errors import BadInputError
 from myriad.whole_file import write_whole
@@ -99,7 +99,7 @@ def place(
         _write(to, text)
     if as_json:
         told = placed.as_json() | ({} if text is None or to is not None else {"export": text})
-        typer.echo(json.dumps(told))
+        print_json(told)
     elif text is not None and to is None:
         typer.echo(text, nl=False)
     else:

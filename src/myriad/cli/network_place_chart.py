@@ -15,6 +15,7 @@ from html import escape
 import numpy as np
 
 from myriad.cli.svg import text
+from myriad.units import format_number
 
 __all__ = ["TIERS", "Drawn", "draw", "spell"]
 
@@ -140,12 +141,12 @@ def _size(num_bytes: float) -> str:
     unit, scale = next(
         (pair for pair in (("TB", 1e12), ("GB", 1e9)) if num_bytes >= pair[1] / 10), ("MB", 1e6)
     )
-    return f"{num_bytes / scale:.3g} {unit}"
+    return f"{format_number(num_bytes / scale)} {unit}"
 
 
 def spell(seconds: float) -> str:
     """Of an iteration."""
-    return f"{seconds:.4g} s" if seconds >= 0.1 else f"{seconds * 1e3:.4g} ms"
+    return f"{format_number(seconds, 4)} s" if seconds >= 0.1 else f"{format_number(seconds * 1e3, 4)} ms"
 
 
 def _legend(entries: Sequence[tuple[str, str]], top: float) -> list[str]:

@@ -15,6 +15,7 @@ from myriad.planner.job_placement import Verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
+from myriad.units import format_number
 
 __all__ = ["Placed", "show"]
 
@@ -176,4 +177,4 @@ def _show_job(console: "Console", placed: Placed, job: int, title: str) -> None:
 def _terabytes(num_bytes: float) -> str:
     if 0 < num_bytes < 1e10:
         return "<0.01"
-    return f"{num_bytes / 1e12:,.0f}" if num_bytes >= 1e14 else f"{num_bytes / 1e12:.3g}"
+    return f"{num_bytes / 1e12:,.0f}" if num_bytes >= 1e14 else format_number(num_bytes / 1e12)

@@ -12,6 +12,7 @@ from html import escape
 from myriad.cli.svg import text
 from myriad.planner.tuning import DEFAULT_TIMEOUT
 from myriad.planner.tuning_grounds import Grounds
+from myriad.units import format_number
 
 __all__ = ["draw"]
 
@@ -86,7 +87,7 @@ def _marks(
         for number, (at, value) in enumerate(points):
             if at == wanted:
                 x, y = _place(panel, points, number, most)
-                hint = f"<title>{escape(f'{at}: {value:.3g}')}</title>"
+                hint = f"<title>{escape(f'{at}: {format_number(value)}')}</title>"
                 ink = _INK if fill == "#ffffff" else _ASKED
                 circle = (
                     f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}" stroke="{ink}" stroke-width="2">'

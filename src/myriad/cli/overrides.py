@@ -35,6 +35,7 @@ def split_overrides(arguments: Sequence[str], own: Collection[str] = ()) -> tupl
         if not token.startswith("--") or not ("." in key or key in top_level):
             rest.append(token)
             continue
+        key = key.replace("-", "_")  # as options are usually typed; no key of a job has a dash
         if not equals:
             value = _take_value(key, tokens, key in switches)
         overrides.append(f"{key}={value}")

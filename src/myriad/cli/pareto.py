@@ -6,6 +6,7 @@ from html import escape
 from itertools import pairwise
 
 from myriad.cli.svg import text
+from myriad.units import format_number
 
 __all__ = ["Point", "pareto_svg", "pareto_text"]
 
@@ -28,7 +29,7 @@ def pareto_svg(title: str, front: Sequence[Point], plan: Point, capacity_bytes: 
     across = _Scale([x for x, _, _ in points] + ([capacity_bytes] if is_near else []), _LEFT, _RIGHT)
     up = _Scale([y for _, y, _ in points], _BOTTOM, _TOP)
     unit, name = (_GIB, "GiB") if most > 2 * _GIB else (_MIB, "MiB")
-    words = f"the plan: {plan[1]:.4g} s, {plan[0] / unit:.4g} {name}, {plan[2]}"
+    words = f"the plan: {format_number(plan[1], 4)} s, {format_number(plan[0] / unit, 4)} {name}, {plan[2]}"
     lines = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" font-family="system-ui, sans-serif" '
         'font-size="12" role="img">',
@@ -38,8 +39,8 @@ def pareto_svg(title: str, front: Sequence[Point], plan: Point, capacity_bytes: 
         _dot(_LEFT + 6, 41, "", _BLUE, 3.0) + text(_LEFT + 17, 45, "layouts that none beats in both"),
         _dot(_LEFT + 6, 60, "", _RED, 5.5) + text(_LEFT + 17, 64, words),
         *(_limit(across(capacity_bytes), capacity_bytes) if is_near else [_far_limit(capacity_bytes)]),
-        *(_tick(across(x), f"{x / unit:.4g}") for x in across.ticks(unit)),
-        *(_grid(up(y), f"{y:.4g}") for y in up.ticks(1.0)),
+        *(_tick(across(x), format_number(x / unit, 4)) for x in across.ticks(unit)),
+        *(_grid(up(y), format_number(y, 4)) for y in up.ticks(1.0)),
         text(385, 390, f"memory of an accelerator ({name})", anchor="middle"),
         '<text x="16" y="217" fill="#444" text-anchor="middle" transform="rotate(-90 16 217)">'
         "seconds an iteration</text>",
@@ -56,12 +57,18 @@ def _limit(x: float, capacity_bytes: float) -> list[str]:
     return [
         f'<rect x="{x:.1f}" y="{_TOP}" {size} fill="{_PALE_RED}"/>',
         f'<path d="M{x:.1f} {_TOP}V{_BOTTOM}" stroke="{_RED}" stroke-dasharray="4 3"/>',
-        text(x - 4, _TOP + 12, f"all there is: {capacity_bytes / _GIB:.4g} GiB", anchor="end", ink=_RED),
+        text(
+            x - 4,
+            _TOP + 12,
+            f"all there is: {format_number(capacity_bytes / _GIB, 4)} GiB",
+            anchor="end",
+            ink=_RED,
+        ),
     ]
 
 
 def _far_limit(capacity_bytes: float) -> str:
-    words = f"all there is: {capacity_bytes / _GIB:.4g} GiB, far to the right \u2192"
+    words = f"all there is: {format_number(capacity_bytes / _GIB, 4)} GiB, far to the right \u2192"
     return text(_RIGHT, _TOP + 12, words, anchor="end", ink=_RED)
 
 
@@ -125,8 +132,8 @@ def pareto_text(front: Sequence[Point], plan: Point, *, width: int = 60, height:
         cells[round(up(y))][round(across(x))] = "·"
     cells[round(up(plan[1]))][round(across(plan[0]))] = "●"
     slowest, quickest = max(y for _, y, _ in points), min(y for _, y, _ in points)
-    labels = {0: f"{slowest:.3g} s", height - 1: f"{quickest:.3g} s"}
+    labels = {0: f"{format_number(slowest)} s", height - 1: f"{format_number(quickest)} s"}
     rows = [f"{labels.get(number, ''):>9} │{''.join(row)}" for number, row in enumerate(cells)]
     low, high = min(x for x, _, _ in points) / _GIB, max(x for x, _, _ in points) / _GIB
-    first, last = f"{low:.3g} GiB", f"{high:.3g} GiB"
+    first, last = f"{format_number(low)} GiB", f"{format_number(high)} GiB"
     return [*rows, " " * 11 + first + last.rjust(width - len(first))]

@@ -1,4 +1,8 @@
-"""``myriad parity``: train the same job in several layouts and say where they part."""
+"""``myriad parity``: train the same job in several layouts and report where they part.
+
+Parity sets the job keys that a comparison needs (`_fixed_keys`). A key given on the command line is honoured,
+or refused by name where parity needs another value. What it changes in the job file is printed.
+"""
 
 import json
 import re
@@ -11,15 +15,20 @@ import typer
 
 from myriad.cli.overrides import OverrideCommand
 from myriad.errors import BadInputError
+from myriad.units import format_ranges
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from myriad.job import Job
     from myriad.run import Run
-    from myriad.train.compare import Comparison
+    from myriad.train.compare import Comparison, Tolerance
 
 __all__ = ["parity", "register"]
+
+_PRECISIONS = ("float32", "bfloat16")
+_STEADY_EPSILON = 1e-6
+_BFLOAT16_STEPS = 20
 
 
 def register(app: typer.Typer) -> None:
@@ -38,7 +47,14 @@ def parity(
         ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps to train.", min=1)] = 20,
-    tolerance: Annotated[float, typer.Option(help="Largest relative difference that agrees.")] = 1e-5,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Largest relative difference that agrees. Default: 1e-5 in float32; in bfloat16 1e-3 of "
+            "losses and 3e-2 of parameters, for up to 20 steps.",
+            min=0,
+        ),
+    ] = None,
     keep_every: Annotated[
         int, typer.Option(help="Compare parameters every so many steps (and after the last).", min=1)
     ] = 1,
@@ -52,12 +68,13 @@ def parity(
 ) -> None:
     """Train a job in two or more layouts and compare every loss and every parameter.
 
-    In float32, and with an optimizer.epsilon of at least 1e-6: below it Adam moves elements whose gradient is
-    only rounding noise by the whole learning rate, each layout its own way.
+    In float32, or in bfloat16 with --train.precision bfloat16, and with an optimizer.epsilon of at least
+    1e-6: below it Adam moves elements whose gradient is only rounding noise by the whole learning rate, each
+    layout its own way.
 
     Prints the largest relative difference, or the first step and the first tensor in which they part.
 
-    Exit code: 0 they agree, 1 they part, 2 bad input.
+    Exit code: 0 they agree, 1 they part or a step could not be compared (incomplete), 2 bad input.
     """
     from rich.console import Console
 
@@ -68,19 +85,24 @@ def parity(
         raise BadInputError("--layout", len(layouts), "give at least two")
     overrides = OverrideCommand.of(context)
     jobs = [_job(job, text, overrides, steps, keep_every) for text in layouts]
+    precision = jobs[0].train.precision
+    allowed = _tolerance(precision, steps, tolerance)
     for resolved in jobs:
         check_local(resolved, oversubscribe=oversubscribe)
     console = None if as_json else Console()
+    if console is not None:
+        console.print(f"compared in {precision}: {allowed} (relative)")
+        console.print(*_changes(job, overrides, steps, keep_every), sep="\n", end="")
     with tempfile.TemporaryDirectory() as temporary:
         runs = [
             _train(resolved, Path(folder or temporary) / f"layout-{number}", text, console)
             for number, (resolved, text) in enumerate(zip(jobs, layouts, strict=True))
         ]
-        found = _compare(runs, tolerance)
+        found = _compare(runs, allowed)
     if console is None:
-        typer.echo(json.dumps(_as_json(layouts, found, tolerance)))
+        typer.echo(json.dumps({"precision": precision, **_as_json(layouts, found, allowed)}))
     else:
-        _show(console, layouts, found, tolerance)
+        _show(console, layouts, found, allowed)
     if not all(comparison.agrees for comparison in found):
         raise typer.Exit(1)
 
@@ -90,13 +112,68 @@ def _job(name: str, layout: str, overrides: list[str], steps: int, keep_every: i
 
     parts = re.split(r",(?![^\[]*\])", layout)  # at commas that no list holds
     keys = [part.strip() for part in parts if part.strip()]
-    fixed = ["train.precision=float32", "train.threads=1", f"train.steps={steps}", "train.sample_prompt=off"]
-    fixed += ["resilience.engine=local", "resilience.nodes=1", "resilience.spares=0"]
-    kept = [f"checkpoint.every={keep_every}", f"checkpoint.keep={steps}", "train.validate_every=0"]
-    given = load_job(name, overrides).optimizer
-    steady = [f"optimizer.epsilon={max(given.epsilon, 1e-6)}", "data.validation_batches=0"]
-    shorter = [f"optimizer.warmup_steps={min(given.warmup_steps, steps)}"]
-    return load_job(name, [*overrides, *fixed, *kept, *steady, *shorter, *(f"layout.{key}" for key in keys)])
+    fixed = _fixed_keys(load_job(name, overrides), overrides, steps, keep_every)
+    own = {key: value for key, (value, _) in fixed.items()}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key in own and value != own[key]:
+            raise BadInputError(key, value, f"{own[key]} in a comparison: {fixed[key][1]}")
+    set_here = [f"{key}={value}" for key, value in own.items()]
+    return load_job(name, [*overrides, *set_here, *(f"layout.{key}" for key in keys)])
+
+
+def _fixed_keys(
+    given: "Job", overrides: list[str], steps: int, keep_every: int
+) -> dict[str, tuple[str, str]]:
+    """The keys that a comparison needs, as ``key: (value, why)``."""
+    asked = dict(override.partition("=")[::2] for override in overrides).get("train.precision")
+    precision = asked if asked in _PRECISIONS else "float32"
+    here, kept = "runs on this machine", "parameters of each compared step are stored before the next step"
+    return {
+        "train.precision": (precision, f"one of {', '.join(_PRECISIONS)}"),
+        "train.threads": ("1", "sums of several threads differ in their order"),
+        "train.steps": (f"{steps}", "--steps sets them"),
+        "train.sample_prompt": ("off", "only losses and parameters are compared"),
+        "train.validate_every": ("0", "only losses and parameters are compared"),
+        "data.validation_batches": ("0", "only losses and parameters are compared"),
+        "resilience.engine": ("local", here),
+        "resilience.nodes": ("1", here),
+        "resilience.spares": ("0", here),
+        "checkpoint.every": (f"{keep_every}", "--keep-every sets it"),
+        "checkpoint.minutes": ("off", "--keep-every decides"),
+        "checkpoint.keep": (f"{steps}", kept),
+        "checkpoint.keep_days": ("off", kept),
+        "checkpoint.url": ("off", "runs are stored in --folder"),
+        "overlap.checkpoint": ("false", kept),
+        "optimizer.epsilon": (
+            f"{max(given.optimizer.epsilon, _STEADY_EPSILON)}",
+            f"at least {_STEADY_EPSILON:g}, below which Adam moves noise by the whole learning rate",
+        ),
+        "optimizer.warmup_steps": (
+            f"{min(given.optimizer.warmup_steps, steps)}",
+            f"at most --steps = {steps}",
+        ),
+    }
+
+
+_CHANGES_LOSSES = ("train.precision", "optimizer.epsilon", "optimizer.warmup_steps")
+
+
+def _changes(name: str, overrides: list[str], steps: int, keep_every: int) -> list[str]:
+    """A line for each key of the job file that is changed, and changes the losses."""
+    from myriad.job import load_job
+
+    given = load_job(name, overrides)
+    lines = []
+    for key in _CHANGES_LOSSES:
+        section, _, field = key.partition(".")
+        before, (after, why) = (
+            getattr(getattr(given, section), field),
+            _fixed_keys(given, overrides, steps, keep_every)[key],
+        )
+        if f"{before}" not in (after, "auto"):
+            lines.append(f"{key} = {after} instead of the job's {before}: {why}\n")
+    return lines
 
 
 def _train(job: "Job", path: Path, layout: str, console: "Console | None") -> "Run":
@@ -120,26 +197,51 @@ def _train(job: "Job", path: Path, layout: str, console: "Console | None") -> "R
     return run
 
 
-def _compare(runs: list["Run"], tolerance: float) -> list["Comparison"]:
+def _tolerance(precision: str, steps: int, given: float | None) -> "Tolerance":
+    """The one that is given, or what layouts of `tiny` need, with a margin.
+
+    In bfloat16 a rounding is up to 4e-3 and layouts round in different places. After 20 steps of
+    `tiny` losses differ by 6e-5 and one parameter by 1.2e-2, after 40 by 9e-2."""
+    from myriad.train.compare import Tolerance
+
+    if given is not None:
+        return Tolerance(given, given)
+    if precision == "float32":
+        return Tolerance(1e-5, 1e-5)
+    if steps > _BFLOAT16_STEPS:
+        allowed = (
+            f"at most {_BFLOAT16_STEPS} in bfloat16, whose rounding grows with the steps; or --tolerance"
+        )
+        raise BadInputError("--steps", steps, allowed)
+    return Tolerance(1e-3, 3e-2)
+
+
+def _compare(runs: list["Run"], tolerance: "Tolerance") -> list["Comparison"]:
     from myriad.train.compare import compare_runs
 
     return [compare_runs(runs[0], other, tolerance) for other in runs[1:]]
 
 
-def _as_json(layouts: list[str], found: list["Comparison"], tolerance: float) -> dict[str, Any]:
+def _as_json(layouts: list[str], found: list["Comparison"], tolerance: "Tolerance") -> dict[str, Any]:
     rows = [
         {"layout": text, "agrees": comparison.agrees, **asdict(comparison)}
         for text, comparison in zip(layouts[1:], found, strict=True)
     ]
-    return {"reference": layouts[0], "tolerance": tolerance, "comparisons": rows}
+    return {"reference": layouts[0], "tolerance": tolerance._asdict(), "comparisons": rows}
 
 
-def _show(console: "Console", layouts: list[str], found: list["Comparison"], tolerance: float) -> None:
+def _show(console: "Console", layouts: list[str], found: list["Comparison"], tolerance: "Tolerance") -> None:
     for text, comparison in zip(layouts[1:], found, strict=True):
         console.print(f"[bold]{layouts[0]}[/bold] and [bold]{text}[/bold]: {_verdict(comparison, tolerance)}")
 
 
-def _verdict(found: "Comparison", tolerance: float) -> str:
+def _verdict(found: "Comparison", tolerance: "Tolerance") -> str:
+    if found.missing and found.parted_step is None:
+        steps = format_ranges(found.missing)
+        return (
+            f"[red]incomplete[/red]: nothing compared at step {steps} (not stored by both runs); the other "
+            f"{found.num_kept} agree within {max(found.loss_difference, found.tensor_difference):.1e}"
+        )
     if found.equal_bits:
         steps = f"losses of {found.num_steps} steps, parameters of {found.num_kept}"
         return f"[green]equal bits[/green]: {steps}"
@@ -151,6 +253,6 @@ def _verdict(found: "Comparison", tolerance: float) -> str:
     where = f" in {found.parted_tensor}" if found.parted_tensor else " in the loss"
     reference, other = found.losses[(found.parted_step or 1) - 1]
     return (
-        f"[red]part in step {found.parted_step}[/red]{where}: beyond {tolerance:g} "
+        f"[red]part in step {found.parted_step}[/red]{where}: beyond {tolerance} "
         f"(loss {reference:.6f} and {other:.6f}; largest difference of losses {found.loss_difference:.1e})"
     )

@@ -12,6 +12,7 @@ import typer
 
 from myriad.cli.bars import count_bar
 from myriad.cli.files import check_picture, write_picture
+from myriad.cli.json_output import print_json
 from myriad.cli.overrides import OverrideCommand
 from myriad.errors import BadInputError
 
@@ -130,7 +131,7 @@ def plan(
         else:
             told = _best(asked, objective, top, (out, picture), console, fabric=fabric)
     if as_json:
-        typer.echo(json.dumps(told))
+        print_json(told)
 
 
 def _check_files(out: Path | None, picture: Path | None) -> None:
@@ -209,7 +210,7 @@ def _best(
     fabric: bool,
 ) -> dict[str, Any]:
     from myriad.cli.plan_answer import tell
-    from myriad.cli.plan_job import as_written, job_of, problem_of, write_plan
+    from myriad.cli.plan_job import job_of, problem_of, write_plan
     from myriad.planner.questions import answer
     from myriad.planner.rescore import Simulations
 
@@ -225,7 +226,7 @@ def _best(
             asked.job,
             found,
             before=before,
-            written=as_written(asked.job),
+            written=asked.written,
             simulations=simulations,
             slower=asked.slower,
             top=top,

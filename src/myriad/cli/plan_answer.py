@@ -73,7 +73,7 @@ class Told:
         for plan in self.answer.plans:
             layout = plan.candidate.layout
             grid = (layout.dp, layout.tp, layout.pp, layout.micro_batch)
-            key = (*grid, layout.virtual_stages, layout.schedule_name)
+            key = grid if layout.pp == 1 else (*grid, layout.virtual_stages, layout.schedule_name)
             if key not in distinct and alike[grid] < _MOST_ALIKE:
                 distinct[key] = plan
                 alike[grid] += 1
@@ -132,7 +132,8 @@ class Told:
         return pareto_svg(title, self._front(), self._point(self.best.candidate), capacity)
 
     def _front(self) -> list[Point]:
-        return [self._point(candidate) for candidate in self.answer.found.front]
+        """Layouts that fit, and that no other beats in both."""
+        return [self._point(one) for one in self.answer.found.front if one.fits >= FITS]
 
     def _point(self, candidate: Candidate) -> Point:
         return candidate.memory_bytes, candidate.seconds, describe(candidate)

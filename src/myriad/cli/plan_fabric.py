@@ -14,6 +14,7 @@ from myriad.planner.traffic import fills_nodes
 
 if TYPE_CHECKING:
     from rich.console import Console
+from myriad.units import format_number
 
 __all__ = ["OnSwitches", "on_switches"]
 
@@ -43,7 +44,7 @@ class OnSwitches:
         for name in ("plain", "p50", "p95", "slowest ring"):
             table.add_column(name, justify="right")
         for rank, plan, one in self.rows:
-            table.add_row(rank, describe(plan.candidate), f"{plan.seconds:.4g} s", *_cells(one))
+            table.add_row(rank, describe(plan.candidate), f"{format_number(plan.seconds, 4)} s", *_cells(one))
         if self.placed is not None:
             table.add_row("", "1, its nodes in the order below", "", *_cells(self.placed), style="bold")
         console.print(table)
@@ -60,7 +61,7 @@ class OnSwitches:
 
 
 def _cells(one: FabricOutlook) -> tuple[str, str, str]:
-    return f"{one.p50:.4g} s", f"{one.p95:.4g} s", f"{one.ring:.2f}"
+    return f"{format_number(one.p50, 4)} s", f"{format_number(one.p95, 4)} s", f"{one.ring:.2f}"
 
 
 def on_switches(

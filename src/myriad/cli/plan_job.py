@@ -1,9 +1,12 @@
 """Between a job and the planner: what is to be planned, and the job file that a plan is."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from myriad.comm.layout import Layout, lacks_for_graphs
+from myriad.comm.layout import Layout, check_layout, lacks_for_graphs
+from myriad.comm.node_order import check_node_order
 from myriad.errors import BadInputError
 from myriad.job import Job, dump_toml, load_job
 from myriad.optim.config import float8_scaling
@@ -12,18 +15,32 @@ from myriad.planner.placement import Placement
 from myriad.planner.questions import describe
 from myriad.planner.rescore import Plan
 from myriad.planner.saving import Saves
-from myriad.planner.space import Candidate, Problem, Shards
+from myriad.planner.space import Candidate, Problem, Shards, tensor_degrees
 from myriad.planner.work import Practice
-from myriad.units import format_bytes
+from myriad.program.schedules import check_virtual_stages
+from myriad.units import format_bytes, format_number
 from myriad.whole_file import write_whole
 
-__all__ = ["as_written", "check_plan_file", "job_of", "practice_of", "problem_of", "saves_of", "write_plan"]
+__all__ = [
+    "as_written",
+    "check_plan_file",
+    "given_layout",
+    "job_of",
+    "practice_of",
+    "problem_of",
+    "saves_of",
+    "write_plan",
+]
 
 _HEAD = "# A plan by `myriad plan`"
 
 
 def problem_of(job: Job, cluster: Cluster) -> Problem:
-    """What the job asks, without its layout."""
+    """What the job asks. Of its layout only the keys that were given count (``model_fields_set``): a job as
+    `load_job_to_plan` reads it. Raises `BadInputError` for a layout that the cluster cannot have."""
+    fixed = given_layout(job)
+    _check_grid([key for key in _GRID if key in fixed], job, cluster)
+    _check_nodes(job, cluster)
     on_cpu = cluster.accelerator.name.startswith("CPU")
     precision = job.train.precision
     single = precision == "float32" or (precision == "auto" and on_cpu)
@@ -39,8 +56,68 @@ def problem_of(job: Job, cluster: Cluster) -> Problem:
         practice=practice_of(job),
         partition=job.layout.partition,
     )
-    shards = tuple(shard for shard in given.shards if _allows(job, shard))
-    return replace(given, shards=shards)
+    zero, reduce = fixed.get("zero"), fixed.pop("reduce", None)
+    again = fixed.pop("recompute", None)
+    shards = tuple(
+        shard
+        for shard in given.shards
+        if _allows(job, shard) and zero in (None, shard[0]) and reduce in (None, shard[1])
+    )
+    if not shards:
+        raise BadInputError("layout.zero", zero, "not with what comm and layout.reduce ask for")
+    recomputes = given.recomputes if again is None else (again,)
+    return replace(given, shards=shards, recomputes=recomputes, fixed=fixed)
+
+
+_NOT_SEARCHED = ("shares", "recompute_ratio")
+_GRID = ("dp", "tp", "pp")
+
+
+def given_layout(job: Job) -> dict[str, Any]:
+    """Return the keys of the layout that were given, checked as far as the model alone decides. Raises
+    `BadInputError`."""
+    layout = job.layout
+    check_layout(layout.model_copy(update={"schedule": None, "virtual_stages": 1, "reduce": "last"}))
+    given = {key: getattr(layout, key) for key in sorted(layout.model_fields_set - {"partition", "cp", "ep"})}
+    given = {key: value for key, value in given.items() if value is not None}
+    for key in _NOT_SEARCHED:
+        if given.pop(key, None) not in (None, 1.0):
+            allowed = "off: a plan has equal replicas and recomputes whole stages; `myriad simulate` takes it"
+            raise BadInputError(f"layout.{key}", getattr(layout, key), allowed)
+    degrees, most = tensor_degrees(job.model), job.model.layers + 2
+    if "tp" in given and layout.tp not in degrees:
+        raise BadInputError("layout.tp", layout.tp, f"for this model one of {', '.join(map(str, degrees))}")
+    if layout.num_stages > most:
+        stages = "layout.pp x layout.virtual_stages"
+        raise BadInputError(stages, layout.num_stages, f"at most {most}: blocks, embedding and head")
+    if "schedule" in given and "virtual_stages" in given:
+        check_virtual_stages(layout.schedule_name, layout.virtual_stages)
+    return given
+
+
+def _check_grid(keys: Sequence[str], job: Job, cluster: Cluster) -> None:
+    """Whether the degrees that were given can be those of all accelerators. Raises `BadInputError`."""
+    product, world = job.layout.world, cluster.world
+    name = " x ".join(f"layout.{key}" for key in keys)
+    if len(keys) == len(_GRID) and product != world:
+        allowed = (
+            f"must be the {world:,} accelerators: plan on --gpus {product}, or give only some of the three"
+        )
+        raise BadInputError(name, product, allowed)
+    if keys and world % product:
+        raise BadInputError(name, product, f"must divide the {world:,} accelerators of {cluster.name}")
+
+
+def _check_nodes(job: Job, cluster: Cluster) -> None:
+    """Whether the job's nodes can be the cluster's. Raises `BadInputError`."""
+    world, order = cluster.world, job.comm.node_order
+    given = {"resilience.nodes": job.resilience.nodes, "comm.node_size": job.comm.node_size}
+    for key, number in given.items():
+        if number is not None and world % number:
+            allowed = f"must divide the {world:,} accelerators of {cluster.name}"
+            raise BadInputError(key, number, f"{allowed}, which has {cluster.nodes:,} nodes")
+    if order is not None:
+        check_node_order(order, world)
 
 
 def practice_of(job: Job) -> Practice:
@@ -62,8 +139,13 @@ def _allows(job: Job, shard: Shards) -> bool:
     return job.comm.sync_every == 1 or shard[0] == 0
 
 
-def as_written(job: Job) -> Candidate | None:
-    """The job's own layout; none where it has none."""
+def as_written(name: str, overrides: Sequence[str]) -> Candidate | None:
+    """The layout of the job's file with what was given on top; none where it has none, or none that is legal
+    for this batch."""
+    try:
+        job = load_job(name, overrides)
+    except BadInputError:
+        return None
     if job.layout == Layout():
         return None
     return Candidate(job.layout, job.overlap, 0.0, 0.0, 0.0)
@@ -88,7 +170,8 @@ def write_plan(path: Path, job: Job, plan: Plan, problem: Problem, placement: Pl
     memory = format_bytes(candidate.memory_bytes)
     lines = [
         f"{_HEAD} of the job {job.name!r} for the cluster {cluster.name!r} ({cluster.world} accelerators).",
-        f"# {describe(candidate)}: predicted {plan.seconds:.4g} s an iteration, MFU {plan.mfu:.1%},",
+        f"# {describe(candidate)}: predicted {format_number(plan.seconds, 4)} s an iteration, "
+        f"MFU {plan.mfu:.1%},",
         f"# {memory} of an accelerator's memory, which fits with a probability of {candidate.fits:.0%}.",
     ]
     if placement is not None and not placement.is_plain:

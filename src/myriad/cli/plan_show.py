@@ -9,7 +9,7 @@ from myriad.planner.interval import interval_ratio, promise
 from myriad.planner.questions import describe
 from myriad.planner.rescore import Plan
 from myriad.planner.space import Problem
-from myriad.units import format_bytes, format_count
+from myriad.units import format_bytes, format_count, format_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +66,7 @@ def show_ranking(
     for rank, plan in rows:
         found = figures(problem, plan, steps)
         cells = (
-            f"{found.seconds:.4g}",
+            format_number(found.seconds, 4),
             f"{found.mfu:.1%}",
             format_bytes(found.memory_bytes),
             f"{found.fits_probability:.0%}",
@@ -131,7 +131,7 @@ def _switched_off(plan: Plan) -> str:
 
 
 def _days(days: float) -> str:
-    return f"{days:.3g}" if days >= 0.1 else f"{days:.1g}"
+    return format_number(days) if days >= 0.1 else format_number(days, 1)
 
 
 def show_waterfalls(
@@ -150,8 +150,8 @@ def show_waterfalls(
         if name == "checkpoints" and not seconds:
             continue
         bar = "█" * round(40 * max(0.0, seconds) / total)
-        table.add_row(name, f"{seconds:.4g}", f"{seconds / total:.1%}", f"[blue]{bar}[/blue]")
-    table.add_row("iteration", f"{total:.4g}", "100%", "", style="bold")
+        table.add_row(name, format_number(seconds, 4), f"{seconds / total:.1%}", f"[blue]{bar}[/blue]")
+    table.add_row("iteration", format_number(total, 4), "100%", "", style="bold")
     console.print(table)
     if not others:
         return
@@ -160,7 +160,7 @@ def show_waterfalls(
         near.add_column(name, justify="left" if side == "left" else "right")
     for what, theirs in sorted(others, key=lambda other: sum(other[1].values())):
         seconds = sum(theirs.values())
-        near.add_row(what, f"{seconds:.4g}", f"{seconds / total - 1:+.1%}", _most(parts, theirs))
+        near.add_row(what, format_number(seconds, 4), f"{seconds / total - 1:+.1%}", _most(parts, theirs))
     console.print(near)
 
 
@@ -180,7 +180,7 @@ def show_helps(console: "Console", seconds: float, helps: Sequence[tuple[str, fl
     table.add_column("s/iteration", justify="right")
     table.add_column("", justify="right")
     for what, better in helps[:8]:
-        table.add_row(what, f"{better:.4g}", f"{better / seconds - 1:+.1%}")
+        table.add_row(what, format_number(better, 4), f"{better / seconds - 1:+.1%}")
     console.print(table)
 
 
@@ -201,7 +201,7 @@ def show_curve(
             continue
         found = figures(problem, plan, steps)
         cells = (
-            f"{found.seconds:.4g}",
+            format_number(found.seconds, 4),
             f"{found.mfu:.1%}",
             format_count(found.tokens_per_second),
             _days(found.days),

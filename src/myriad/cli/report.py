@@ -137,8 +137,7 @@ def _show(facts: "Facts", look: "Look", told: str) -> None:
     parts.append(f"{account.steps} steps done, {account.steps_lost} lost")
     if spare := account.ledger.spare_node_seconds:
         parts.append(f"spare nodes stood {spare / 3600:.3g} node hours beside it")
-    if facts.num_wrong_lines:
-        parts.append(f"{facts.num_wrong_lines} lines of metrics.jsonl are wrong")
+    parts += facts.doubts
     console.print(" · ".join(parts), markup=False, soft_wrap=True)
     _show_classes(facts, console)
     _show_steps(look, console)

@@ -1,17 +1,18 @@
 """What a report says of a run, as one value: for the terminal, the page and ``--json``. Only reads."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from myriad.cli.summary import Summary, summarize
-from myriad.jsonl import JsonlTail
+from myriad.jsonl import JsonlTail, late_events
 from myriad.resilience.account.account import Account, Attempt, FaultSeen
 from myriad.resilience.account.accounting import account_of
 from myriad.resilience.account.ledger import KINDS, Kind
 from myriad.resilience.account.moments import in_order
-from myriad.run import Run, StepLines
+from myriad.resilience.drive.journal import count_missing
+from myriad.run import Run, StepLines, missing_lines_told
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -52,8 +53,21 @@ class Facts:
     job: "Job"
     summary: Summary
     account: Account
-    num_wrong_lines: int = 0
-    """Of metrics.jsonl: of no step, or with a figure that is no number."""
+    wrong_lines: Mapping[str, int] = field(default_factory=dict)
+    """File to its lines that are torn, or hold what they should not; none: there is no such line."""
+    missing_decisions: int = 0
+    """Lines that journal.jsonl should have."""
+    problems: tuple[str, ...] = ()
+    """Files that cannot be read, and why."""
+
+    @property
+    def doubts(self) -> list[str]:
+        """What is missing or wrong in the files that all else is said from."""
+        told = [missing_lines_told(self.account.steps_without_line)]
+        told += [f"{number} lines of {name} are wrong" for name, number in self.wrong_lines.items()]
+        if self.missing_decisions:
+            told.append(f"{self.missing_decisions} decisions are missing in journal.jsonl")
+        return [*filter(None, told), *self.problems]
 
     @property
     def state(self) -> str:
@@ -80,8 +94,11 @@ class Facts:
             "classes": account.ledger.seconds(),
             "spare_node_seconds": account.ledger.spare_node_seconds,
             "steps": account.steps,
+            "steps_without_line": account.steps_without_line,
             "steps_lost": account.steps_lost,
-            "wrong_lines": self.num_wrong_lines,
+            "wrong_lines": sum(self.wrong_lines.values()),
+            "missing_decisions": self.missing_decisions,
+            "doubts": self.doubts,
             "faults": [asdict(fault) | {"back_seconds": fault.back_seconds} for fault in account.faults],
             "attempts": attempts,
         }
@@ -91,11 +108,19 @@ def facts_of(run: Run) -> Facts:
     """As its files say now. Raises `BadInputError` where there is no run."""
     running = run.is_locked
     job = run.job()
-    steps = StepLines(run.metrics_path)
-    journal = JsonlTail(run.path / "journal.jsonl").poll()
-    moments = in_order(run.read_events(), steps.poll(), journal)
+    steps, events = StepLines(run.metrics_path), JsonlTail(run.events_path)
+    journal = JsonlTail(run.path / "journal.jsonl")
+    decisions = journal.poll()
+    moments = in_order(late_events(events.poll()), steps.poll(), decisions)
     account = account_of(moments, time.time() if running else None)
-    return Facts(run, job, summarize(run), account, steps.num_wrong)
+    files: dict[str, StepLines | JsonlTail] = {
+        "metrics.jsonl": steps,
+        "events.jsonl": events,
+        "journal.jsonl": journal,
+    }
+    wrong = {name: file.num_wrong for name, file in files.items() if file.num_wrong}
+    problems = tuple(f"{name} cannot be read: {file.problem}" for name, file in files.items() if file.problem)
+    return Facts(run, job, summarize(run), account, wrong, count_missing(decisions), problems)
 
 
 def at_clock(seconds: float) -> str:

@@ -88,8 +88,7 @@ def _head(facts: Facts, name: str) -> Iterator[str]:
     yield f'<h1>{name}<span class="state">{escape(facts.state)}</span></h1>'
     since = at_clock(account.began) if account.began else "not begun"
     wall = format_seconds(account.ledger.wall_seconds)
-    wrong = facts.num_wrong_lines
-    told = f" · {wrong} lines of metrics.jsonl are wrong, and left out" if wrong else ""
+    told = "".join(f" · {escape(doubt)}" for doubt in facts.doubts)
     yield f'<p class="dim">{escape(facts.job.name)} · since {since} · {wall}{told}</p>'
     tiles = [
         ("effective training time", f"{account.effective_ratio:.1%}"),

@@ -4,7 +4,13 @@ from pathlib import Path
 
 from myriad.errors import BadInputError
 
-__all__ = ["existing_run"]
+__all__ = ["CHECKPOINTS", "existing_run"]
+
+CHECKPOINTS = (
+    "A run (its folder, or its name under runs/), a folder of checkpoints, one of them (step-N), or a URL of "
+    "either (s3://BUCKET/FOLDER, file:///FOLDER)."
+)
+"""Help of an argument that `myriad.train.locate` reads."""
 
 
 def existing_run(name_or_path: str) -> Path:

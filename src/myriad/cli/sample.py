@@ -3,13 +3,12 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from myriad.cli.bars import count_bar
-from myriad.cli.runs import existing_run
+from myriad.cli.runs import CHECKPOINTS
 
 __all__ = ["register", "sample"]
 
@@ -20,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 
 def sample(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under runs/.")],
+    run: Annotated[str, typer.Argument(metavar="PATH", help=f"{CHECKPOINTS} Of several, the newest.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
     temperature: Annotated[
@@ -35,26 +34,25 @@ def sample(
     ] = False,
 ) -> None:
     """Continue a text with a trained model."""
-    path = existing_run(run)
+    from myriad.train.locate import locate
+
+    locate(run, "run")  # without torch, so that a wrong name is refused at once
     settings = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     shows_text = not as_json and sys.stdout.isatty()  # then the text itself is the progress
     with count_bar("loading the model") as show:
-        pieces = _pieces(path, prompt, settings)
+        pieces = _pieces(run, prompt, settings)
         if not shows_text:
             show("generating tokens", 0, tokens)
             pieces = _counted(pieces, lambda done: show("generating tokens", done, tokens))
-            _write(path, prompt, settings, pieces, as_json=as_json)
+            _write(run, prompt, settings, pieces, as_json=as_json)
     if shows_text:
-        _write(path, prompt, settings, pieces, as_json=False)
+        _write(run, prompt, settings, pieces, as_json=False)
 
 
-def _pieces(path: Path, prompt: str, settings: dict[str, Any]) -> Iterator[str]:
-    from myriad.run import Run
-    from myriad.train.sample import open_run, settle_threads
+def _pieces(run: str, prompt: str, settings: dict[str, Any]) -> Iterator[str]:
+    from myriad.train.sample import open_sampler
 
-    run = Run(path)
-    settle_threads(run.job().model.num_parameters())
-    return open_run(run).generate(prompt, **settings)
+    return open_sampler(run, own_process=True).generate(prompt, **settings)
 
 
 def _counted(pieces: Iterator[str], show: Callable[[int], None]) -> Iterator[str]:
@@ -63,11 +61,9 @@ def _counted(pieces: Iterator[str], show: Callable[[int], None]) -> Iterator[str
         yield piece
 
 
-def _write(
-    path: Path, prompt: str, settings: dict[str, Any], pieces: Iterator[str], *, as_json: bool
-) -> None:
+def _write(run: str, prompt: str, settings: dict[str, Any], pieces: Iterator[str], *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps({"run": str(path), "prompt": prompt, "text": "".join(pieces), **settings}))
+        typer.echo(json.dumps({"run": run, "prompt": prompt, "text": "".join(pieces), **settings}))
         return
     sys.stdout.write(prompt)
     for piece in pieces:

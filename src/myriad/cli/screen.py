@@ -20,8 +20,9 @@ from myriad.cli.progress import Progress
 from myriad.cli.summary import Summary
 from myriad.jsonl import Record
 from myriad.resilience.engines.engine import Observer
-from myriad.run import Run
+from myriad.run import Run, missing_lines_told
 from myriad.units import format_count, format_seconds
+from myriad.whole_file import write_whole
 
 __all__ = ["Screen", "loss_series", "open_screen", "save_plot", "show_summary"]
 
@@ -173,12 +174,17 @@ def _event_line(event: Record) -> Text | None:
         return Text(f"weights from {event.get('source')}{differs}", style="yellow" if differs else "dim")
     if name == "fault":
         return _fault_line(event)
+    if name == "retry":
+        seconds = format_seconds(event.get("seconds", 0.0))
+        return Text(f"step {step} is in memory only: storing it is tried again for {seconds}", style="yellow")
     if name == "diagnosis" and "problem" in event:
         label = f"node {event.get('node')} is {event['verdict']}" if "verdict" in event else "slow"
         return Text(f"{label}: {event['problem']}", style="yellow")
     if name == "health":
         return Text(f"{event.get('what')}: {event.get('problem')}", style="yellow")
     if name == "telemetry":
+        if "node" not in event:
+            return Text(_lines_told(event), style="yellow")
         told = event.get("problem") or "it works again"
         lost = f"; {event['num_dropped']} spans are lost" if event.get("num_dropped") else ""
         return Text(
@@ -190,11 +196,24 @@ def _event_line(event: Record) -> Text | None:
         other += [f"layers cut at {event['partition']}"] if event.get("partition") else []
         told = f" with {', '.join(other)}" if other else ""
         return Text(f"attempt {event.get('epoch')} begins{told}", style="yellow")
+    if name == "start_over":
+        return Text(f"begins at step 1 again: {event.get('steps_done')} steps were done", style="yellow")
+    if name == "restart_from_scratch" and step is not None:
+        return Text(f"checkpoint.restart_from_scratch was not used: step {step} was loaded", style="yellow")
     if name == "resume":
         return Text(
             f"step {step}: state from {event.get('source')} in {event.get('seconds', 0.0):.2f} s", style="dim"
         )
     return None
+
+
+def _lines_told(event: Record) -> str:
+    """A file of lines begins to fail, or works again."""
+    place = event.get("place")
+    if problem := event.get("problem"):
+        return f"{place} cannot be written: {problem}; its lines wait in memory"
+    lost = f", {event['num_dropped']} lines are lost" if event.get("num_dropped") else ""
+    return f"{place} is written again: {event.get('num_late', 0)} lines late{lost}"
 
 
 def _fault_line(event: Record) -> Text:
@@ -233,7 +252,7 @@ def save_plot(run: Run) -> None:
     """Writes ``loss.svg`` into the run folder, when there is a curve to show."""
     training, validation = loss_series(run)
     if len(training) > 1:
-        run.plot_path.write_text(loss_svg(training, validation, f"{run.job().name}: loss"))
+        write_whole(run.plot_path, loss_svg(training, validation, f"{run.job().name}: loss"))
 
 
 def show_summary(console: Console, run: Run, summary: Summary, go_on: str) -> None:
@@ -258,6 +277,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     steps = f"{summary.steps} of {summary.steps_planned} in {format_seconds(summary.seconds)}"
     if summary.tokens:
         steps += f", {format_count(summary.tokens)} tokens"
+    if told := missing_lines_told(summary.steps_without_line):
+        steps += f"; {told}"
     rows = [("steps", steps)]
     if summary.validation_loss is not None:
         bits = summary.validation_bits_per_byte

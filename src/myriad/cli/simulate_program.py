@@ -1,6 +1,5 @@
 """``myriad simulate --program``: the program that pipeline ranks run, checked, and drawn over time."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from myriad.cli.files import write_picture
+from myriad.cli.json_output import print_json
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -42,7 +42,7 @@ def show_program(job_name: str, overrides: Sequence[str], out: Path | None, *, a
 
         write_picture("--out", out, draw_svg(program, times, report))
     if as_json:
-        typer.echo(json.dumps(_as_json(program, times, report, out)))
+        print_json(_as_json(program, times, report, out))
     elif out is None:
         _print(program, times, report)
     else:

@@ -1,10 +1,10 @@
 """What a run came to, in one value: for the panel at the end, for ``--json``, for a run looked at again."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from myriad.jsonl import Record
-from myriad.run import Run
+from myriad.run import Run, count_steps
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -23,9 +23,14 @@ class Summary:
     state: str
     """``finished``, ``interrupted`` or ``unfinished``."""
     steps: int
+    """Done, by their numbers."""
+    steps_without_line: int
+    """Of them, those of which metrics.jsonl has no line."""
     steps_planned: int
     saved_step: int | None
     """Step of the newest checkpoint."""
+    held: dict[str, Any] | None
+    """The last step, where it is in memory only: ``step``, ``problem``, ``servers`` (node, host, pid)."""
     resumes_from_step: int | None
     """Step that the next start goes on from, in memory or stored; ``None``: the first, or nothing is left."""
     resumes_from: str | None
@@ -63,17 +68,19 @@ def summarize(run: Run) -> Summary:
     last = metrics[-1] if metrics else {}
     job = run.job()
     planned = job.train.steps
-    state = _state(events, int(last.get("step", 0)), planned)
+    steps, without_line = astuple(count_steps(metrics, events))
+    state = _state(events, steps, planned)
     resumes_from_step, resumes_from = _resume_point(run, job) if state != "finished" else (None, None)
-    steps = int(last.get("step", 0))
     seconds = sum(line.get("step_seconds") or 0.0 for line in metrics)
     steady = metrics[min(_STEADY_STEPS, len(metrics) // 2) :]
     return Summary(
         run=str(run.path),
         state=state,
         steps=steps,
+        steps_without_line=without_line,
         steps_planned=planned,
         saved_step=_last(events, "checkpoint").get("step"),
+        held=_held(events),
         resumes_from_step=resumes_from_step,
         resumes_from=resumes_from,
         seconds=seconds,
@@ -97,8 +104,8 @@ def summarize(run: Run) -> Summary:
 
 def is_done(run: Run, steps: int) -> bool:
     """Whether nothing is left to do for ``steps`` steps."""
-    metrics = run.read_metrics()
-    return bool(metrics) and metrics[-1]["step"] >= steps and bool(_last(run.read_events(), "finish"))
+    metrics, events = run.read_metrics(), run.read_events()
+    return count_steps(metrics, events).done >= steps and bool(_last(events, "finish"))
 
 
 def _resume_point(run: Run, job: "Job") -> tuple[int | None, str | None]:
@@ -110,6 +117,15 @@ def _resume_point(run: Run, job: "Job") -> tuple[int | None, str | None]:
 
 def _last(events: list[Record], name: str) -> Record:
     return next((event for event in reversed(events) if event.get("event") == name), {})
+
+
+def _held(events: list[Record]) -> dict[str, Any] | None:
+    """What the newest attempt could not store, unless it was stored since."""
+    names = ("held", "checkpoint", "finish", "start")
+    newest = next((event for event in reversed(events) if event.get("event") in names), {})
+    if newest.get("event") != "held":
+        return None
+    return {key: newest.get(key) for key in ("step", "problem", "servers")}
 
 
 def _last_of_attempt(events: list[Record], name: str) -> Record:

@@ -141,6 +141,7 @@ def look_as_json(look: "Look", ranks: list[int]) -> dict[str, Any]:
         "without": None
         if answer is None
         else vars(answer) | {"without_seconds": answer.without_seconds, "sentence": answer.sentence},
+        "steps_without_line": look.steps.without_line,
         "wrong_lines": look.num_wrong_lines,
         "events": list(look.events[-20:]),
     }

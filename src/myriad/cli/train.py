@@ -5,19 +5,21 @@ import json
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from myriad.cli.overrides import OverrideCommand
-from myriad.errors import BadInputError, RunFailedError
+from myriad.errors import NO_STATE, BadInputError, RunFailedError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from myriad.cli.summary import Summary
     from myriad.job import Job
+    from myriad.job_changes import JobChange
     from myriad.run import Run
 
 __all__ = ["register", "train"]
@@ -76,6 +78,9 @@ def train(
 
     Ctrl-C saves and stops; the same command goes on from there.
 
+    Keys given with a run that exists change it from the next step on (learning rate, schedule, data, layout,
+    ...). The model, train.seed, train.global_batch and optimizer.name cannot change: see docs/resume.md.
+
     Exit code: 0 done, 1 the run failed, 2 bad input, 130 stopped by Ctrl-C.
     """
     from rich.console import Console
@@ -83,12 +88,14 @@ def train(
     from myriad.cli.summary import is_done
     from myriad.resilience.engines.begin import check_journal
     from myriad.resilience.engines.engine import check_engine
-    from myriad.train.inputs import keep_tokenizer, open_inputs, refuse_other_tokenizer
+    from myriad.resilience.engines.slurm import in_allocation
+    from myriad.train.inputs import keep_tokenizer, note_corpus, open_inputs, refuse_other_tokenizer
 
     given = {"train.init_from": init_from, "resilience.engine": engine}
     short = [f"{key}={value}" for key, value in given.items() if value is not None]
     resolved, folder = _resolve(job, run, [*OverrideCommand.of(context), *short])
     console = None if as_json else Console()
+    _check_restart(resolved, OverrideCommand.of(context))
     if standby:
         _check_standby(job, folder, resolved, OverrideCommand.of(context))
         _end(folder, _stand_by(folder, resolved, console), console, oversubscribe)
@@ -96,14 +103,16 @@ def train(
     folder.check(resolved)
     check_engine(resolved, oversubscribe=oversubscribe)
     is_queued = _is_queued(resolved, submit)
+    changes = folder.changes(resolved) if folder.exists else []
     if is_done(folder, resolved.train.steps):
+        _refuse_unused(folder, changes, resolved)
         if console:
             console.print(f"this run is done: all its {resolved.train.steps} steps")
         _report(folder, console, oversubscribe)
         return
     if not is_queued:
         check_journal(folder, resolved.resilience)
-    _check_storage(folder, resolved)
+    _check_storage(folder, resolved, changes)
     corpora = open_inputs(resolved, lambda stage: console.print(f"{stage} ...") if console else None)
     refuse_other_tokenizer(folder, resolved, corpora)
     if resolved.train.init_from is not None:
@@ -113,16 +122,21 @@ def train(
     if is_queued:
         with folder.lock():
             folder.create_or_resume(resolved)
+            folder.allow_restart(allowed=resolved.checkpoint.restart_from_scratch)
         _queue(folder, resolved, submit, console)
         return
     with folder.lock():
+        step = folder.last_step()
         folder.create_or_resume(resolved)
+        if resolved.checkpoint.restart_from_scratch or not in_allocation():  # a batch job was asked before
+            folder.allow_restart(allowed=resolved.checkpoint.restart_from_scratch)
         keep_tokenizer(folder, corpora)
-        folder.append_event("corpus", fingerprint=corpora.fingerprint, tokens=corpora.num_tokens)
+        _show_changes(console, [*changes, *note_corpus(folder, corpora)], step)
         try:
             ended = _launch(folder, resolved, console)
         except RunFailedError as error:  # what there is of the run is shown all the same
-            _report(folder, console, oversubscribe, error)
+            if console is None or NO_STATE not in str(error):  # else: there is nothing to go on from
+                _report(folder, console, oversubscribe, error)
             if console is None:
                 sys.stderr.write(f"myriad: error: {error}\n")
                 raise typer.Exit(error.exit_code) from None
@@ -196,14 +210,55 @@ def _queue(run: "Run", job: "Job", submit: bool, console: "Console | None") -> N
         console.print(told, markup=False, highlight=False, soft_wrap=True)
 
 
-def _check_storage(run: "Run", job: "Job") -> None:
-    """Refuses a place for checkpoints that cannot be written, before hours of training need it; a run whose
-    state is still in memory goes on even so."""
+def _check_storage(run: "Run", job: "Job", changes: "Sequence[JobChange]") -> None:
+    """Refuse a place for checkpoints that cannot be written, before hours of training need it, and a new
+    place that lacks what the run has stored; a run whose state is still in memory goes on even so."""
     from myriad.checkpoint.folder import CheckpointFolder
     from myriad.checkpoint.keeper_client import list_in_memory
 
-    if job.checkpoint.url is not None and not list_in_memory(run.path):
-        CheckpointFolder(job.checkpoint.url).check()
+    moved = next((change for change in changes if change.key == "checkpoint.url"), None)
+    if (job.checkpoint.url is None and moved is None) or list_in_memory(run.path):
+        return
+    folder, past = CheckpointFolder(run.checkpoints(job)), run.past()
+    folder.check()
+    if moved is None or job.resilience.nodes > 1 or job.checkpoint.restart_from_scratch:
+        return  # ranks know what other nodes have in memory
+    if past.stored_step and not folder.trained_steps():
+        stored = f"which stored step {past.stored_step} in {moved.before or run.checkpoints_path}"
+        allowed = (
+            f"holds no checkpoint of {run.path}, {stored}: leave the key out, copy the checkpoints there "
+            f"first, or give --checkpoint.restart-from-scratch"
+        )
+        raise BadInputError("checkpoint.url", moved.after, allowed)
+
+
+def _check_restart(job: "Job", overrides: list[str]) -> None:
+    """Refuse a permission for one start in a file that every start reads."""
+    typed = any(one.startswith("checkpoint.restart_from_scratch=") for one in overrides)
+    if job.checkpoint.restart_from_scratch and not typed:
+        allowed = "holds for one start: type --checkpoint.restart-from-scratch, and leave it out of job files"
+        raise BadInputError("checkpoint.restart_from_scratch", True, allowed)
+
+
+def _refuse_unused(run: "Run", changes: "Sequence[JobChange]", job: "Job") -> None:
+    """Refuse keys that a finished run would ignore."""
+    if not changes and not job.checkpoint.restart_from_scratch:
+        return
+    key, before, value = changes[0] if changes else ("checkpoint.restart_from_scratch", False, True)
+    done = run.last_step()
+    others = [change.key for change in changes[1:]]
+    more = f", nor were {', '.join(others)}" if others else ""
+    path = shlex.quote(str(run.path))
+    finished = f"{path} is finished ({done} of {done} steps, with {key} = {before!r})"
+    allowed = f"was not used{more}: {finished}; longer: --train.steps {2 * done}; a new run: --run NAME"
+    raise BadInputError(key, value, allowed)
+
+
+def _show_changes(console: "Console | None", changes: "Sequence[JobChange]", step: int) -> None:
+    for change in changes:
+        text = f"changed after step {step}: {change}"
+        if console:
+            console.print(text, markup=False, highlight=False, soft_wrap=True, style="yellow")
 
 
 def _resolve(job: str, run: str | None, overrides: list[str]) -> "tuple[Job, Run]":
@@ -217,11 +272,13 @@ def _resolve(job: str, run: str | None, overrides: list[str]) -> "tuple[Job, Run
         folder = Run(path)
         if not folder.exists:
             raise BadInputError("job", job, "a run folder has a job.toml; this folder has none")
+        folder.check_job_file()
         return load_job(str(folder.job_path), overrides), folder
     if run == "":
         raise BadInputError("--run", run, "a name, or a path")
-    resolved = load_job(job, _spread(job, overrides))
-    return resolved, Run(_run_path(run or resolved.name))
+    resolved = load_job(job, overrides)
+    folder = Run(_run_path(run or resolved.name))
+    return load_job(job, _spread(job, overrides, folder)), folder
 
 
 def _run_folder(job: str) -> Path | None:
@@ -234,14 +291,16 @@ def _run_folder(job: str) -> Path | None:
     return by_name if (by_name / "job.toml").is_file() and job not in recipe_names("jobs") else None
 
 
-def _spread(job: str, overrides: list[str]) -> list[str]:
+def _spread(job: str, overrides: list[str], run: "Run") -> list[str]:
     """The default job on two cores is quickest as two data-parallel ranks of one thread each (measured; and
-    the result is that of one): so it runs, unless a layout is asked for."""
+    the result is that of one): so it runs, unless a layout is asked for. A run that is there keeps its
+    own."""
     from myriad.resilience.engines.local import num_cores
 
     if job != _DEFAULT_JOB or any(key.startswith(("layout.", "train.threads")) for key in overrides):
         return overrides
-    return [f"layout.dp={min(2, num_cores())}", *overrides]
+    replicas = run.job().layout.dp if run.exists else min(2, num_cores())
+    return [f"layout.dp={replicas}", *overrides]
 
 
 def _run_path(name_or_path: str) -> Path:
@@ -285,6 +344,9 @@ def _report(
     path = shlex.quote(str(run.path))
     again = f"{_program()} train {path}{' --oversubscribe' if oversubscribe else ''}"
     if not finished:
+        if summary.held is not None:
+            _tell_held(console, summary.held, path, again)
+            return False
         console.print(_stopped(run, summary, again), markup=False, highlight=False, soft_wrap=True)
         return False
     longer = f"{again} --train.steps {2 * summary.steps_planned}"
@@ -292,6 +354,25 @@ def _report(
     sample = f'{_program()} sample {path} --prompt "{prompt}"'
     show_summary(console, run, summary, f"go on:   {longer}\nsample:  {sample}")
     return True
+
+
+def _tell_held(console: "Console", held: dict[str, Any], path: str, again: str) -> None:
+    """Where the state is, and each command that leads on from it."""
+    servers = ", ".join(
+        f"process {one.get('pid')} on {one.get('host')} (node {one.get('node')})"
+        for one in held.get("servers") or []
+    )
+    checkpoint = f"{_program()} checkpoint"
+    lines = [
+        f"stopped at step {held['step']}, held in memory only: {held['problem']}",
+        f"in memory: {servers}, until it is stored or released, or the machine goes down",
+        f"store it elsewhere: {checkpoint} save {path} --to FOLDER_OR_URL",
+        f"and then go on:     {again} --checkpoint.url FOLDER_OR_URL",
+        f"or make room here:  {again}",
+        f"or give it up:      {checkpoint} release {path}",
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _stopped(run: "Run", summary: "Summary", again: str) -> str:

@@ -1,6 +1,5 @@
 """``myriad validate``: predictions beside published iteration times, table by table."""
 
-import json
 from collections.abc import Sequence
 from itertools import count
 from math import isnan
@@ -11,6 +10,7 @@ import typer
 
 from myriad.cli.bars import count_bar
 from myriad.cli.files import check_picture, write_picture
+from myriad.cli.json_output import print_json
 
 if TYPE_CHECKING:
     from myriad.planner.published import Table
@@ -54,7 +54,7 @@ def validate(
 
         write_picture("--chart", chart, draw(results))
     if as_json:
-        typer.echo(json.dumps(_as_json(results)))
+        print_json(_as_json(results))
     else:
         _print(results, rows=rows)
 

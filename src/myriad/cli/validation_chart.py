@@ -5,6 +5,7 @@ from html import escape
 from math import log10
 
 from myriad.planner.validation import TableResult
+from myriad.units import format_number
 
 __all__ = ["draw"]
 
@@ -42,9 +43,8 @@ def draw(results: Sequence[TableResult]) -> str:
         parts += _entry(number, colour, result)
     for result, colour in sorted(coloured, key=lambda pair: -len(pair[0].rows)):  # few points over many
         for one in result.rows:
-            hint = (
-                f"{one.row.name}: {one.row.seconds:.3g} s, predicted {one.seconds:.3g} s ({one.error:+.1%})"
-            )
+            hint = f"{one.row.name}: {format_number(one.row.seconds)} s, "
+            hint += f"predicted {format_number(one.seconds)} s ({one.error:+.1%})"
             where = f'cx="{x(one.row.seconds):.1f}" cy="{y(one.seconds):.1f}"'
             parts.append(f'<circle {where} r="3.4" fill="{colour}" fill-opacity="0.75">')
             parts.append(f"<title>{escape(hint)}</title></circle>")

@@ -1,21 +1,20 @@
 """``myriad simulate --weeks``: weeks with faults on a cluster, as tables, chart or JSON."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from myriad.cli.bars import share_bar
 from myriad.cli.files import check_picture, write_picture
+from myriad.cli.json_output import print_json
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
     from myriad.planner.cluster import Cluster
     from myriad.resilience.weeks.study import Effect, Outcome, Setting
+from myriad.units import format_number
 
 __all__ = ["WantedWeeks", "simulate_weeks"]
 
@@ -72,7 +71,7 @@ def simulate_weeks(wanted: WantedWeeks) -> None:
 
         write_picture("--out", wanted.out, draw(headline, outcomes, effects))
     if wanted.as_json:
-        typer.echo(json.dumps(_as_json(wanted, setting, outcomes, effects)))
+        print_json(_as_json(wanted, setting, outcomes, effects))
     else:
         _print(headline, wanted, setting, outcomes, effects)
 
@@ -137,7 +136,8 @@ def _print(
     show(_ledger_rows(outcomes))
     if effects:
         show(_effect_rows(outcomes[0].mean, effects))
-    note = f"Myriad: its own decisions. A step takes {setting.times.step_seconds:.3g} s. Nothing was run."
+    note = f"Myriad: its own decisions. A step takes {format_number(setting.times.step_seconds)} s."
+    note += " Nothing was run."
     console.print(Text(note, style="dim"), soft_wrap=True)
     if wanted.out is not None:
         console.print(str(wanted.out), soft_wrap=True)

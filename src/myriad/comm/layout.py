@@ -13,7 +13,7 @@ from myriad.config import Config
 from myriad.errors import BadInputError
 from myriad.program.schedules import check_virtual_stages
 
-__all__ = ["AXES", "Layout", "check_layout", "lacks_for_graphs"]
+__all__ = ["AXES", "MOST_RANKS", "Layout", "check_layout", "lacks_for_graphs"]
 
 ScheduleName = Literal[
     "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "eager-zero-bubble"
@@ -22,28 +22,31 @@ ScheduleName = Literal[
 AXES = ("dp", "pp", "cp", "tp", "ep")
 """Axes of the rank grid, slowest first."""
 
+MOST_RANKS = 2**20
+"""The largest world: rank tables and searches hold an entry for each rank."""
+
 
 class Layout(Config):
     """How one iteration is spread over ranks."""
 
-    dp: int = Field(1, ge=1)
+    dp: int = Field(1, ge=1, le=MOST_RANKS)
     """Data-parallel replicas."""
-    tp: int = Field(1, ge=1)
+    tp: int = Field(1, ge=1, le=MOST_RANKS)
     """Ranks that share each matrix (tensor and sequence parallelism)."""
-    pp: int = Field(1, ge=1)
+    pp: int = Field(1, ge=1, le=MOST_RANKS)
     """Pipeline ranks."""
-    cp: int = Field(1, ge=1)
+    cp: int = Field(1, ge=1, le=MOST_RANKS)
     """Context-parallel ranks; only 1 for now."""
-    ep: int = Field(1, ge=1)
+    ep: int = Field(1, ge=1, le=MOST_RANKS)
     """Expert-parallel ranks; only 1 for now."""
-    virtual_stages: int = Field(1, ge=1)
+    virtual_stages: int = Field(1, ge=1, le=2**14)
     """Model pieces per pipeline rank."""
     zero: int = Field(0, ge=0, le=3)
     """What data-parallel ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
     reduce: Literal["last", "each"] = "last"
     """When gradients are reduced: after a chunk's last backward, or after each (least memory; needs zero = 2
     or 3)."""
-    micro_batch: int = Field(1, ge=1)
+    micro_batch: int = Field(1, ge=1, le=2**24)
     """Sequences in one micro-batch."""
     shares: tuple[int, ...] | None = None
     """Micro-batches of each data-parallel replica in one iteration, [5, 3]: fewer for slower ones. The result
@@ -86,7 +89,9 @@ class Layout(Config):
             return self.shares
         unit = self.dp * self.micro_batch
         if global_batch % unit:
-            allowed = f"must be a multiple of layout.dp x layout.micro_batch = {unit}"
+            below, above = global_batch // unit * unit, (global_batch // unit + 1) * unit
+            near = f"{below} or {above}" if below else f"{above}"
+            allowed = f"must be a multiple of layout.dp x layout.micro_batch = {unit}, such as {near}"
             raise BadInputError(key, global_batch, allowed)
         return (global_batch // unit,) * self.dp
 
@@ -97,6 +102,9 @@ def check_layout(layout: Layout) -> None:
         raise BadInputError("layout.cp", layout.cp, "only 1: context parallelism is not built yet")
     if layout.ep > 1:
         raise BadInputError("layout.ep", layout.ep, "only 1: expert parallelism is not built yet")
+    if layout.world > MOST_RANKS:
+        key = "layout.dp x layout.tp x layout.pp"
+        raise BadInputError(key, layout.world, f"at most {MOST_RANKS:,} ranks: tables hold an entry for each")
     check_virtual_stages(layout.schedule_name, layout.virtual_stages)
     shares = layout.shares
     if shares is not None and (len(shares) != layout.dp or min(shares) < 1):

@@ -41,7 +41,7 @@ class NodeCounters:
         for node, path in self._paths():
             try:
                 look = self._read(node, path)
-            except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
                 continue
             if look is not None:
                 self._looks[node] = look

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from myriad.dashboard.node_counters import NodeCounters
 from myriad.jsonl import JsonlTail, Record
-from myriad.run import Run
+from myriad.run import Run, step_line
 
 __all__ = ["CONTENT_TYPE", "Account", "RunCollector", "RunMetrics", "Spans"]
 
@@ -99,10 +99,11 @@ class RunCollector(Collector):
 
     def _poll(self) -> None:
         for line in self._metrics.poll():
-            if isinstance(line.get("step"), int) and line["step"] > 0:
-                self._last = line
-                self._steps += 1
-                self._tokens += _number(line.get("tokens")) / line["step"]
+            if (checked := step_line(line)) is not None and (step := checked["step"]) > 0:
+                num_steps = max(1, step - self._last.get("step", 0))  # of some there may be no line
+                self._last = checked
+                self._steps += num_steps
+                self._tokens += _number(line.get("tokens")) / step * num_steps
         for event in self._events.poll():
             self._take(str(event.get("event")), event)
 

@@ -15,8 +15,8 @@ from myriad.dashboard.insight.findings import ranks_of
 from myriad.dashboard.insight.ranks import Ranks
 from myriad.dashboard.run_look import attempt_of
 from myriad.errors import MyriadError
-from myriad.jsonl import JsonlTail, Record
-from myriad.run import Run, StepLines
+from myriad.jsonl import JsonlTail, Record, late_events
+from myriad.run import Run, StepCount, StepLines, count_steps
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -55,7 +55,7 @@ class RunFiles:
     def poll(self) -> bool:
         """Reads what was added; whether there was anything."""
         lines, events = self._steps.poll(), self._events_tail.poll()
-        self.events += events
+        self.events[:] = late_events(self.events + events) if events else self.events
         if begins := [event for event in events if event.get("event") in _BEGINS]:
             self._follow_job(begins)
         self._has_looked = True
@@ -73,8 +73,13 @@ class RunFiles:
 
     @property
     def num_wrong_lines(self) -> int:
-        """Of the steps', that are wrong or have a wrong figure."""
-        return self._steps.num_wrong
+        """Of steps and events, that are torn, wrong or have a wrong figure."""
+        return self._steps.num_wrong + self._events_tail.num_wrong
+
+    @property
+    def steps(self) -> StepCount:
+        """Done, and those without a line."""
+        return count_steps(self.metrics, self.events)
 
     def last(self, event: str) -> Record:
         """The newest of its name; empty: there was none."""

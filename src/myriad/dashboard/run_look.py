@@ -15,8 +15,8 @@ from myriad.dashboard.insight.findings import Findings
 from myriad.dashboard.insight.state import State, run_state, state_sentence
 from myriad.dashboard.run_spans import NewestSpans, SpanFolder
 from myriad.errors import MyriadError
-from myriad.jsonl import JsonlTail, Record
-from myriad.run import Run, StepLines
+from myriad.jsonl import JsonlTail, Record, late_events
+from myriad.run import Run, StepCount, StepLines, count_steps
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -61,12 +61,17 @@ class Look:
     at_work: bool = False
     """Somebody has it, here or on another machine."""
     num_wrong_lines: int = 0
-    """Of metrics.jsonl, that are wrong or have a wrong figure."""
+    """Of metrics.jsonl and events.jsonl, that are torn, wrong or have a wrong figure."""
+
+    @cached_property
+    def steps(self) -> StepCount:
+        """Done, and those without a line."""
+        return count_steps(self.metrics, self.events)
 
     @property
     def step(self) -> int:
         """Steps done."""
-        return int(self.metrics[-1]["step"]) if self.metrics else 0
+        return self.steps.done
 
     def _recent(self, key: str) -> float | None:
         values = [line.get(key) for line in self.metrics[-_RECENT_STEPS:]]
@@ -153,7 +158,7 @@ class RunWatch:
         """As it is now."""
         self._steps.poll()
         events = self._events_tail.poll()
-        self._events += events
+        self._events = late_events(self._events + events)
         if any(event.get("event") == "start" for event in events):
             with suppress(MyriadError, OSError):
                 self._job = self.run.job()  # it may have been changed when the run was resumed
@@ -169,5 +174,5 @@ class RunWatch:
             held,
             time.time(),
             is_at_work(self.run),
-            steps.num_wrong,
+            steps.num_wrong + self._events_tail.num_wrong,
         )

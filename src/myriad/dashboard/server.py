@@ -98,10 +98,19 @@ class _Server(uvicorn.Server):
 
 
 class _Impatient(H11Protocol):
-    """Looks, while an answer waits to be sent, whether any of it was taken."""
+    """Closes a connection that sends no request, or takes nothing of an answer that waits to be sent."""
 
     seconds = STALL_SECONDS
     _waiting = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Its first request has a deadline, which uvicorn has only for those that follow."""
+        super().connection_made(transport)
+        self.loop.call_later(self.seconds, self._look_for_request)
+
+    def _look_for_request(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
 
     def pause_writing(self) -> None:
         """More waits than the transport likes to keep."""

@@ -130,7 +130,7 @@ class Watched:
     @property
     def steps_done(self) -> int:
         """As the run tells, or its spans do."""
-        return self.files.metrics[-1]["step"] if self.files.metrics else self.last_step or 0
+        return self.files.steps.done or self.last_step or 0
 
     @property
     def state(self) -> State:

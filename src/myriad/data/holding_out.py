@@ -8,7 +8,8 @@
 The rule follows from the inputs alone, so whoever makes a corpus again makes the same one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -36,9 +37,13 @@ class HoldingOut(NamedTuple):
     tail: Tail | None = None
     """``None``: documents are held out by their hashes."""
 
-    def splits(self, piece: Piece, key: str) -> Iterator[tuple[Split, str]]:
-        """The documents of a piece and where they belong; one of them may be in two parts."""
-        for number, document in enumerate(_documents(piece, key)):
+    def splits(
+        self, piece: Piece, key: str, skipped: "Counter[str] | None" = None
+    ) -> Iterator[tuple[Split, str]]:
+        """The documents of a piece and where they belong; one of them may be in two parts.
+
+        Records without text are counted in ``skipped``."""
+        for number, document in enumerate(_documents(piece, key, skipped)):
             if self.tail is None:
                 yield _split_of(document, self.share), document
             elif (piece.number, number) != self.tail[:2]:
@@ -50,11 +55,16 @@ class HoldingOut(NamedTuple):
                 yield "validation", validation
 
 
-def holding_out(pieces: Sequence[Piece], key: str, share: float) -> HoldingOut:
-    """The rule of a corpus. Reads until a document stands on each side: all of it where there are few."""
+def holding_out(
+    pieces: Sequence[Piece], key: str, share: float, progress: Callable[[int], None] = lambda _: None
+) -> HoldingOut:
+    """The rule of a corpus. Reads until a document stands on each side: all of it where there are few.
+
+    ``progress`` gets the size of each piece before it is read."""
     seen: set[Split] = set()
     lengths: list[tuple[int, int, int]] = []
     for piece in pieces if share else ():
+        progress(piece.size_bytes)
         for number, document in enumerate(_documents(piece, key)):
             seen.add(_split_of(document, share))
             if len(seen) == 2:
@@ -79,8 +89,8 @@ def _line_before(piece: Piece, key: str, number: int, held: int) -> int:
     return start
 
 
-def _documents(piece: Piece, key: str) -> Iterator[str]:
-    return (document for span in piece.spans for document in read_documents(span, key))
+def _documents(piece: Piece, key: str, skipped: "Counter[str] | None" = None) -> Iterator[str]:
+    return (document for span in piece.spans for document in read_documents(span, key, skipped))
 
 
 def _split_of(document: str, share: float) -> Split:

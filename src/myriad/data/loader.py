@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
@@ -78,13 +79,19 @@ class LoaderClient:
     """One rank's end of the node's loader."""
 
     def __init__(
-        self, spec: LoaderSpec, local_rank: int = 0, num_local_ranks: int = 1, first_step: int = 0
+        self,
+        spec: LoaderSpec,
+        local_rank: int = 0,
+        num_local_ranks: int = 1,
+        first_step: int = 0,
+        on_restart: Callable[[str], None] = lambda problem: None,
     ) -> None:
-        """``local_rank`` counts the node's ranks that read; number 0 owns the loader process.
+        """``local_rank`` counts the node's ranks that read; number 0 owns the loader process. ``on_restart``
+        is called with the reason when that process is replaced.
 
         The loader prepares ``first_step`` at once; any other may be asked for.
         """
-        self.spec, self._reader = spec, local_rank
+        self.spec, self._reader, self._on_restart = spec, local_rank, on_restart
         self.wait_seconds = 0.0
         """Time in which the rank waited for data, since it started."""
         self.restarts = 0
@@ -157,8 +164,9 @@ class LoaderClient:
         if self._process.wake():
             return
         if self._ring.error is None:
-            self._process.restart()
+            problem = self._process.restart()
             self.restarts += 1
+            self._on_restart(problem)
         else:
             self._look_after_loader()
 
@@ -174,6 +182,7 @@ class _LoaderProcess:
     def _start(self) -> None:
         self._progress = self._ring.progress
         self._stopped_since: float | None = None
+        self._was_stopped = False
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "myriad.data.loader_process", str(self._descriptor)],
@@ -213,20 +222,25 @@ class _LoaderProcess:
             return
         self._stopped_since = self._stopped_since or time.monotonic()
         if time.monotonic() - self._stopped_since > _STOPPED_SECONDS:
+            self._was_stopped = True
             self._process.kill()
             self._process.wait()
 
-    def restart(self) -> None:
-        """A new process for a dead one. Raises `RunFailedError` when they die without preparing a step."""
+    def restart(self) -> str:
+        """Starts a new process for a dead one and returns what happened. Raises `RunFailedError` when they
+        die without preparing a step."""
         code = self._process.returncode
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        how = "was stopped (SIGSTOP) and killed" if self._was_stopped else f"died ({how})"
         self._deaths = self._deaths + 1 if self._ring.progress == self._progress else 1
         if self._deaths > _DEATHS_WITHOUT_PROGRESS:
-            self._ring.fail(f"died {self._deaths} times without preparing a step, last with {how}")
+            self._ring.fail(f"died {self._deaths} times without preparing a step, the last one {how}")
             raise RunFailedError(f"data loader: {self._ring.error}")
-        _log.warning("data loader %d died (%s); starting another", self._process.pid, how)
+        problem = f"the data loader (pid {self._process.pid}) {how}; another goes on with the same step"
+        _log.warning("%s", problem)
         self._pipe.close()
         self._start()
+        return problem
 
     def close(self) -> None:
         """End of its input is the signal to go."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from myriad.config import Config
 from myriad.errors import BadInputError
@@ -61,6 +61,8 @@ class Manifest(Config):
     """In the order in which their tokens follow one another."""
     text_bytes: dict[Split, int]
     """UTF-8 bytes of the documents of each split."""
+    skipped: dict[str, int] = Field(default_factory=dict)
+    """Records left out because their text is ``null`` or ``empty``."""
     files: dict[str, FileRecord]
     """Every file of the folder but this one."""
     plan: dict[str, Any]

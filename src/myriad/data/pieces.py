@@ -8,6 +8,7 @@ their parent is killed.
 import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -45,6 +46,8 @@ class PieceResult(NamedTuple):
 
     number: int
     text_bytes: dict[Split, int]
+    skipped: dict[str, int]
+    """Records without text, left out: ``null`` and ``empty``."""
 
 
 def piece_prefix(folder: Path, number: int, split: Split) -> Path:
@@ -71,7 +74,8 @@ def _finished(folder: Path, number: int) -> PieceResult | None:
     path = folder / f"{number:06}.json"
     if not path.is_file():
         return None
-    return PieceResult(number, json.loads(path.read_text()))
+    content = json.loads(path.read_text())
+    return PieceResult(number, **content) if "skipped" in content else None
 
 
 def _in_this_process(work: PieceWork, pieces: Sequence[Piece], workers: int) -> Iterator[PieceResult]:
@@ -152,8 +156,9 @@ def _tokenize(
         IndexedWriter(piece_prefix(work.folder, piece.number, split), dtype) for split in SPLITS
     )
     writers = {"train": train, "validation": validation}
+    skipped = Counter[str]()
     with train, validation:
-        for batch in _batches(piece, work):
+        for batch in _batches(piece, work, skipped):
             if stop.is_set():
                 raise _Stopped
             encoded = tokenizer.encode_batch([document for _, document in batch])
@@ -162,16 +167,16 @@ def _tokenize(
                 text_bytes[split] += len(document.encode())
     path = work.folder / f"{piece.number:06}.json"
     partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(text_bytes))
+    partial.write_text(json.dumps({"text_bytes": text_bytes, "skipped": skipped}))
     partial.replace(path)
-    return PieceResult(piece.number, text_bytes)
+    return PieceResult(piece.number, text_bytes, dict(skipped))
 
 
-def _batches(piece: Piece, work: PieceWork) -> Iterator[list[tuple[Split, str]]]:
-    """Documents, about a megabyte at a time."""
+def _batches(piece: Piece, work: PieceWork, skipped: Counter[str]) -> Iterator[list[tuple[Split, str]]]:
+    """Documents, about a megabyte at a time; records without text are counted in ``skipped``."""
     batch: list[tuple[Split, str]] = []
     size = 0
-    for split, document in work.held_out.splits(piece, work.key):
+    for split, document in work.held_out.splits(piece, work.key, skipped):
         batch.append((split, document))
         size += len(document)
         if size >= _BATCH_BYTES:

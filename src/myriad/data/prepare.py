@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from myriad.data.manifest import MANIFEST_FILE, Manifest, ShardRecord, Split, ha
 from myriad.data.pieces import SPLITS, PieceResult, PieceWork, piece_prefix, run_pieces
 from myriad.data.sources import Piece, SourceFile, cut_pieces, find_sources
 from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from myriad.errors import BadInputError
+from myriad.errors import BadInputError, RunFailedError
 
 __all__ = ["PrepareOptions", "Progress", "prepare"]
 
@@ -57,8 +58,9 @@ class Progress(NamedTuple):
     """How far it is."""
 
     stage: str
-    done_bytes: int
-    total_bytes: int
+    done_bytes: int = 0
+    total_bytes: int = 0
+    """0: not known."""
 
 
 def prepare(
@@ -69,6 +71,7 @@ def prepare(
 ) -> Manifest:
     """Makes, or goes on making, the corpus in ``output``; leaves any other untouched (`BadInputError`)."""
     _check_options(options)
+    progress(Progress("listing the inputs"))
     sources = find_sources(inputs)
     identity = _identity(sources, options)
     if (output / MANIFEST_FILE).exists():
@@ -78,13 +81,13 @@ def prepare(
     pieces = cut_pieces(sources, options.key, min(_PIECE_BYTES, options.shard_bytes))
     if not any(piece.size_bytes for piece in pieces):
         raise BadInputError("INPUT", ", ".join(inputs), "files with text in them: there is none")
-    with _work_folder(output, identity) as work:
-        held_out = holding_out(pieces, options.key, options.validation)
+    with _writable(output), _work_folder(output, identity) as work:
+        held_out = _held_out(pieces, options, progress)
         tokenizer = _tokenizer(work, pieces, options, held_out, progress)
         task = PieceWork(work, work / TOKENIZER_FILE, options.key, held_out)
         results = run_pieces(task, pieces, options.workers, _piece_progress(pieces, progress))
-        total = sum(piece.size_bytes for piece in pieces)
-        progress(Progress("writing shards", total, total))
+        _check_text(inputs, results, work)
+        progress(Progress("writing and hashing shards"))
         manifest = _merge(output, work, tokenizer, results, options.shard_bytes, identity)
         manifest.write(output)
     shutil.rmtree(output / _WORK_FOLDER)
@@ -124,6 +127,15 @@ def _same_or_refuse(output: Path, identity: dict[str, Any]) -> Manifest:
 
 
 @contextmanager
+def _writable(output: Path) -> Iterator[None]:
+    """Report what keeps the folder from being written; what inputs raise is reported where they are read."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailedError(f"{output}: {error.strerror or error}; the same command continues") from None
+
+
+@contextmanager
 def _work_folder(output: Path, identity: dict[str, Any]) -> Iterator[Path]:
     """The folder of unfinished work, ours alone while we are in it."""
     work = output / _WORK_FOLDER
@@ -159,6 +171,32 @@ def _write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def _check_text(inputs: Sequence[str], results: Sequence[PieceResult], work: Path) -> None:
+    """Refuse inputs without any text, and forget the work on them."""
+    if not any(result.text_bytes[split] for result in results for split in SPLITS):
+        shutil.rmtree(work)
+        raise BadInputError(
+            "INPUT", ", ".join(inputs), f"files with text in them: there is none ({_skipped(results)})"
+        )
+
+
+def _skipped(results: Sequence[PieceResult]) -> dict[str, int]:
+    return dict(sum((Counter(result.skipped) for result in results), Counter[str]()))
+
+
+def _held_out(
+    pieces: Sequence[Piece], options: PrepareOptions, progress: Callable[[Progress], None]
+) -> HoldingOut:
+    total = sum(piece.size_bytes for piece in pieces)
+    begun: list[int] = []
+
+    def show(piece_bytes: int) -> None:
+        progress(Progress("choosing the held-out text", sum(begun), total))
+        begun.append(piece_bytes)
+
+    return holding_out(pieces, options.key, options.validation, show)
+
+
 def _tokenizer(
     work: Path,
     pieces: Sequence[Piece],
@@ -173,9 +211,12 @@ def _tokenizer(
     if options.tokenizer:
         tokenizer = Tokenizer.load(options.tokenizer)
     else:
-        total = sum(piece.size_bytes for piece in pieces)
-        progress(Progress("training the tokenizer", 0, total))
-        tokenizer = Tokenizer.train(_sample(pieces, options.key, held_out), options.vocabulary)
+        sample = _sample(pieces, options.key, held_out)
+        tokenizer = Tokenizer.train(
+            sample,
+            options.vocabulary,
+            lambda stage, characters: progress(Progress(f"{stage} ({characters / 1e6:,.1f}M characters)")),
+        )
     partial = work / "tokenizer"
     partial.mkdir(exist_ok=True)
     tokenizer.save(partial).replace(path)
@@ -234,6 +275,7 @@ def _merge(
         end_of_document=tokenizer.end_of_document,
         shards=tuple(shards),
         text_bytes={split: sum(result.text_bytes[split] for result in results) for split in SPLITS},
+        skipped=_skipped(results),
         files={name: hash_file(output / name) for name in names},
         plan=identity,
     )

@@ -7,14 +7,19 @@ one larger than `LONGEST_TEXT_BYTES` is cut at line ends into documents of that 
 """
 
 import codecs
+import io
 import json
+import lzma
+import re
+import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, Literal, NamedTuple
 
 import fsspec
 import fsspec.core
 
-from myriad.errors import BadInputError
+from myriad.errors import BadInputError, MyriadError
 
 __all__ = [
     "LONGEST_TEXT_BYTES",
@@ -37,6 +42,9 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst"), "text"),
 }
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class SourceFile(NamedTuple):
@@ -80,13 +88,17 @@ def _expand(given: str) -> list[SourceFile]:
         fs, path = fsspec.core.url_to_fs(given)
         if any(mark in path for mark in "*?["):
             paths = sorted(name for name in fs.glob(path) if fs.isfile(name))
+        elif _suffix(path) in _KINDS and fs.isfile(path):  # to ask HTTP for a folder downloads the file
+            paths = [path]
         elif fs.isdir(path):
             paths = sorted(name for name in fs.find(path) if _known(name.removeprefix(path)))
         else:
             paths = [path] if fs.isfile(path) else []
         sources = [_source(fs, name) for name in paths]
-    except (ImportError, ValueError, OSError) as error:
+    except ValueError as error:
         raise BadInputError("INPUT", given, f"cannot be read: {error}") from None
+    except Exception as error:
+        raise _named(given, error) from None
     if not sources:
         known = ", ".join(_KINDS)
         raise BadInputError(
@@ -97,6 +109,10 @@ def _expand(given: str) -> list[SourceFile]:
 
 def _source(fs: Any, path: str) -> SourceFile:
     info = fs.info(path)
+    if info["type"] != "file":  # reading a pipe or a device may never end
+        raise BadInputError("INPUT", path, "is a pipe or a device; a regular file, or a folder of them")
+    if path.endswith(".zst") and "zstd" not in fsspec.available_compressions():
+        raise BadInputError("INPUT", path, "reading .zst needs: pip install zstandard; or unpack it")
     stamps = [str(info[key]) for key in ("mtime", "ETag", "LastModified", "last_modified") if key in info]
     return SourceFile(fs.unstrip_protocol(path), _kind(path), int(info["size"] or 0), " ".join(stamps))
 
@@ -157,18 +173,35 @@ def _cut_parquet(source: SourceFile, key: str, piece_bytes: int) -> Iterator[tup
     yield Span(source.url, "parquet", start, len(sizes)), size
 
 
-def read_documents(span: Span, key: str) -> Iterator[str]:
-    """The documents that start in a span, but empty ones. Raises `BadInputError` that says where."""
+def read_documents(span: Span, key: str, skipped: "Counter[str] | None" = None) -> Iterator[str]:
+    """The documents that start in a span. Raises `BadInputError` that says where.
+
+    Records whose text is null or empty are left out, of every kind of file, and counted in ``skipped``."""
+    counts = Counter[str]() if skipped is None else skipped
     try:
+        documents: Iterator[str | None]
         if span.kind == "parquet":
             documents = _read_parquet(span, key)
         elif span.kind == "jsonl":
             documents = _read_jsonl(span, key)
         else:
             documents = _read_text(span)
-        yield from (document for document in documents if document)
-    except (OSError, EOFError, ImportError) as error:
-        raise BadInputError("INPUT", _name(span.url), f"cannot be read: {error}") from None
+        for document in documents:
+            if document:
+                yield document
+            else:
+                counts["null" if document is None else "empty"] += 1
+    except Exception as error:
+        raise _named(span.url, error) from None
+
+
+def _named(url: str, error: Exception) -> Exception:
+    """The error that a person gets when an input cannot be read; one that is a bug stays as it is."""
+    remote = "://" in url and not url.startswith("file://")  # stores raise exceptions of their own
+    unreadable = remote or isinstance(error, OSError | EOFError | ImportError | zlib.error | lzma.LZMAError)
+    if isinstance(error, MyriadError) or not unreadable:
+        return error
+    return BadInputError("INPUT", _name(url), f"cannot be read: {error}")
 
 
 def _name(url: str) -> str:
@@ -184,7 +217,7 @@ def _not_utf8(span: Span, offset: int, error: UnicodeDecodeError) -> BadInputErr
 
 def _lines(span: Span, limit: int) -> Iterator[tuple[int, bytes]]:
     """``(offset, line)`` for each line that starts in the span; a line over ``limit`` bytes in parts."""
-    with fsspec.open(span.url, "rb", compression="infer") as file:
+    with fsspec.open(span.url, "rb", compression="infer") as raw, io.BufferedReader(raw) as file:
         position = span.start
         if span.start:
             file.seek(span.start - 1)
@@ -220,7 +253,8 @@ def _read_text(span: Span) -> Iterator[str]:
         parts.append(text.removeprefix("\ufeff") if offset == 0 else text)
         size += len(line)
     parts.append(_decode(decoder, span, end))
-    yield "".join(parts)
+    if (last := "".join(parts)) or not span.start:  # no line may start in a later span
+        yield last
 
 
 def _decode(decoder: codecs.IncrementalDecoder, span: Span, offset: int, line: bytes = b"") -> str:
@@ -232,7 +266,7 @@ def _decode(decoder: codecs.IncrementalDecoder, span: Span, offset: int, line: b
         raise _not_utf8(span, offset - left, error) from None
 
 
-def _read_jsonl(span: Span, key: str) -> Iterator[str]:
+def _read_jsonl(span: Span, key: str) -> Iterator[str | None]:
     for offset, line in _lines(span, -1):
         if not line.strip():
             continue
@@ -243,9 +277,11 @@ def _read_jsonl(span: Span, key: str) -> Iterator[str]:
             raise BadInputError("INPUT", _name(span.url), place) from None
         except UnicodeDecodeError as error:
             raise _not_utf8(span, offset, error) from None
-        text = record.get(key) if isinstance(record, dict) else None
-        if not isinstance(text, str):
+        if not isinstance(record, dict) or not isinstance(record.get(key, 0), str | None):
             raise _no_text(span, offset, key, record)
+        if (text := record[key]) is not None and (half := _HALF_PAIR.search(text)):
+            place = f"line at byte {offset} has half of a surrogate pair, \\u{ord(half[0]):04x}: no such text"
+            raise BadInputError("INPUT", _name(span.url), f"{place} exists in UTF-8; repair or leave it out")
         yield text
 
 
@@ -256,11 +292,11 @@ def _no_text(span: Span, offset: int, key: str, record: object) -> BadInputError
     return BadInputError("INPUT", _name(span.url), allowed)
 
 
-def _read_parquet(span: Span, key: str) -> Iterator[str]:
+def _read_parquet(span: Span, key: str) -> Iterator[str | None]:
     with fsspec.open(span.url, "rb") as file:
         groups = list(range(span.start, span.stop or 0))
         for batch in _parquet(file, span.url, key).iter_batches(256, row_groups=groups, columns=[key]):
-            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+            yield from batch.column(0).to_pylist()
 
 
 def _parquet(file: IO[bytes], url: str, key: str) -> Any:
@@ -276,6 +312,7 @@ def _parquet(file: IO[bytes], url: str, key: str) -> Any:
     if key not in schema.names:
         raise BadInputError("--key", key, f"{url} has the columns {', '.join(schema.names)}")
     kind = schema.field(key).type
-    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+    values = kind.value_type if arrow.types.is_dictionary(kind) else kind
+    if values not in (arrow.string(), arrow.large_string(), arrow.string_view()):
         raise BadInputError("--key", key, f"column of {kind} in {url}; a column of text")
     return opened

@@ -17,29 +17,31 @@ __all__ = ["ModelConfig"]
 
 
 class ModelConfig(Config):
-    """A decoder transformer."""
+    """A decoder transformer.
 
-    layers: int = Field(4, ge=1)
+    The upper bounds are far above any model, and low enough that a mistyped dimension is refused at once."""
+
+    layers: int = Field(4, ge=1, le=10_000)
     """Number of transformer blocks."""
-    hidden: int = Field(128, ge=8)
+    hidden: int = Field(128, ge=8, le=2**20)
     """Width of the residual stream."""
-    heads: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1, le=2**16)
     """Attention heads."""
-    kv_heads: int | None = Field(None, ge=1)
+    kv_heads: int | None = Field(None, ge=1, le=2**16)
     """Key/value heads (grouped-query attention); off: as many as heads."""
-    head_dim: int | None = Field(None, ge=2)
+    head_dim: int | None = Field(None, ge=2, le=2**16)
     """Width of one head; off: hidden / heads."""
-    ffn_hidden: int | None = Field(None, ge=8)
+    ffn_hidden: int | None = Field(None, ge=8, le=2**24)
     """Inner width of the MLP; off: 4 x hidden."""
-    vocabulary: int = Field(4096, ge=2)
+    vocabulary: int = Field(4096, ge=2, le=2**26)
     """Tokens in the vocabulary, before padding."""
-    vocabulary_multiple: int = Field(64, ge=1)
+    vocabulary_multiple: int = Field(64, ge=1, le=2**20)
     """The embedding is padded to a multiple of this (and of tp)."""
-    sequence: int = Field(256, ge=2)
+    sequence: int = Field(256, ge=2, le=2**30)
     """Tokens in one sequence."""
     block: Literal["serial", "parallel"] = "serial"
     """serial: attention, then MLP; parallel: y = x + MLP(LN(x)) + Attention(LN(x)), one norm."""
-    window: int | None = Field(None, ge=1)
+    window: int | None = Field(None, ge=1, le=2**30)
     """A token sees itself and the window - 1 before it; off: all before it."""
     window_pattern: tuple[bool, ...] = (True,)
     """Which layers use the window, repeated over the layers: [true, false] is every other one."""

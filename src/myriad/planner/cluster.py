@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from myriad.comm.layout import MOST_RANKS
 from myriad.config import Config, Size
 from myriad.errors import BadInputError
 from myriad.network.nics import Nics
@@ -223,6 +224,9 @@ class Cluster(Config):
 
     def check(self) -> "Cluster":
         """Rules that span fields. Raises `BadInputError`."""
+        if self.world > MOST_RANKS:
+            allowed = f"at most {MOST_RANKS:,} accelerators: a search holds an entry for each"
+            raise BadInputError("nodes x accelerators_per_node", self.world, allowed)
         if self.nodes > 1 and self.links.network is None:
             raise BadInputError("links.network", None, f"needed: the cluster has {self.nodes} nodes")
         if self.links.spine is not None and self.nodes_per_switch is None:

@@ -16,6 +16,7 @@ from myriad.network.scenarios import PORT_BYTES_PER_SECOND, Scenario
 from myriad.planner.exposure import Tenant
 from myriad.planner.fabric_placement import seats_of
 from myriad.planner.job_flows import Axis
+from myriad.units import format_number
 
 __all__ = ["AS_IT_IS", "Heaviest"]
 
@@ -69,6 +70,8 @@ class Heaviest:
         rates = fabric.bytes_per_second * (PORT_BYTES_PER_SECOND / float(np.median(own)))
         size = min(_MOST_BYTES, float(few.num_bytes.max()))
         few = replace(few, num_bytes=few.num_bytes * (size / float(few.num_bytes.max())))
-        title = f"{len(few)} of {len(flows):,} flows of {self.words}, up to {size / 1e6:.3g} MB each"
+        title = (
+            f"{len(few)} of {len(flows):,} flows of {self.words}, up to {format_number(size / 1e6)} MB each"
+        )
         watched = np.ones(len(few), dtype=np.bool_)
         return Scenario("where most meet", title, replace(fabric, bytes_per_second=rates), few, ways, watched)

@@ -64,14 +64,18 @@ def layer_memory(
 ) -> LayerMemory:
     """Once for each combination: they are few, whatever the number of layouts. ``where``: bytes of a value,
     whether on a CPU."""
-    keys, index = np.unique((tp * 2.0**20 + micro_batch) * 4 + recompute, return_inverse=True)
+    keys, index = np.unique((tp * _MORE + micro_batch) * 4 + recompute, return_inverse=True)
     found = [
         _memory_of(model, practice, Part(tp_, micro_batch_, *where), RECOMPUTE[int(key % 4)])
         for key in keys
-        for tp_, micro_batch_ in [divmod(key // 4, 2.0**20)]
+        for tp_, micro_batch_ in [divmod(key // 4, _MORE)]
     ]
     columns = (np.array([getattr(one, field.name) for one in found]) for field in fields(LayerMemory))
     return LayerMemory(*columns).take(index.reshape(np.shape(tp)))
+
+
+_MORE = 2.0**25
+"""Than any micro-batch has sequences: tp and micro-batch are packed into one number."""
 
 
 @lru_cache(maxsize=2**14)

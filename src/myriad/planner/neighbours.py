@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from myriad.planner.space import Candidate, Plot, Problem, plots
+from myriad.planner.space import Candidate, Plot, Problem, is_redundant, plots
 
 __all__ = ["neighbours"]
 
@@ -12,6 +12,13 @@ _SWITCHES = ("tensor", "pipeline", "data", "optimizer")
 
 def neighbours(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
     """Each with what differs."""
+    for what, other in _steps(problem, candidate):
+        layout = other.layout
+        if not is_redundant(layout.pp, layout.virtual_stages, layout.zero):
+            yield what, other
+
+
+def _steps(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
     every = {(plot.tp, plot.pp): plot for plot in plots(problem)}
     home = every.get((candidate.layout.tp, candidate.layout.pp))
     if home is None:

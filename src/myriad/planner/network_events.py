@@ -33,7 +33,7 @@ from myriad.network.retransmission import (
     lost_probability,
     mean_wait_seconds,
 )
-from myriad.units import format_ranges
+from myriad.units import format_number, format_ranges
 
 if TYPE_CHECKING:
     from myriad.planner.cluster import Cluster
@@ -173,7 +173,7 @@ class NetworkEvents:
         if lost > _CERTAIN:
             longest = self.timers.longer[1] * float(self.timers.resends[-1])
             raise BadInputError(
-                "--flap", text, f"at most {longest:.3g} s with these --timers: the job ends of it"
+                "--flap", text, f"at most {format_number(longest)} s with these --timers: the job ends of it"
             )
         return found
 

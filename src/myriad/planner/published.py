@@ -6,12 +6,15 @@ whose memory fits, the one that is predicted to be the quickest, as its authors 
 """
 
 import csv
-from collections.abc import Callable, Iterator, Mapping
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from myriad.comm.layout import Layout
+from pydantic import ValidationError
+
+from myriad.comm.layout import Layout, check_layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster import Cluster
@@ -31,7 +34,61 @@ __all__ = ["Clusters", "Row", "Table", "read_table", "ready_tables"]
 
 Clusters = Callable[[str, int], Cluster]
 """A ready cluster by name, with so many accelerators."""
-_Cells = Mapping[str, str]
+
+
+_MOST = 1e12
+"""Above any number in a table."""
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A row of a file; each cell is checked where it is read. All methods raise `BadInputError`."""
+
+    place: str
+    """File and line."""
+    values: Mapping[str, str | None]
+    """By column."""
+
+    def text(self, column: str) -> str:
+        """Return a cell that is not empty."""
+        value = self.values.get(column)
+        if value is None or not value.strip():
+            raise self.refused(column, "needed: the cell is empty or missing")
+        return value.strip()
+
+    def one_of(self, column: str, known: Sequence[str]) -> str:
+        """Return one of a few words."""
+        value = self.text(column)
+        if value not in known:
+            raise self.refused(column, f"one of {', '.join(known)}")
+        return value
+
+    def number(self, column: str) -> float:
+        """Return a finite number above 0."""
+        try:
+            value = float(self.text(column))
+        except ValueError:
+            raise self.refused(column, "a number above 0") from None
+        if not 0 < value <= _MOST:
+            raise self.refused(column, f"a number above 0, at most {_MOST:g}")
+        return value
+
+    def whole(self, column: str) -> int:
+        """Return a whole number of at least 1."""
+        value = self.number(column)
+        if value != int(value):
+            raise self.refused(column, "a whole number of at least 1")
+        return int(value)
+
+    def refused(self, column: str, allowed: str) -> BadInputError:
+        """The error about a cell."""
+        value = self.values.get(column)
+        shown = value if value is None or len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}..."
+        return BadInputError(f"{self.place}, column {column!r}", shown, allowed)
+
+
+_MOST_SHOWN = 60
+"""Characters of a cell in an error."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +127,7 @@ class _Kind:
     source: str
     columns: frozenset[str]
     """By which it is recognised."""
-    read: Callable[[_Cells, Clusters], Iterator[Row]]
+    read: Callable[[Cells, Clusters], Iterator[Row]]
 
 
 def ready_tables() -> list[str]:
@@ -88,14 +145,62 @@ def read_table(name_or_path: str, clusters: Clusters) -> Table:
         allowed = "; ".join(f"{known.title}: {', '.join(sorted(known.columns))}" for known in _KINDS)
         raise BadInputError("TABLE", name_or_path, f"columns of one of these are needed: {allowed}")
     rows: list[Row] = []
-    for number, cells in enumerate(csv.DictReader(text.splitlines()), 2):
-        try:
-            rows += kind.read(cells, clusters)
-        except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
-            raise BadInputError("TABLE", f"{name_or_path}:{number}", f"cannot be read: {error}") from None
+    for place, values in _lines(name_or_path, text):
+        rows += _rows_of(kind, Cells(place, values), clusters)
     if not rows:
         raise BadInputError("TABLE", name_or_path, "has no rows")
     return Table(Path(name_or_path).stem, kind.title, kind.source, tuple(rows))
+
+
+def _lines(name: str, text: str) -> Iterator[tuple[str, dict[str, str | None]]]:
+    """Place and cells of each line."""
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        for values in reader:
+            place = f"{name}, line {reader.line_num}"
+            if None in values:
+                raise BadInputError(place, values[None], "more cells than the header has columns")
+            yield place, values
+    except csv.Error as error:
+        raise BadInputError("TABLE", name, f"not CSV at line {reader.line_num}: {error}") from None
+
+
+def _rows_of(kind: _Kind, cells: Cells, clusters: Clusters) -> list[Row]:
+    """What a line says, as far as it can be planned. Raises `BadInputError` with its place."""
+    try:
+        rows = list(kind.read(cells, clusters))
+        for row in rows:
+            _check(row)
+    except ValidationError as error:
+        one = error.errors()[0]
+        key, allowed = ".".join(map(str, one["loc"])), one["msg"][0].lower() + one["msg"][1:]
+        raise BadInputError(cells.place, f"{key} = {one['input']}", allowed) from None
+    except BadInputError as error:
+        if error.key.startswith(cells.place):
+            raise
+        raise BadInputError(cells.place, f"{error.key} = {error.value}", error.allowed) from None
+    return rows
+
+
+def _check(row: Row) -> None:
+    """Whether a row's works can be. Raises `BadInputError`."""
+    for work in row.works:
+        model, layout, world = work.model, work.layout, row.cluster.world
+        check_layout(layout)
+        layout.shares_of(work.global_batch, "batch")
+        if layout.world != world:
+            raise BadInputError("dp x tp x pp", layout.world, f"the {world} GPUs of the row")
+        if layout.num_stages > model.layers + 2:
+            raise BadInputError("stages", layout.num_stages, f"at most {model.layers + 2} for these layers")
+        if model.hidden % model.heads or model.heads % layout.tp:
+            allowed = f"heads that divide hidden = {model.hidden} and that tp = {layout.tp} divides"
+            raise BadInputError("heads", model.heads, allowed)
+        if work.global_batch > _MOST_BATCH or work.num_micro_batches > _MOST_MICRO_BATCHES:
+            allowed = f"at most {_MOST_BATCH:,} sequences, {_MOST_MICRO_BATCHES:,} micro-batches of a replica"
+            raise BadInputError("batch", work.global_batch, allowed)
+
+
+_MOST_BATCH, _MOST_MICRO_BATCHES = 2**24, 100_000
 
 
 def _text(name_or_path: str) -> str:
@@ -137,8 +242,18 @@ def _work(
     return Work(model, layout, batch, system.overlap, system.practice)
 
 
+def _spread(gpus: int, tp: int, pp: int) -> int:
+    """Replicas. Raises `BadInputError`."""
+    if gpus % (tp * pp):
+        raise BadInputError("gpus", gpus, f"a multiple of tp x pp = {tp * pp}")
+    return gpus // (tp * pp)
+
+
 def _open_layouts(layout: Layout, layers: int, batch: int) -> Iterator[Layout]:
     """All legal micro-batches and virtual stages."""
+    layout = Layout.model_validate(layout.model_dump())
+    if batch % layout.dp:
+        raise BadInputError("batch", batch, f"a multiple of the {layout.dp} replicas")
     for micro_batch in (1, 2, 4, 8):
         if batch % (layout.dp * micro_batch):
             continue
@@ -164,13 +279,14 @@ _WINDOWS = {"window": 512, "window_pattern": (True, False)}
 _MEGASCALE_LAYOUT = {"tp": 8, "pp": 8, "virtual_stages": 6}
 
 
-def _megascale_scaling(cells: _Cells, clusters: Clusters) -> Iterator[Row]:
-    gpus, batch, system = int(cells["gpus"]), int(cells["batch_sequences"]), cells["system"]
+def _megascale_scaling(cells: Cells, clusters: Clusters) -> Iterator[Row]:
+    gpus, batch = cells.whole("gpus"), cells.whole("batch_sequences")
+    system = cells.one_of("system", ("Megatron-LM", "MegaScale"))
     model, how, zero = _175B, MEGATRON_2023, 1
     if system == "MegaScale":
         model, how, zero = _175B.model_copy(update={"block": "parallel", **_WINDOWS}), MEGASCALE, 2
-    work = _work(model, Layout(dp=gpus // 64, zero=zero, **_MEGASCALE_LAYOUT), batch, how)
-    cluster, seconds = clusters("megascale-12288xa100", gpus), float(cells["iteration_seconds"])
+    work = _work(model, Layout(dp=_spread(gpus, 8, 8), zero=zero, **_MEGASCALE_LAYOUT), batch, how)
+    cluster, seconds = clusters("megascale-12288xa100", gpus), cells.number("iteration_seconds")
     yield Row(f"{system} {gpus} GPUs", system, (work,), cluster, seconds, work.model_flops)
 
 
@@ -187,8 +303,8 @@ _ABLATION = (
 )
 
 
-def _megascale_step(cells: _Cells, clusters: Clusters) -> Iterator[Row]:
-    step = _ABLATION.index(cells["step"])
+def _megascale_step(cells: Cells, clusters: Clusters) -> Iterator[Row]:
+    step = _ABLATION.index(cells.one_of("step", _ABLATION))
     model = _175B
     if step >= 1:
         model = model.model_copy(update={"block": "parallel", **(_WINDOWS if step >= 2 else {})})
@@ -204,68 +320,68 @@ def _megascale_step(cells: _Cells, clusters: Clusters) -> Iterator[Row]:
     work = Work(model, layout, batch, overlap, practice, optimizer="lamb" if step >= 8 else "adamw")
     cluster = clusters("megascale-12288xa100", 256)
     peak = cluster.world * cluster.accelerator.peak_flops_per_second
-    seconds = work.model_flops / (peak * float(cells["mfu_percent"]) / 100)
-    yield Row(cells["step"], cells["step"], (work,), cluster, seconds, work.model_flops)
+    seconds = work.model_flops / (peak * cells.number("mfu_percent") / 100)
+    yield Row(cells.text("step"), cells.text("step"), (work,), cluster, seconds, work.model_flops)
 
 
 # Megatron-LM
 
 
-def _megatron_2021(cells: _Cells, clusters: Clusters) -> Iterator[Row]:
+def _megatron_2021(cells: Cells, clusters: Clusters) -> Iterator[Row]:
     """Its FLOPs are those of full recomputation: 96 B s L h^2 (1 + s/6h + V/16Lh)."""
-    sequence, vocabulary = int(cells["seq"]), int(cells["vocab"])
-    hidden, layers = int(cells["hidden"]), int(cells["layers"])
-    model = _gpt(hidden, int(cells["heads"]), layers, sequence, vocabulary)
-    gpus, batch, tp, pp = (int(cells[key]) for key in ("gpus", "batch", "tp", "pp"))
-    layout = Layout(dp=gpus // (tp * pp), tp=tp, pp=pp)
+    sequence, vocabulary = cells.whole("seq"), cells.whole("vocab")
+    hidden, layers = cells.whole("hidden"), cells.whole("layers")
+    model = _gpt(hidden, cells.whole("heads"), layers, sequence, vocabulary)
+    gpus, batch, tp, pp = (cells.whole(key) for key in ("gpus", "batch", "tp", "pp"))
+    layout = Layout(dp=_spread(gpus, tp, pp), tp=tp, pp=pp)
     per_layer = 1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden)
     flops = 96.0 * batch * sequence * layers * hidden**2 * per_layer
-    seconds = flops / (gpus * float(cells["tflops_per_gpu"]) * 1e12)
+    seconds = flops / (gpus * cells.number("tflops_per_gpu") * 1e12)
     works = tuple(
         _work(model, one, batch, MEGATRON_2021, "full") for one in _open_layouts(layout, layers, batch)
     )
-    name = f"{cells['params_B']}B"
+    name = f"{cells.text('params_B')}B"
     yield Row(name, name, works, clusters("selene-2520xa100", gpus), seconds, works[0].model_flops)
 
 
-def _recomputation(cells: _Cells, clusters: Clusters) -> Iterator[Row]:
-    hidden, layers, gpus = int(cells["hidden"]), int(cells["layers"]), int(cells["gpus"])
-    model = _gpt(hidden, int(cells["heads"]), layers, 2048, 51200)
-    tp, pp = int(cells["tp"]), int(cells["pp"])
+def _recomputation(cells: Cells, clusters: Clusters) -> Iterator[Row]:
+    hidden, layers, gpus = cells.whole("hidden"), cells.whole("layers"), cells.whole("gpus")
+    model = _gpt(hidden, cells.whole("heads"), layers, 2048, 51200)
+    tp, pp = cells.whole("tp"), cells.whole("pp")
     layout = Layout(
-        dp=gpus // (tp * pp),
+        dp=_spread(gpus, tp, pp),
         tp=tp,
         pp=pp,
-        virtual_stages=int(cells["interleave"]),
-        micro_batch=int(cells["mbs"]),
+        virtual_stages=cells.whole("interleave"),
+        micro_batch=cells.whole("mbs"),
     )
-    cluster, batch = clusters("selene-2520xa100", gpus), int(cells["gbs"])
+    cluster, batch = clusters("selene-2520xa100", gpus), cells.whole("gbs")
     ways: tuple[tuple[str, str, System, Recompute], ...] = (
         ("full recomputation", "full_recompute_s", MEGATRON_2022, "full"),
         ("sequence parallel, selective", "seqpar_selective_s", MEGATRON_2022_SEQUENCE, "selective"),
     )
     for way, column, system, recompute in ways:
         work = _work(model, layout, batch, system, recompute)
-        name = f"{cells['model']} {way}"
-        yield Row(name, cells["model"], (work,), cluster, float(cells[column]), work.model_flops)
+        name = f"{cells.text('model')} {way}"
+        yield Row(name, cells.text("model"), (work,), cluster, cells.number(column), work.model_flops)
 
 
-def _megatron_core(cells: _Cells, clusters: Clusters) -> Iterator[Row]:
-    sequence, layers = int(cells["seq"]), int(cells["layers"])
-    model = _gpt(int(cells["hidden"]), int(cells["heads"]), layers, sequence, int(cells["vocab"]))
-    gpus, batch, dp = int(cells["gpus"]), int(cells["batch"]), int(cells["dp"])
-    layout = Layout(dp=dp, tp=int(cells["tp"]), pp=int(cells["pp"]), zero=1)
+def _megatron_core(cells: Cells, clusters: Clusters) -> Iterator[Row]:
+    sequence, layers = cells.whole("seq"), cells.whole("layers")
+    model = _gpt(cells.whole("hidden"), cells.whole("heads"), layers, sequence, cells.whole("vocab"))
+    gpus, batch, dp = cells.whole("gpus"), cells.whole("batch"), cells.whole("dp")
+    layout = Layout(dp=dp, tp=cells.whole("tp"), pp=cells.whole("pp"), zero=1)
     works = tuple(_work(model, one, batch, MEGATRON_CORE) for one in _open_layouts(layout, layers, batch))
-    flops, name = works[0].model_flops, f"{cells['params_B']}B"
-    seconds = flops / (gpus * float(cells["tflops_per_gpu"]) * 1e12)
+    flops, name = works[0].model_flops, f"{cells.text('params_B')}B"
+    seconds = flops / (gpus * cells.number("tflops_per_gpu") * 1e12)
     yield Row(name, name, works, clusters("eos-3072xh100", gpus), seconds, flops)
 
 
-def _llama(cells: _Cells, clusters: Clusters) -> Iterator[Row]:
+def _llama(cells: Cells, clusters: Clusters) -> Iterator[Row]:
     """Llama 3 405B; rows with context parallelism are left out, as Myriad has none."""
-    if int(cells["cp"]) != 1:
+    if cells.whole("cp") != 1:
         return
-    gpus, dp, batch = int(cells["gpus"]), int(cells["dp"]), int(cells["batch_per_dp"])
+    gpus, dp, batch = cells.whole("gpus"), cells.whole("dp"), cells.whole("batch_per_dp")
     model = ModelConfig(
         layers=126,
         hidden=16384,
@@ -273,32 +389,32 @@ def _llama(cells: _Cells, clusters: Clusters) -> Iterator[Row]:
         kv_heads=8,
         ffn_hidden=53248,
         vocabulary=128256,
-        sequence=int(cells["seq"]),
+        sequence=cells.whole("seq"),
         activation="swiglu",
         tied=False,
     )
-    layout = Layout(dp=dp, tp=int(cells["tp"]), pp=int(cells["pp"]), zero=2)
+    layout = Layout(dp=dp, tp=cells.whole("tp"), pp=cells.whole("pp"), zero=2)
     stages = [stages for stages in range(1, 9) if layout.pp * stages <= 126 + 2]
     works = tuple(
         _work(model, layout.model_copy(update={"virtual_stages": one}), dp * batch, LLAMA_3) for one in stages
     )
     cluster = clusters("llama3-8192xh100", gpus)
     flops = works[0].model_flops
-    seconds = flops / (gpus * cluster.accelerator.peak_flops_per_second * float(cells["bf16_mfu_pct"]) / 100)
+    seconds = flops / (gpus * cluster.accelerator.peak_flops_per_second * cells.number("bf16_mfu_pct") / 100)
     yield Row(f"405B, {gpus} GPUs", "405B", works, cluster, seconds, flops)
 
 
-def _vtrain(cells: _Cells, clusters: Clusters) -> Iterator[Row]:
+def _vtrain(cells: Cells, clusters: Clusters) -> Iterator[Row]:
     names = ("hidden size", "attention heads", "# layers", "sequence length", "global batch", "micro batch")
-    hidden, heads, layers, sequence, batch, micro_batch = (int(cells[name]) for name in names)
+    hidden, heads, layers, sequence, batch, micro_batch = (cells.whole(name) for name in names)
     axes = ("tensor parallelism", "data parallelism", "pipeline parallelism")
-    tp, dp, pp = (int(cells[name]) for name in axes)
+    tp, dp, pp = (cells.whole(name) for name in axes)
     model = _gpt(hidden, heads, layers, sequence, 51200)
     work = _work(model, Layout(dp=dp, tp=tp, pp=pp, micro_batch=micro_batch), batch, MEGATRON_2021, "full")
-    size, seconds = cells["Parameters (billion)"], float(cells["iteration time (ms)"]) / 1e3
+    size, seconds = cells.text("Parameters (billion)"), cells.number("iteration time (ms)") / 1e3
     name = f"{size}B dp{dp} tp{tp} pp{pp} mb{micro_batch}"
     yield Row(
-        name, size, (work,), clusters("vtrain-512xa100", int(cells["# GPUs"])), seconds, work.model_flops
+        name, size, (work,), clusters("vtrain-512xa100", cells.whole("# GPUs")), seconds, work.model_flops
     )
 
 

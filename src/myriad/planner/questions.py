@@ -8,17 +8,21 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from myriad.comm.layout import MOST_RANKS
 from myriad.errors import BadInputError
 from myriad.planner.cluster import Cluster
 from myriad.planner.rescore import Plan, Simulations, rescore
 from myriad.planner.search import Found, Objective, search
 from myriad.planner.space import Candidate, Problem, tensor_degrees
+from myriad.planner.suggestions import nearest_that_plan
 from myriad.planner.verify import verified
-from myriad.units import format_bytes
+from myriad.units import format_bytes, format_number
 
 __all__ = ["Answer", "Progress", "answer", "best_of", "describe", "fewest_accelerators", "sizes_between"]
 
 _FEW = 10
+_ROOMY = 0.8
+"""Share of the memory: formulas and programs are at most 20 % apart (`verified`)."""
 _MOST_ACCELERATORS = 49152
 """That are thought of."""
 
@@ -78,11 +82,13 @@ def _refuse_nothing(problem: Problem, found: Found) -> None:
     world, model = problem.cluster.world, problem.model
     if found.num_layouts == 0:
         degrees = ", ".join(map(str, tensor_degrees(model)))
+        given = "".join(f", {key} {value} (given)" for key, value in problem.fixed.items())
         allowed = (
             f"{world} accelerators have no layout: tp must be one of {degrees}, pp at most "
-            f"{model.layers + 2}, and {world} / (tp x pp) replicas must divide the batch"
+            f"{model.layers + 2}{given}, and {world} / (tp x pp) replicas must divide the batch"
         )
-        raise BadInputError("train.global_batch", problem.global_batch, allowed)
+        near = nearest_that_plan(problem, lambda other: _roomy(other) is not None)
+        raise BadInputError("train.global_batch", problem.global_batch, allowed + near)
     if not found.best:
         leanest, chip = found.front[0], problem.cluster.accelerator
         missing = leanest.memory_bytes - chip.memory_bytes
@@ -99,22 +105,36 @@ def _nearest_that_fits(problem: Problem) -> str:
     cluster = problem.cluster
     for factor in (2, 4, 8, 16, 32) if cluster.links.network is not None else ():
         more = cluster.model_copy(update={"nodes": factor * cluster.nodes})
-        for leanest in search(problem.with_cluster(more), count=1, objective="memory").best:
+        if more.world > MOST_RANKS:
+            break
+        larger = problem.with_cluster(more)
+        leanest = next(iter(search(larger, count=1, objective="memory").best), None)
+        if leanest is not None and (_roomy(larger) or best_of(larger, Simulations())):
             needs = f"{describe(leanest)}: {format_bytes(leanest.memory_bytes)}"
             return f"; with {more.world} of them something does ({needs})"
     return ""
 
 
+def _roomy(problem: Problem) -> Candidate | None:
+    """The leanest layout, if it leaves so much memory free that its program, too, is sure to fit: what is
+    suggested must plan, and to simulate it would take minutes."""
+    found = search(problem, count=1, objective="memory").best
+    capacity = problem.cluster.accelerator.memory_bytes
+    return next((one for one in found if one.memory_bytes < _ROOMY * capacity), None)
+
+
 def describe(candidate: Candidate) -> str:
     """A layout in few words."""
     layout = candidate.layout
-    pipeline = f"pp {layout.pp}" + (f" x {layout.virtual_stages}" if layout.virtual_stages > 1 else "")
+    several = layout.virtual_stages > 1
+    pipeline = f"pp {layout.pp}" + (f" x {layout.virtual_stages}" if several and layout.pp > 1 else "")
     words = [f"dp {layout.dp} tp {layout.tp} {pipeline}"]
     if layout.pp > 1:
         words[0] += f" {layout.schedule_name}"
     words.append(f"micro-batch {layout.micro_batch}")
     if layout.zero:
-        words.append(f"ZeRO {layout.zero}" + (" each" if layout.reduce == "each" else ""))
+        parts = f" in {layout.virtual_stages} parts" if several and layout.pp == 1 else ""
+        words.append(f"ZeRO {layout.zero}{parts}" + (" each" if layout.reduce == "each" else ""))
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
     return ", ".join(words)
@@ -157,5 +177,6 @@ def fewest_accelerators(
     if quickest is None:
         told += f"{max(1, math.ceil(fewest)):,} are needed even at their peak"
     else:
-        told += f"{quickest[1]} take {quickest[0]:.4g} s an iteration, {seconds:.4g} s are needed"
+        told += f"{quickest[1]} take {format_number(quickest[0], 4)} s an iteration, "
+        told += f"{format_number(seconds, 4)} s are needed"
     raise BadInputError("seconds an iteration", seconds, told)

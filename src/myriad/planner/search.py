@@ -74,8 +74,9 @@ def search(
     best, front = _Pool(every, table), _Pool(every, table)
     num_fitting = 0
     for number, plot in enumerate(every):
-        seconds, total, fits = judge_plot(plot, table)
-        _add_best(best, number, _keys(problem, seconds, total, objective), total, fits)
+        seconds, total, fits = _without_redundant(plot, *judge_plot(plot, table))
+        keys = _keys(problem, seconds, total, objective)
+        _add_best(best, number, keys, total, fits, num_cells=_num_cells(plot))
         _add_front(front, number, seconds, total)
         num_fitting += _count(plot, fits)
         if progress:
@@ -85,6 +86,20 @@ def search(
     return Found(tuple(first), tuple(pareto), sum(plot.num_layouts for plot in every), num_fitting)
 
 
+def _without_redundant(
+    plot: Plot, seconds: Array, total: Array, fits: npt.NDArray[np.bool_]
+) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
+    """The same with layouts that are others written differently put out of reach."""
+    if not plot.redundant.any():
+        return seconds, total, fits
+    gone = plot.redundant[None, :, :, None]
+    return (
+        np.where(gone[..., None, None, None], np.inf, seconds),
+        np.where(gone, np.inf, total),
+        fits & ~gone,
+    )
+
+
 def _keys(problem: Problem, seconds: Array, total: Array, objective: Objective) -> Array:
     """What to keep small. Cost is time: the number of accelerators is given."""
     filled = (total / problem.cluster.accelerator.memory_bytes)[..., None, None, None]
@@ -92,11 +107,17 @@ def _keys(problem: Problem, seconds: Array, total: Array, objective: Objective) 
     return keys
 
 
-def _add_best(pool: _Pool, number: int, keys: Array, total: Array, fits: npt.NDArray[np.bool_]) -> None:
+def _num_cells(plot: Plot) -> int:
+    """Of which only the best variants are handed on: schedules of a single pipeline rank are variants."""
+    return len(plot.micro_batches) * (1 if plot.pp == 1 else len(plot.schedules))
+
+
+def _add_best(
+    pool: _Pool, number: int, keys: Array, total: Array, fits: npt.NDArray[np.bool_], *, num_cells: int
+) -> None:
     if not fits.any():
         return
     keys = np.where(fits[..., None, None, None], keys, np.inf)
-    num_cells = keys.shape[0] * keys.shape[1]
     cells = keys.reshape(num_cells, -1)
     count = min(_VARIANTS, cells.shape[1])
     chosen = np.argpartition(cells, count - 1, axis=1)[:, :count]
@@ -130,5 +151,4 @@ def _undominated(rows: Array) -> Iterator[Array]:
 def _count(plot: Plot, fits: npt.NDArray[np.bool_]) -> int:
     """Layouts that fit, each switch counted where it changes something."""
     shares = fits.sum(axis=(0, 1, 3))
-    kinds = [(3 if zero else 2) if plot.dp > 1 else 1 for zero, _ in plot.shards]
-    return int((shares * kinds).sum()) * len(plot.tensors) * len(plot.pipelines)
+    return int((shares * plot.num_switches).sum()) * len(plot.tensors) * len(plot.pipelines)

@@ -5,17 +5,24 @@
     dp            the rest; it divides the batch, and replicas stand on nodes as comm.hierarchy needs it
     micro_batch   divides what a replica gets of the batch
     schedule      `interleaved` with one stage a rank is 1f1b; on one pipeline rank those of one stage are all
-                  the same
+                  the same, and several stages change something only under ZeRO 3, which gathers them one at a
+                  time (`is_redundant`)
     zero, reduce  with one replica there is nothing to cut
     overlaps      each switch only where it changes the program
+
+`Problem.fixed` holds the keys of a layout that were given: only layouts with these values are searched.
 
 A `Plot` is the piece of one (tp, pp): its other axes are free of each other, so its layouts are a grid.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from math import isqrt
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout
@@ -30,7 +37,17 @@ from myriad.program.config import OverlapConfig
 from myriad.program.partition import partition_layers
 from myriad.program.schedules import SCHEDULES, check_virtual_stages
 
-__all__ = ["Candidate", "Plot", "Problem", "Shards", "plots", "tensor_degrees"]
+__all__ = [
+    "Candidate",
+    "Plot",
+    "Problem",
+    "Shards",
+    "grids",
+    "has_layout",
+    "is_redundant",
+    "plots",
+    "tensor_degrees",
+]
 
 Shards = tuple[int, Literal["last", "each"]]
 """`zero` and `reduce`."""
@@ -57,6 +74,13 @@ class Problem:
     shards: tuple[Shards, ...] = _SHARDS
     """Those that the rest of the job allows."""
     recomputes: tuple[Recompute, ...] = RECOMPUTE
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the layout that are given: `tp`, `pp`, `dp`, `micro_batch`, `schedule`, `virtual_stages`,
+    `zero`."""
+
+    def allows(self, key: str, value: object) -> bool:
+        """Whether a key of the layout may have this value."""
+        return bool(self.fixed.get(key, value) == value)
 
     def with_cluster(self, cluster: Cluster) -> "Problem":
         """The same on another cluster."""
@@ -107,7 +131,7 @@ class Plot:
     @property
     def shards(self) -> tuple[Shards, ...]:
         """Of data parallelism."""
-        return self.problem.shards if self.dp > 1 else ((0, "last"),)
+        return self.problem.shards if self.dp > 1 or "zero" in self.problem.fixed else ((0, "last"),)
 
     @property
     def tensors(self) -> tuple[bool, ...]:
@@ -127,9 +151,23 @@ class Plot:
     @cached_property
     def num_layouts(self) -> int:
         """With each switch counted only where it changes something."""
-        kinds = sum(3 if zero else 2 for zero, _ in self.shards) if self.dp > 1 else 1
-        grid = len(self.micro_batches) * len(self.schedules) * len(self.problem.recomputes)
-        return grid * kinds * len(self.tensors) * len(self.pipelines)
+        grid = (
+            len(self.micro_batches) * len(self.problem.recomputes) * len(self.tensors) * len(self.pipelines)
+        )
+        return grid * int((~self.redundant * self.num_switches).sum())
+
+    @property
+    def num_switches(self) -> npt.NDArray[np.int64]:
+        """By shard: values of `switches` that differ from each other."""
+        return np.array([(3 if zero else 2) if self.dp > 1 else 1 for zero, _ in self.shards])
+
+    @cached_property
+    def redundant(self) -> npt.NDArray[np.bool_]:
+        """Which ``[schedule, shard]`` are another layout written differently."""
+        if "virtual_stages" in self.problem.fixed:
+            return np.zeros((len(self.schedules), len(self.shards)), dtype=bool)
+        cells = [[is_redundant(self.pp, v, zero) for zero, _ in self.shards] for _, v in self.schedules]
+        return np.array(cells, dtype=bool).reshape(len(self.schedules), len(self.shards))
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -175,16 +213,49 @@ class Plot:
 
 def plots(problem: Problem) -> Iterator[Plot]:
     """Every legal layout that uses all accelerators."""
-    world, pieces = problem.cluster.world, problem.model.layers + 2
-    for tp in tensor_degrees(problem.model):
-        for pp in _divisors(world // tp) if world % tp == 0 else ():
-            dp = world // (tp * pp)
-            if pp > pieces or problem.global_batch % dp or not _can_be_summed(problem, dp, tp * pp):
-                continue
+    for tp, pp, dp in grids(problem):
+        sizes = _micro_batches(problem, dp)
+        if sizes and _can_be_summed(problem, dp, tp * pp):
             schedules = tuple(_schedules(problem, pp))
             if schedules:
-                sizes = tuple(_divisors(problem.global_batch // dp))
                 yield Plot(problem, tp, pp, dp, sizes, schedules)
+
+
+def has_layout(problem: Problem) -> bool:
+    """Whether there is any legal layout, which says nothing about memory."""
+    return any(
+        _micro_batches(problem, dp)
+        and _can_be_summed(problem, dp, tp * pp)
+        and next(_schedules(problem, pp), None) is not None
+        for tp, pp, dp in grids(problem)
+    )
+
+
+def grids(problem: Problem) -> Iterator[tuple[int, int, int]]:
+    """Every tp, pp and dp that use all accelerators, whatever the batch is."""
+    world, most = problem.cluster.world, problem.model.layers + 2
+    for tp in tensor_degrees(problem.model):
+        if world % tp or not problem.allows("tp", tp):
+            continue
+        for pp in _divisors(world // tp):
+            dp = world // (tp * pp)
+            if pp <= most and problem.allows("pp", pp) and problem.allows("dp", dp):
+                yield tp, pp, dp
+
+
+def is_redundant(pp: int, virtual_stages: int, zero: int) -> bool:
+    """Whether a layout equals the one with a single virtual stage: nothing is sent between the stages of one
+    pipeline rank, and only ZeRO 3 handles them one after the other."""
+    return pp == 1 and virtual_stages > 1 and zero < 3
+
+
+def _micro_batches(problem: Problem, dp: int) -> tuple[int, ...]:
+    """Sizes that a replica can cut its sequences into; none where the batch cannot be divided."""
+    if problem.global_batch % dp:
+        return ()
+    return tuple(
+        size for size in _divisors(problem.global_batch // dp) if problem.allows("micro_batch", size)
+    )
 
 
 def tensor_degrees(model: ModelConfig) -> list[int]:
@@ -194,17 +265,20 @@ def tensor_degrees(model: ModelConfig) -> list[int]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+    low = [one for one in range(1, isqrt(number) + 1) if number % one == 0]
+    return sorted({*low, *(number // one for one in low)})
 
 
 def _schedules(problem: Problem, pp: int) -> Iterator[tuple[str, int]]:
     for virtual_stages in range(1, (problem.model.layers + 2) // pp + 1):
+        if not problem.allows("virtual_stages", virtual_stages):
+            continue
         if not _can_be_cut(problem, pp * virtual_stages):
             continue
         for name in SCHEDULES:
-            if (name, virtual_stages) == ("interleaved", 1) or (
-                pp == 1 and name not in _alone(virtual_stages)
-            ):
+            if not problem.allows("schedule", name):
+                continue
+            if "schedule" not in problem.fixed and _is_another(name, virtual_stages, pp):
                 continue
             try:
                 check_virtual_stages(name, virtual_stages)
@@ -213,9 +287,10 @@ def _schedules(problem: Problem, pp: int) -> Iterator[tuple[str, int]]:
             yield name, virtual_stages
 
 
-def _alone(virtual_stages: int) -> tuple[str, ...]:
-    """Schedules that one pipeline rank runs differently: with more stages ZeRO 3 gathers one at a time."""
-    return ("1f1b",) if virtual_stages == 1 else ("interleaved", "gpipe")
+def _is_another(name: str, virtual_stages: int, pp: int) -> bool:
+    """Whether a schedule is another one of the list: on one pipeline rank only the stages differ."""
+    alone = ("1f1b",) if virtual_stages == 1 else ("interleaved", "gpipe")
+    return (name, virtual_stages) == ("interleaved", 1) or (pp == 1 and name not in alone)
 
 
 def _can_be_summed(problem: Problem, dp: int, stride: int) -> bool:

@@ -20,6 +20,7 @@ from myriad.planner.cluster import Cluster
 if TYPE_CHECKING:
     from myriad.network.flaps import Habits
     from myriad.network.routing import Routes
+from myriad.units import format_number
 
 __all__ = ["DEFAULT_TIMEOUT", "Line", "What", "is_sprayed", "most_queue_pairs", "slowest_ratio", "tune"]
 
@@ -115,10 +116,13 @@ def _interfaces(cluster: Cluster, nics: Nics) -> Iterator[Line]:
 def _sockets(cluster: Cluster) -> Iterator[Line]:
     rate = _port_rate(cluster)
     if rate < _FAST_SOCKET_BYTES_PER_SECOND:
-        why = f"one socket carries the {8e-9 * rate:.3g} Gbit/s of a NIC"
+        why = f"one socket carries the {format_number(8e-9 * rate)} Gbit/s of a NIC"
         yield Line("left alone", "NCCL_SOCKET_NTHREADS", "", why)
         return
-    why = f"one thread does not fill {8e-9 * rate:.3g} Gbit/s: NCCL's documentation has 4 from 100 Gbit/s on"
+    why = (
+        f"one thread does not fill {format_number(8e-9 * rate)} Gbit/s: "
+        f"NCCL's documentation has 4 from 100 Gbit/s on"
+    )
     yield Line("set", "NCCL_SOCKET_NTHREADS", "4", why)
     yield Line("set", "NCCL_NSOCKS_PERTHREAD", "4", f"{why} (4 x 4 sockets, at most 64)")
 
@@ -130,9 +134,14 @@ def _timers(nics: Nics, habits: "Habits") -> Iterator[Line]:
     adaptive = nics.transport == "roce" and nics.adaptive_retransmission
     best = advise(Timers(DEFAULT_TIMEOUT, adaptive=adaptive), habits)
     own = fate(Timers(DEFAULT_TIMEOUT, adaptive=adaptive), habits)
-    lost = f"{best.hours_per_month:.2g} hours a month are lost to flaps, with NCCL's {DEFAULT_TIMEOUT} "
+    lost = (
+        f"{format_number(best.hours_per_month, 2)} hours a month are lost to flaps, "
+        f"with NCCL's {DEFAULT_TIMEOUT} "
+    )
     lost += (
-        f"{own.hours_per_month:.2g}; all wait {best.wait_seconds:.2g} s instead of {own.wait_seconds:.2g} s"
+        f"{format_number(own.hours_per_month, 2)}; "
+        f"all wait {format_number(best.wait_seconds, 2)} s "
+        f"instead of {format_number(own.wait_seconds, 2)} s"
     )
     timeout = best.timers.timeout
     if timeout == DEFAULT_TIMEOUT or best.hours_per_month * _WORTH_RATIO > own.hours_per_month:
@@ -231,10 +240,13 @@ def _sizes(cluster: Cluster) -> Iterator[Line]:
     flight = rate * 2 * network.latency_seconds
     if flight > _BUFFER_BYTES / 2:
         size = 2 ** ceil(flight * 2).bit_length()
-        why = f"{flight / 2**20:.3g} MiB are under way at the rate of a NIC: more than half of NCCL's 4 MiB"
+        why = (
+            f"{format_number(flight / 2**20)} MiB are under way at the rate of a NIC: "
+            f"more than half of NCCL's 4 MiB"
+        )
         yield Line("set", "NCCL_BUFFSIZE", str(size), why)
     else:
-        why = f"{flight / 2**20:.2g} MiB are under way at the rate of a NIC, a buffer has 4 MiB"
+        why = f"{format_number(flight / 2**20, 2)} MiB are under way at the rate of a NIC, a buffer has 4 MiB"
         yield Line("left alone", "NCCL_BUFFSIZE", "", why)
     count = max(1, ceil(rate / _CHANNEL_BYTES_PER_SECOND))
     why = f"NCCL's own: one for each 14 GB/s of a NIC, {count} here"

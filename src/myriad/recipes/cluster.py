@@ -13,6 +13,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from myriad.comm.layout import MOST_RANKS
 from myriad.config import explain
 from myriad.errors import BadInputError
 from myriad.planner.cluster import Cluster
@@ -123,6 +124,8 @@ def scale_cluster(cluster: Cluster, accelerators: int) -> Cluster:
     per_node = cluster.accelerators_per_node
     if accelerators < 1:
         raise BadInputError("--gpus", accelerators, "at least 1")
+    if accelerators > MOST_RANKS:
+        raise BadInputError("--gpus", accelerators, f"at most {MOST_RANKS:,}")
     if accelerators <= per_node:
         return cluster.model_copy(update={"nodes": 1, "accelerators_per_node": accelerators, "unequal": ()})
     nodes, rest = divmod(accelerators, per_node)

@@ -3,9 +3,10 @@
 import re
 import signal
 
+from myriad.errors import NO_STATE
 from myriad.resilience.engines.logs import is_secondary
 from myriad.resilience.facts import Cause
-from myriad.telemetry.progress_page import TURNED_CODE
+from myriad.telemetry.progress_page import IN_MEMORY_ONLY, TURNED_CODE
 
 __all__ = ["cause_of", "first_not_finite", "spike_text"]
 
@@ -21,6 +22,8 @@ _NOT_FINITE = re.compile(
 """As every rank ends when `myriad.parallel.engine` found it."""
 _SPIKE = re.compile(r"step \d+: (a spike, twice: .*)$", re.MULTILINE)
 """As every rank ends where `myriad.train.spikes` is to go back before it."""
+_NO_STATE = re.compile(rf"^{NO_STATE}", re.MULTILINE)
+"""As every rank ends when the run has trained and no state of it can be loaded."""
 _BAD_INPUT = 2
 
 
@@ -43,6 +46,8 @@ def cause_of(code: int, error: str, *, memory_killed: bool) -> Cause:
         return "nan"
     if _SPIKE.search(error):
         return "spike"
+    if _NO_STATE.search(error):
+        return "state"
     for cause, pattern in _BY_WORDS:
         if pattern.search(error):
             return cause
@@ -66,6 +71,7 @@ def spike_text(error: str) -> str:
 
 
 _BY_WORDS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
+    ("unsaved", re.compile(re.escape(IN_MEMORY_ONLY))),
     ("device memory", _DEVICE_MEMORY),
     ("user", _PROGRAM),
     ("device", _DEVICE),

@@ -69,13 +69,17 @@ Cause = Literal[
     "device memory",
     "device",
     "disk",
+    "unsaved",
     "nan",
     "spike",
+    "state",
 ]
 """Why a rank ended: by itself and well; as it was asked to, for another attempt; by a SIGINT; by an error of
 the user's program, or of its input; because another one was gone; by a SIGKILL from outside; by a fatal
-signal; because memory or a disk was full; by a fault of its device; because some rank's loss or gradient was
-not finite; because the loss or the gradients were a spike, and it is to be gone back before it."""
+signal; because memory or a disk was full; because the last checkpoint could not be stored, and is held in
+memory; by a fault of its device; because some rank's loss or gradient was not finite; because the loss or the
+gradients were a spike, and it is to be gone back before it; because no state of a run that has trained can be
+loaded."""
 
 
 @dataclass(frozen=True)

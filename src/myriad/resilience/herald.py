@@ -18,18 +18,41 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from myriad.whole_file import write_whole
+from myriad.whole_file import read_json, write_whole
 
 __all__ = ["Herald", "read_address", "see_newer"]
 
 _BEAT_SECONDS = _LOOK_SECONDS = 1.0
+_MOST_SECONDS = 1e6
+
+
+def _is_count(value: object, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST_SECONDS
+
+
+_RIGHT: dict[str, Callable[[object], bool]] = {
+    "host": lambda value: isinstance(value, str) and value.isprintable(),
+    "port": lambda value: _is_count(value, 2**16 - 1),
+    "term": lambda value: _is_count(value, 2**53),
+    "silent_seconds": _is_seconds,
+    "alone_seconds": _is_seconds,
+}
+"""What another reader of the file relies on."""
 
 
 def read_address(run: Path) -> dict[str, Any]:
-    """Of the driver that there was last. Raises ``OSError`` and ``ValueError``."""
-    found = json.loads((run / "driver.json").read_text())
+    """Return what the newest driver wrote of itself. Raises ``OSError`` and ``ValueError``."""
+    found = read_json(run / "driver.json")
+    if found is None:
+        raise FileNotFoundError(f"{run} has no driver.json")
     if not isinstance(found, dict):
-        raise ValueError("not an object")
+        raise ValueError("driver.json is no object")
+    if wrong := [key for key, is_right in _RIGHT.items() if key in found and not is_right(found[key])]:
+        raise ValueError(f"{wrong[0]} of driver.json is {str(found[wrong[0]])[:80]}")
     return found
 
 

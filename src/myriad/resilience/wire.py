@@ -18,13 +18,13 @@ import logging
 import os
 import secrets
 import struct
-from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from myriad.errors import BadInputError
 from myriad.resilience.codec import decode, encode
+from myriad.strangers import AUTHENTICATION_SECONDS
 from myriad.whole_file import write_whole
 
 __all__ = [
@@ -51,7 +51,8 @@ SECRET_FILE = "MYRIAD_SECRET_FILE"
 """Names, in the environment, a file with the secret of all runs there: it need not lie in a shared folder."""
 _HEADER = struct.Struct("!2sHI")
 _MAGIC = b"MY"
-_HANDSHAKE_SECONDS = 10.0
+_STRANGER_BYTES = 2**10
+"""Of a message before the other end has proved that it knows the secret."""
 _READ_BYTES = 2**16
 
 
@@ -69,24 +70,36 @@ def frame(message: dict[str, Any]) -> bytes:
 class Frames:
     """Cuts a stream into messages, whatever pieces it comes in."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = MAX_BYTES) -> None:
+        """``most_bytes`` of a message."""
         self._buffer = bytearray()
+        self.most_bytes = most_bytes
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Those that are now complete. Raises `Refused`."""
+        """Adds what has come, and gives the messages that are now complete. Raises `Refused`."""
         self._buffer += data
-        while len(self._buffer) >= _HEADER.size:
-            magic, version, size = _HEADER.unpack_from(self._buffer)
-            if magic != _MAGIC or version != VERSION:
-                raise Refused(f"version {version} of {magic!r}; this is version {VERSION}")
-            if size > MAX_BYTES:
-                raise Refused(f"{size} bytes; at most {MAX_BYTES}")
-            end = _HEADER.size + size
-            if len(self._buffer) < end:
-                return
-            text = bytes(self._buffer[_HEADER.size : end])
-            del self._buffer[:end]
-            yield _parse(text)
+        while (message := self.next_message()) is not None:
+            yield message
+
+    def add(self, data: bytes) -> None:
+        """What has come."""
+        self._buffer += data
+
+    def next_message(self) -> dict[str, Any] | None:
+        """``None``: it is not complete yet. Raises `Refused`."""
+        if len(self._buffer) < _HEADER.size:
+            return None
+        magic, version, size = _HEADER.unpack_from(self._buffer)
+        if magic != _MAGIC or version != VERSION:
+            raise Refused(f"version {version} of {magic!r}; this is version {VERSION}")
+        if size > self.most_bytes:
+            raise Refused(f"{size} bytes; at most {self.most_bytes}")
+        end = _HEADER.size + size
+        if len(self._buffer) < end:
+            return None
+        text = bytes(self._buffer[_HEADER.size : end])
+        del self._buffer[:end]
+        return _parse(text)
 
 
 def _parse(text: bytes) -> dict[str, Any]:
@@ -129,12 +142,11 @@ class Link:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._frames = Frames()
-        self._ready: deque[dict[str, Any]] = deque()
+        self._frames = Frames(_STRANGER_BYTES)
 
     async def prove(self, secret: bytes, role: str, other: str) -> None:
         """Both ends show that they know the secret. Raises `Refused`, ``OSError``."""
-        async with asyncio.timeout(_HANDSHAKE_SECONDS):
+        async with asyncio.timeout(AUTHENTICATION_SECONDS):
             mine = secrets.token_hex(16)
             self._send({"nonce": mine})
             theirs = await self._receive()
@@ -144,6 +156,7 @@ class Link:
         proof, expected = str(answer.get("proof", "")), _proof(secret, other, nonce, mine)
         if not hmac.compare_digest(_encoded(proof), _encoded(expected)):
             raise Refused(f"whoever is there does not know the secret of this run's {other}")
+        self._frames.most_bytes = MAX_BYTES
 
     def send(self, message: Any) -> None:
         """A dataclass; nothing is waited for."""
@@ -170,12 +183,12 @@ class Link:
         return self._writer.transport.get_write_buffer_size()
 
     async def _receive(self) -> dict[str, Any]:
-        while not self._ready:
+        while (message := self._frames.next_message()) is None:
             data = await self._reader.read(_READ_BYTES)
             if not data:
                 raise ConnectionError("the other end is gone")
-            self._ready += self._frames.feed(data)
-        return self._ready.popleft()
+            self._frames.add(data)
+        return message
 
     def is_closing(self) -> bool:
         """It is not to be used any more."""

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from myriad.jsonl import append_lines
 from myriad.telemetry.links import Kernel, LinkCounters, link_bytes_per_second
 
 __all__ = ["LINK_FIELDS", "RDMA_FIELDS", "TCP_FIELDS", "CounterFile", "Counters", "Sample", "sample_often"]
@@ -179,8 +180,7 @@ class CounterFile:
         if not size:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             lines.insert(0, json.dumps(self._head()))
-        with self._path.open("a") as file:
-            file.write("".join(f"{line}\n" for line in lines))
+        append_lines(self._path, lines)
 
     def _head(self) -> dict[str, Any]:
         fields = {"links": LINK_FIELDS, "tcp": TCP_FIELDS, "rdma": RDMA_FIELDS}

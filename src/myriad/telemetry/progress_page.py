@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["PROGRESS", "TURNED_CODE", "ProgressPage", "ProgressRow", "Seen", "own_row"]
+__all__ = ["IN_MEMORY_ONLY", "PROGRESS", "TURNED_CODE", "ProgressPage", "ProgressRow", "Seen", "own_row"]
 
 PROGRESS = "MYRIAD_PROGRESS"
 ROW_BYTES = 256
@@ -42,6 +42,8 @@ _ROW = struct.Struct("8q16s16s2q16x16q")
 _ONE = struct.Struct("q")
 TURNED_CODE = 75
 """Exit code of a rank that has ended because its row asked for it (sysexits.h: try again later)."""
+IN_MEMORY_ONLY = "the last checkpoint is in memory only"
+"""How the error of a rank begins whose last step could not be stored; the snapshot servers hold it."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from myriad.jsonl import Record
+from myriad.whole_file import write_whole
 
 __all__ = ["Sink", "open_sink", "scalars_of"]
 
@@ -155,7 +156,7 @@ def _kept_number(path: Path, make: Any) -> str:
         return path.read_text()
     number = str(make())
     path.parent.mkdir(exist_ok=True)
-    path.write_text(number)
+    write_whole(path, number)
     return number
 
 

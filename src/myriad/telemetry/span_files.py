@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,8 +101,9 @@ def write_span_file(path: Path, batch: SpanBatch, *, predicted: bool = False) ->
                 column_encoding=_SPLIT,
             )
         draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
         raise
 
 

@@ -6,11 +6,11 @@
 Where neither is set, the process is a world of one.
 """
 
-import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups
+from myriad.comm.hierarchy import HIERARCHIES
 from myriad.comm.layout import AXES, Layout
 from myriad.comm.node_order import grid_rank
 from myriad.comm.sites import settle_hierarchy
@@ -27,6 +28,7 @@ from myriad.job import Job
 from myriad.model.definition import Definition
 from myriad.parallel.runtime import Batch
 from myriad.program.partition import partition_layers
+from myriad.train.measured_files import keep_measured, read_measured
 from myriad.train.profile import parameters_per_layer, seconds_per_layer
 
 __all__ = ["Place", "find_place", "keep_memory_whole", "pick_device", "settle_links", "stage_layers"]
@@ -139,10 +141,10 @@ def _profile(
     """Rank 0 reads or measures, and tells the others."""
     costs: Sequence[float] | None = None
     if groups.grid.rank == 0:
-        costs = _read(kept)
+        costs = read_measured(kept, partial(_are_costs, len(definition.names)))
         if costs is None:
             costs = seconds_per_layer(definition, sample, dtype)
-            _keep(costs, kept)
+            keep_measured(kept, costs)
     return _told_by_first(costs, groups)
 
 
@@ -159,25 +161,28 @@ def settle_links(job: Job, groups: Groups, device: torch.device, kept: Path | No
     if comm.node_order is not None:
         where["node_order"] = list(comm.node_order)
     first = groups.grid.rank == 0
-    choices = (_read(kept) or []) if first else []
+    choices = (read_measured(kept, _are_choices) or []) if first else []
     known = next((choice["hierarchy"] for choice in choices if choice["where"] == where), None)
     known = _told_by_first(known, groups)
     if known is None:
         known, _ = settle_hierarchy(groups, "dp", comm, device)
         if first:
-            _keep([*choices, {"where": where, "hierarchy": known}], kept)
+            keep_measured(kept, [*choices, {"where": where, "hierarchy": known}])
     return comm.model_copy(update={"hierarchy": known})
 
 
-def _read(kept: Path | None) -> Any:
-    return json.loads(kept.read_text()) if kept is not None and kept.is_file() else None
+def _are_costs(num_layers: int, value: Any) -> bool:
+    """Seconds of each layer."""
+    if not isinstance(value, list) or len(value) != num_layers:
+        return False
+    return all(isinstance(one, float | int) and 0 <= one < float("inf") for one in value)
 
 
-def _keep(value: Any, kept: Path | None) -> None:
-    if kept is not None:
-        partial = kept.with_suffix(".partial")
-        partial.write_text(json.dumps(value))
-        partial.rename(kept)
+def _are_choices(value: Any) -> bool:
+    """What `settle_links` has kept."""
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and "where" in one and one.get("hierarchy") in HIERARCHIES for one in value
+    )
 
 
 def _told_by_first(value: Any, groups: Groups) -> Any:

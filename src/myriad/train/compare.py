@@ -7,17 +7,32 @@ tensor of the model in that step, are where to look.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.store import load_model
 from myriad.errors import RunFailedError
+from myriad.job import Job
 from myriad.model.boundary import Boundary
 from myriad.model.gpt import GPT
 from myriad.run import Run
 
-__all__ = ["Comparison", "compare_runs"]
+__all__ = ["Comparison", "Tolerance", "compare_runs"]
+
+
+class Tolerance(NamedTuple):
+    """Largest relative differences that agree."""
+
+    losses: float
+    parameters: float
+
+    def __str__(self) -> str:
+        """In the words of a sentence."""
+        if self.losses == self.parameters:
+            return f"tolerance {self.losses:g}"
+        return f"tolerance {self.losses:g} of losses, {self.parameters:g} of parameters"
 
 
 @dataclass(frozen=True)
@@ -26,7 +41,9 @@ class Comparison:
 
     num_steps: int
     num_kept: int
-    """Of them, whose parameters both kept and were compared: a checkpoint that was not stored is none."""
+    """Steps whose parameters were compared: both runs stored them."""
+    missing: tuple[int, ...]
+    """Steps whose loss or parameters should have been compared, and one of the runs does not have."""
     loss_difference: float
     """Largest of all steps."""
     tensor_difference: float
@@ -43,37 +60,47 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Within the tolerance everywhere."""
-        return self.parted_step is None
+        """Every step that the job asks for was compared, and is within the tolerance."""
+        return self.parted_step is None and not self.missing
 
 
-def compare_runs(reference: Run, other: Run, tolerance: float) -> Comparison:
+def compare_runs(reference: Run, other: Run, tolerance: Tolerance) -> Comparison:
     """Compares losses of all steps and parameters of all checkpoints that both runs have. Raises
     `RunFailedError` when there is none."""
-    losses = [
-        (a["loss"], b["loss"]) for a, b in zip(reference.read_metrics(), other.read_metrics(), strict=True)
-    ]
-    parted = next((step for step, pair in enumerate(losses, 1) if _relative(*pair) > tolerance), None)
+    job = reference.job()
+    first_losses, other_losses = _losses(reference), _losses(other)
+    measured = sorted(first_losses.keys() & other_losses.keys())
+    losses = [(first_losses[step], other_losses[step]) for step in measured]
+    parted = next(
+        (
+            step
+            for step, pair in zip(measured, losses, strict=True)
+            if not _relative(*pair) <= tolerance.losses
+        ),
+        None,
+    )
     order = _parameter_order(reference)
     folders = [CheckpointFolder(run.checkpoints()) for run in (reference, other)]
     parted_tensor, equal_bits = None, all(a == b for a, b in losses)
     last: dict[str, float] = {}
     kept = sorted(set(folders[0].steps()) & set(folders[1].steps()))
-    if not kept:
+    missing = set(range(1, job.train.steps + 1)) - set(measured) | _to_keep(job) - set(kept)
+    if not kept or not measured:
         raise RunFailedError(f"{reference.path} and {other.path}: no checkpoint of the same step was stored")
     for step in kept:
         first, second = (load_model(folder.at_step(step).where) for folder in folders)
         equal_bits = equal_bits and all(torch.equal(first[name], second[name]) for name in order)
         last = {name: _tensor_difference(first[name], second[name]) for name in order}
-        beyond = [name for name in order if not last[name] <= tolerance]
+        beyond = [name for name in order if not last[name] <= tolerance.parameters]
         if beyond and (parted is None or step <= parted):
             parted, parted_tensor = step, beyond[0]
             break
-    worst = max(last, key=lambda name: last[name])
+    worst = max(last, key=lambda name: _nan_last(last[name]))
     return Comparison(
         num_steps=len(losses),
         num_kept=len(kept),
-        loss_difference=max(_relative(a, b) for a, b in losses),
+        missing=tuple(sorted(missing)),
+        loss_difference=max((_relative(a, b) for a, b in losses), key=_nan_last),
         tensor_difference=last[worst],
         worst_tensor=worst,
         equal_bits=equal_bits,
@@ -81,6 +108,24 @@ def compare_runs(reference: Run, other: Run, tolerance: float) -> Comparison:
         parted_tensor=parted_tensor,
         losses=tuple(losses),
     )
+
+
+def _losses(run: Run) -> dict[int, float]:
+    """The loss of each step; one that is not finite is null in the file."""
+    return {
+        line["step"]: float("nan") if line["loss"] is None else line["loss"] for line in run.read_metrics()
+    }
+
+
+def _to_keep(job: Job) -> set[int]:
+    """Steps that the job stores: every so many, and the last."""
+    every = job.checkpoint.every or job.train.steps
+    return {*range(every, job.train.steps + 1, every), job.train.steps}
+
+
+def _nan_last(difference: float) -> tuple[bool, float]:
+    """Order in which a difference that is not a number is the largest."""
+    return difference != difference, difference
 
 
 def _parameter_order(run: Run) -> Sequence[str]:

@@ -5,8 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.hugging_face import HuggingFaceWeights, is_hugging_face, staged_folder, write_folder
+from myriad.checkpoint.folder import CheckpointFolder, open_checkpoint
+from myriad.checkpoint.hugging_face import (
+    HuggingFaceWeights,
+    end_of_text,
+    is_hugging_face,
+    staged_folder,
+    write_folder,
+)
 from myriad.checkpoint.hugging_face_config import kind_of
 from myriad.checkpoint.store import save
 from myriad.checkpoint.weights import CheckpointWeights
@@ -26,7 +32,11 @@ def export_hugging_face(path: str, out: Path, dtype: Literal["float32", "bfloat1
     """Writes the weights of a run (its newest whole checkpoint) or of one checkpoint to ``out``; gives what
     was written. Raises `BadInputError`, with nothing written, for a model that has no counterpart."""
     weights = open_weights(path, "PATH", every_byte=True)
-    job = job_of(weights) if isinstance(weights, CheckpointWeights) else None
+    job = (
+        job_of(open_checkpoint(weights.where), weights.run)
+        if isinstance(weights, CheckpointWeights)
+        else None
+    )
     if job is None:
         allowed = "must be a run, or a checkpoint in one: its job.toml says what the model is"
         raise BadInputError("PATH", path, allowed)
@@ -66,6 +76,7 @@ def import_hugging_face(folder: Path, out: Path) -> dict[str, Any]:
     data = DataConfig(corpus=str(out / "corpus"))
     job = Job(name=out.name if named else "imported", model=weights.model, data=data).check()
     has_tokenizer = (folder / TOKENIZER_FILE).is_file()
+    other_end = _check_tokenizer(folder, weights.model.vocabulary) if has_tokenizer else None
     with staged_folder(out) as partial:
         run = Run(partial)
         run.create_or_resume(job)
@@ -76,4 +87,18 @@ def import_hugging_face(folder: Path, out: Path) -> dict[str, Any]:
         save(CheckpointFolder(run.checkpoints_path), 0, parts, {"step": 0, "optimizer_steps": 0})
         run.append_event("import", source=str(folder), tensors=len(parts))
     parameters = weights.model.num_parameters()
-    return {"source": str(folder), "run": str(out), "parameters": parameters, "tokenizer": has_tokenizer}
+    made = {"source": str(folder), "run": str(out), "parameters": parameters, "tokenizer": has_tokenizer}
+    return {**made, "other_end": other_end}
+
+
+def _check_tokenizer(folder: Path, vocabulary: int) -> str | None:
+    """Refuse a tokenizer with tokens that the model lacks. Return how its end of a document differs from the
+    end of a text in config.json, if it does."""
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.vocabulary > vocabulary:
+        allowed = f"has {tokenizer.vocabulary} tokens, and config.json a vocab_size of {vocabulary}"
+        raise BadInputError("tokenizer", tokenizer.source, allowed)
+    end, theirs = tokenizer.end_of_document, end_of_text(folder)
+    if not theirs or end in theirs:
+        return None
+    return f"documents end with token {end}, {tokenizer.token(end)}; eos_token_id of config.json is {theirs}"

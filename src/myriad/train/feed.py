@@ -27,7 +27,12 @@ def open_feed(run: Run, job: Job, grid: RankGrid, place: Place) -> LoaderClient:
         seed=job.train.seed,
         rows=(rows,),
     )
-    return LoaderClient(spec, place.local_rank, place.local_world)
+    return LoaderClient(
+        spec,
+        place.local_rank,
+        place.local_world,
+        on_restart=lambda problem: run.append_event("fault", rank=place.rank, problem=problem),
+    )
 
 
 def _meeting_name(run: Run, first_rank: int) -> str:

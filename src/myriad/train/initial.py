@@ -20,8 +20,9 @@ from myriad.checkpoint.hugging_face import HuggingFaceWeights
 from myriad.checkpoint.weights import Shapes, Weights
 from myriad.data.corpus import open_corpora
 from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from myriad.errors import BadInputError, MyriadError
-from myriad.job import Job
+from myriad.errors import BadInputError, MyriadError, RunFailedError
+from myriad.job import Job, parse_job
+from myriad.job_changes import check_resume
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
@@ -30,7 +31,7 @@ from myriad.parallel.engine import Engine
 from myriad.run import Run
 from myriad.train.weights import open_weights
 
-__all__ = ["check_initial", "fill_initial"]
+__all__ = ["check_initial", "fill_initial", "refuse_other_run"]
 
 _KEY, _PREFIX = "train.init_from", "model."
 _SAME = {
@@ -70,6 +71,23 @@ def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
     if engine.groups.grid.rank == 0:
         differs |= _other_tokenizer(weights, job)
     return told | ({"differs": differs} if differs else {})
+
+
+def refuse_other_run(run: Run, job: Job, step: int, engine: Engine) -> None:
+    """Refuse a checkpoint that was copied from another run, whose tensors alone may fit. Every rank calls
+    it. Raises `RunFailedError`."""
+
+    def check() -> None:
+        checkpoint = CheckpointFolder(run.checkpoints(job)).at_step(step)
+        try:
+            text = checkpoint.storage.read(checkpoint.at("job.toml")).decode()
+            check_resume(parse_job(text, checkpoint.where), job, checkpoint.where)
+        except BadInputError as error:
+            raise RunFailedError(f"checkpoint of another run: {error}") from None
+        except (OSError, ValueError):  # it has none, as those of other tools
+            pass
+
+    _agree(check, engine)
 
 
 def _open(source: str, job: Job, *, every_byte: bool = False) -> Weights:

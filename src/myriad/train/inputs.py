@@ -4,6 +4,7 @@ A rank that finds its corpus missing takes the others with it, after their start
 nothing was started.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,14 @@ from myriad.data.cache import prepare_embedded
 from myriad.data.corpus import EMBEDDED, Corpora, open_corpora
 from myriad.errors import BadInputError
 from myriad.job import Job
+from myriad.job_changes import JobChange
 from myriad.run import Run
 from myriad.whole_file import write_whole
 
 if TYPE_CHECKING:
     from myriad.data.tokenizer import Tokenizer
 
-__all__ = ["keep_tokenizer", "open_inputs", "refuse_other_tokenizer", "tokenizer_of"]
+__all__ = ["keep_tokenizer", "note_corpus", "open_inputs", "refuse_other_tokenizer", "tokenizer_of"]
 
 
 def open_inputs(job: Job, tell: Callable[[str], None]) -> Corpora:
@@ -37,26 +39,57 @@ def open_inputs(job: Job, tell: Callable[[str], None]) -> Corpora:
 
 
 def refuse_other_tokenizer(run: Run, job: Job, corpora: Corpora) -> None:
-    """A run goes on with the tokens that it learned, not with others that now lie at the same place."""
+    """Refuse a corpus whose tokens mean something else than those that the run has learned. Raises
+    `BadInputError`."""
     began = next((event for event in run.read_events() if event.get("event") == "corpus"), None)
-    if began is not None and began.get("fingerprint") != corpora.fingerprint:
-        allowed = f"its tokenizer is not the one that {run.path} began with; choose another --run"
-        raise BadInputError("data.corpus", job.data.corpus, allowed)
+    known = _kept_fingerprint(run) if began is None else began.get("fingerprint")
+    if (began is not None or known is not None) and known != corpora.fingerprint:
+        key = "data.mixture" if job.data.mixture else "data.corpus"
+        value = corpora.corpora[0].path if job.data.mixture else job.data.corpus
+        allowed = (
+            f"its tokenizer is not the one that {run.path} began with; prepare the text with that one "
+            f"(myriad data prepare --tokenizer {run.path}), or choose another --run"
+        )
+        raise BadInputError(key, str(value), allowed)
+
+
+def _kept_fingerprint(run: Run) -> str | None:
+    """Of the run's own tokenizer.json; ``None``: it has none that can be read."""
+    from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
+
+    with contextlib.suppress(BadInputError):
+        return Tokenizer.load(run.path / TOKENIZER_FILE).fingerprint
+    return None
 
 
 def keep_tokenizer(run: Run, corpora: Corpora) -> None:
-    """Beside the weights, which mean nothing without it, whatever becomes of the corpus."""
+    """Write the tokenizer beside the weights, which mean nothing without it; one that is missing, damaged or
+    not the corpus's, which `refuse_other_tokenizer` has compared, is replaced."""
     from myriad.data.tokenizer import TOKENIZER_FILE
 
-    path = run.path / TOKENIZER_FILE
-    if corpora.tokenizer is not None and not path.is_file():
-        write_whole(path, corpora.tokenizer.as_text())
+    if corpora.tokenizer is not None and _kept_fingerprint(run) != corpora.fingerprint:
+        write_whole(run.path / TOKENIZER_FILE, corpora.tokenizer.as_text())
 
 
-def tokenizer_of(run: Run, job: Job) -> "Tokenizer | None":
+def note_corpus(run: Run, corpora: Corpora) -> list[JobChange]:
+    """Add the ``corpus`` event of a start. Return what has changed in the files of the corpus while the job
+    still names the same one: another length is another order of samples."""
+    events = run.read_events()
+    last = next((event for event in reversed(events) if event.get("event") == "corpus"), None)
+    run.append_event("corpus", fingerprint=corpora.fingerprint, tokens=corpora.num_tokens)
+    since = events[events.index(last) :] if last is not None else []
+    named = any(str(event.get("key", "")).startswith("data.") for event in since)
+    if last is None or named or last.get("tokens") in (None, corpora.num_tokens):
+        return []
+    change = JobChange("tokens of data.corpus", last["tokens"], corpora.num_tokens)
+    run.append_event("job_changed", step=run.last_step(), **change._asdict())
+    return [change]
+
+
+def tokenizer_of(run: Run | None, job: Job) -> "Tokenizer | None":
     """The run's own, else its corpus's; ``None`` where that has none."""
     from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 
-    if (run.path / TOKENIZER_FILE).is_file():
+    if run is not None and (run.path / TOKENIZER_FILE).is_file():
         return Tokenizer.load(run.path)
     return open_corpora(job.data, job.model.sequence).tokenizer

@@ -20,6 +20,7 @@ import torch
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.session import Loaded, Session, Settings
 from myriad.checkpoint.snapshot import Wants
+from myriad.checkpoint.start_over import Past
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.lost_peers import LostPeerError, lost_peers_told
 from myriad.data.loader import LoaderClient
@@ -36,14 +37,14 @@ from myriad.parallel.runtime import Batch
 from myriad.run import Run
 from myriad.spin_watch import watch_spinning
 from myriad.telemetry.device_clock import cuda_clock
-from myriad.telemetry.progress_page import TURNED_CODE, own_row
+from myriad.telemetry.progress_page import IN_MEMORY_ONLY, TURNED_CODE, own_row
 from myriad.telemetry.spans import Recorder
 from myriad.train.attempt_job import attempt_job
 from myriad.train.batches import Validation, rank_rows, to_batch
 from myriad.train.build import Place, find_place, pick_device, settle_links, stage_layers
 from myriad.train.feed import open_feed
 from myriad.train.garbage import GarbageSchedule
-from myriad.train.initial import fill_initial
+from myriad.train.initial import fill_initial, refuse_other_run
 from myriad.train.inputs import open_inputs
 from myriad.train.memory_budget import within_budget
 from myriad.train.metrics import StepMeter
@@ -59,6 +60,10 @@ from myriad.train.verify import Verifier
 __all__ = ["Trainer"]
 
 _LOG = logging.getLogger(__name__)
+
+
+class _HeldError(RunFailedError):
+    """The last checkpoint could not be stored; the session has reported where the state is."""
 
 
 class _StopSignal:
@@ -182,11 +187,15 @@ class Trainer:
         self.progress.phase("loading")
         self.session.claim(max(self.run_folder.num_starts(), self._epoch - 1) if self.is_first else 0)
         if newest := os.environ.get("MYRIAD_NEWEST_STEP"):
-            self._distrust(int(newest))
-        self.resumed = self.session.resume(list(self.engine.all_rectangles()))
+            self.session.distrust(int(newest))
+        past = self.session.agree(self.run_folder.past() if self.is_first else Past())
+        self.resumed = self.session.resume(list(self.engine.all_rectangles()), past)
+        self._tell_past(past)
         step = 0
         if self.resumed is not None:
             step = self.resumed.step
+            if self.resumed.source == "storage":
+                refuse_other_run(self.run_folder, self.job, step, self.engine)
             self.engine.optimizer.steps_done = self.resumed.progress["optimizer_steps"]
             self.engine.loaded()
         elif begun := fill_initial(self.run_folder, self.job, self.engine):
@@ -200,11 +209,16 @@ class Trainer:
         if train.cuda_graphs and self.device.type == "cuda" and self.step < train.steps:
             self.engine.capture(CudaGraphs(self.device), self._load, self.meter.tokens_per_step)
 
-    def _distrust(self, newest: int) -> None:
-        """The driver has found that replicas differ after later steps, or goes back before a spike."""
-        if gone := self.session.distrust(newest):
+    def _tell_past(self, past: Past) -> None:
+        """What of earlier attempts does not count from here on."""
+        if gone := self.session.set_aside_wrong:
+            newest = os.environ.get("MYRIAD_NEWEST_STEP")
             problem = f"states after step {newest} are not gone on from: replicas differed, or a spike came"
-            self._event("fault", step=newest, problem=problem, set_aside=gone)
+            self._event("fault", step=int(newest or 0), problem=problem, set_aside=gone)
+        if self.resumed is None and past.done_step:
+            self._event("start_over", steps_done=past.done_step, allowed=past.may_start_over)
+        elif self.resumed is not None and past.may_start_over:
+            self._event("restart_from_scratch", allowed=False, step=self.resumed.step)
 
     def train(self) -> None:
         """Runs to the last step, or to the step in which somebody asked to stop."""
@@ -214,7 +228,7 @@ class Trainer:
                 self._run_steps()
         except MyriadError as error:
             watched = self._epoch > 0  # the driver says whose death it was
-            if not (watched and isinstance(error, LostPeerError)):
+            if not (isinstance(error, _HeldError) or (watched and isinstance(error, LostPeerError))):
                 step = self._under_way
                 self._event("fault", step=step, problem=str(error).removeprefix(f"step {step}: "))
             raise
@@ -393,6 +407,7 @@ class Trainer:
 
     def _save(self, *, is_last: bool) -> None:
         due, memory_due = self.clock.save_due, self.clock.memory_due
+        self._under_way = self.step
         is_last |= self._turns and not self.job.checkpoint.memory_every
         wants = self.session.wants(self.step, is_last=is_last, due=due, memory_due=memory_due)
         if self._turns and not is_last:
@@ -413,9 +428,10 @@ class Trainer:
             self.session.take(self.step, progress, wants)
         self.clock.taken(wants)
         if is_last or (wants.durable and not self.job.overlap.checkpoint):
-            problem = self.session.finish(self.step)
+            problem = self.session.finish(self.step, retry=is_last)
             if problem and is_last:
-                raise RunFailedError(f"the last checkpoint is in memory only: {problem}")
+                self.session.hold(self.step, problem)
+                raise _HeldError(f"{IN_MEMORY_ONLY}: {problem}")
 
     def _finish(self) -> None:
         self.progress.phase("ending")

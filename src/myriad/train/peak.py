@@ -84,9 +84,8 @@ class PeakTries:
             return True
         with suppress(OSError):  # a home that cannot be written: the next run measures again
             self._kept.parent.mkdir(parents=True, exist_ok=True)
-            known = self._known()
-            if flops_per_second > known.get(self._key, {}).get("flops_per_second", 0.0):
-                write_whole(self._kept, json.dumps(known | {self._key: self._best}))
+            if flops_per_second > self._read().get("flops_per_second", 0.0):
+                write_whole(self._kept, json.dumps(self._known() | {self._key: self._best}))
         return True
 
     def _read(self) -> dict[str, Any]:

@@ -29,7 +29,11 @@ def reshard_checkpoint(
     """Writes the newest checkpoint of a run, or the one at ``path``, into ``out`` for the layout that the
     overrides say; gives what was written. Raises `BadInputError`, with nothing written."""
     weights = open_weights(path, "PATH", every_byte=False)
-    job = job_of(weights) if isinstance(weights, CheckpointWeights) else None
+    job = (
+        job_of(open_checkpoint(weights.where), weights.run)
+        if isinstance(weights, CheckpointWeights)
+        else None
+    )
     if job is None:
         raise BadInputError("PATH", path, "must be a run, or a checkpoint with its job.toml")
     job = parse_job(dump_toml(job), path, overrides)

@@ -6,23 +6,24 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.store import load_model
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError, RunFailedError
 from myriad.model.generate import generate
-from myriad.model.gpt import build_full
+from myriad.model.gpt import GPT, build_full
 from myriad.run import Run
 from myriad.spin_watch import watch_spinning
 from myriad.train.inputs import tokenizer_of
+from myriad.train.locate import locate, newest_whole
+from myriad.train.weights import job_of
 
-__all__ = ["Sampler", "continue_text", "open_run", "settle_threads"]
+__all__ = ["Sampler", "continue_text", "open_run", "open_sampler"]
 
 _ONE_THREAD_PARAMETERS = 100_000_000
 """Up to so many, threads take longer to meet than to compute a token."""
 
 
-def settle_threads(parameters: int) -> None:
+def _settle_threads(parameters: int) -> None:
     """Choose how many threads this process generates with; a user's OMP_NUM_THREADS stays."""
     if parameters <= _ONE_THREAD_PARAMETERS and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -62,20 +63,34 @@ class Sampler:
 
 def open_run(run: Run) -> Sampler:
     """The model of a run's newest verified checkpoint. Raises `BadInputError` where there is none yet."""
-    job = run.job()
-    folder = CheckpointFolder(run.checkpoints(job))
-    newest = folder.newest()
-    if newest is None:
-        raise BadInputError("run", str(run.path), "no checkpoint yet; train first")
+    return open_sampler(str(run.path))
+
+
+def open_sampler(name: str, *, own_process: bool = False) -> Sampler:
+    """The model of a checkpoint as a person names it (`myriad.train.locate`); of several, of the newest that
+    verifies. ``own_process``: this process does nothing else, so its threads are set for generation. Raises
+    `BadInputError` where there is none."""
+    found = locate(name, "run")
+    checkpoint = newest_whole(found, every_byte=True)
+    job = job_of(checkpoint, found.run)
+    if job is None:
+        raise BadInputError("run", name, "must hold a job.toml, which says what the model is")
+    if own_process:
+        _settle_threads(job.model.num_parameters())
     layers = build_full(job.model, job.train.seed)
-    values = load_model(folder.at_step(newest[0]).where)
+    values = load_model(checkpoint.where)
+    tied = GPT(job.model, job.train.seed).tied
     names = ["embedding", *(f"blocks.{i}" for i in range(job.model.layers)), "head"]
     with torch.no_grad():
         for prefix, layer in zip(names, layers, strict=True):
             for name, parameter in layer.named_parameters():
-                if f"{prefix}.{name}" in values:
-                    parameter.copy_(values[f"{prefix}.{name}"])
-    tokenizer = tokenizer_of(run, job)
+                if (whole := f"{prefix}.{name}") not in tied:
+                    if whole not in values:
+                        raise BadInputError(
+                            "run", checkpoint.where, f"its checkpoint lacks the parameter {whole}"
+                        )
+                    parameter.copy_(values[whole])
+    tokenizer = tokenizer_of(None if found.run is None else Run(found.run), job)
     if tokenizer is None:
         raise RunFailedError(
             f"{job.data.corpus}: no tokenizer.json beside the corpus, so no text can be made"

@@ -26,12 +26,15 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m myriad.train.worker RUN\n")
         return 2
+    run = Run(arguments[0])
     try:
-        trainer = Trainer(Run(arguments[0]))
+        trainer = Trainer(run)
         trainer.train()
     except MyriadError as error:
         sys.stderr.write(f"myriad: error: {error}\n")
         return error.exit_code
+    finally:
+        run.flush_lines()
     trainer.close()
     return trainer.exit_code
 

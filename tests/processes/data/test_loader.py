@@ -222,7 +222,7 @@ def test_a_loader_that_cannot_live_is_not_started_for_ever(
     monkeypatch.setattr("myriad.data.loader.sys.executable", "/bin/false")
     with LoaderClient(spec) as client:
         with pytest.raises(
-            RunFailedError, match="died 4 times without preparing a step, last with exit code 1"
+            RunFailedError, match=r"died 4 times without preparing a step, the last one died \(exit code 1\)"
         ):
             client.get(0)
 

@@ -66,6 +66,51 @@ def test_a_finished_run_is_left_alone_and_can_be_made_longer(myriad):
     assert [line["step"] for line in Run("runs/tiny").read_metrics()] == list(range(1, 26))
 
 
+@pytest.mark.parametrize(
+    "keys", [["--layout.pp", "2"], ["--optimizer.learning_rate", "1e-4"], ["--train.steps", "10"],
+             ["--checkpoint.restart-from-scratch"]],
+)  # fmt: skip
+def test_keys_that_a_finished_run_would_ignore_are_refused(myriad, keys):
+    myriad("train", "tiny")
+    before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+    code, out, err = myriad("train", "tiny", *keys)
+    key = keys[0].removeprefix("--").replace("-", "_")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"myriad: error: {key} = ") and "was not used" in err
+    assert "--train.steps 40" in err and "--run NAME" in err
+    assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
+
+
+def test_a_changed_key_is_shown_and_kept(myriad, monkeypatch):
+    monkeypatch.setenv("FAKE_STOP_STEP", "7")
+    myriad("train", "tiny")
+    monkeypatch.delenv("FAKE_STOP_STEP")
+    was = Run("runs/tiny").job().optimizer.learning_rate
+    code, out, err = myriad("train", "tiny", "--optimizer.learning_rate", "0.0005")
+    assert (code, err) == (0, "")
+    assert f"changed after step 7: optimizer.learning_rate = {was} -> 0.0005" in out
+    assert Run("runs/tiny").job().optimizer.learning_rate == 0.0005
+
+
+def test_a_start_over_is_allowed_on_the_command_line_alone(myriad):
+    Path("job.toml").write_text("checkpoint.restart_from_scratch = true\n")
+    code, _, err = myriad("train", "job.toml", "--run", "one")
+    assert code == 2 and "checkpoint.restart_from_scratch = True: holds for one start" in err
+    assert myriad("train", "tiny", "--checkpoint.restart-from-scratch")[0] == 0
+    assert not Run("runs/tiny").job().checkpoint.restart_from_scratch
+
+
+def test_a_place_without_the_checkpoints_of_the_run_is_refused(myriad, monkeypatch):
+    monkeypatch.setenv("FAKE_STOP_STEP", "7")
+    myriad("train", "tiny")
+    monkeypatch.delenv("FAKE_STOP_STEP")
+    Run("runs/tiny").append_event("checkpoint", step=7)
+    before = Run("runs/tiny").job_path.read_bytes()
+    code, _, err = myriad("train", "tiny", "--checkpoint.url", "wrong")
+    assert code == 2 and "which stored step 7 in runs/tiny/checkpoints" in err and err.count("\n") == 1
+    assert Run("runs/tiny").job_path.read_bytes() == before
+
+
 def test_ctrl_c_saves_says_how_to_go_on_and_that_works(myriad, monkeypatch):
     monkeypatch.setenv("FAKE_STOP_STEP", "7")
     code, out, _ = myriad("train", "tiny", "--train.seed", "3")
@@ -127,7 +172,12 @@ def test_a_run_folder_of_another_job_is_refused_and_kept(myriad):
     myriad("train", "tiny")
     before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
     code, _, err = myriad("train", "tiny", "--train.seed", "9")
-    assert code == 2 and "train.seed = 9" in err and "another job" in err and err.count("\n") == 1
+    assert (
+        code == 2
+        and "train.seed = 9" in err
+        and "which a resume cannot change" in err
+        and err.count("\n") == 1
+    )
     assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
 
 
@@ -169,6 +219,27 @@ def test_a_run_keeps_its_tokenizer_and_does_not_go_on_with_another(myriad):
     corpus_file(Path("corpus"), 280)
     code, _, err = myriad("train", "tiny", *keys, "--train.steps", "30")
     assert code == 2 and "tokenizer" in err and err.count("\n") == 1
+    Run("runs/one").events_path.unlink()
+    code, _, err = myriad("train", "tiny", *keys, "--train.steps", "30")
+    assert code == 2 and "tokenizer is not the one" in err, "the run's own tokenizer.json says so too"
+
+
+def test_a_damaged_tokenizer_is_written_again_and_a_longer_corpus_is_noted(myriad, monkeypatch):
+    from myriad.data.indexed import IndexedWriter, token_type
+
+    corpus_file(Path("corpus"), 300)
+    keys = ["--data.corpus", "corpus/text", "--run", "one"]
+    monkeypatch.setenv("FAKE_STOP_STEP", "7")
+    myriad("train", "tiny", *keys)
+    monkeypatch.delenv("FAKE_STOP_STEP")
+    kept = Path("runs/one/tokenizer.json")
+    good = kept.read_bytes()
+    kept.write_bytes(good[: len(good) // 2])
+    with IndexedWriter(Path("corpus/text"), token_type(300)) as writer:
+        writer.add([number % 256 for number in range(8192)])
+    code, out, _ = myriad("train", "tiny", *keys)
+    assert code == 0 and "changed after step 7: tokens of data.corpus = 4096 -> 8192" in out
+    assert kept.read_bytes() == good
 
 
 def test_a_corpus_with_more_tokens_than_the_model_has_is_refused(myriad):

@@ -16,7 +16,7 @@ from rich.console import Console
 from myriad.cli.main import main
 from myriad.cli.pareto import pareto_svg
 from myriad.cli.plan_show import show_waterfalls
-from myriad.job import load_job
+from myriad.job import dump_toml, load_job
 
 SMALL = ("--what-if", "accelerator.memory_bytes=4GiB")
 
@@ -70,12 +70,21 @@ def test_the_axes_of_the_picture_can_be_read(
     assert len({words for _, _, words in texts}) == len(texts)
 
 
-def test_a_layout_as_written_is_ranked_among_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    told = _told(capsys, "tiny", "--gpus", "4", "--layout.tp", "4", "--top", "3")
+def test_a_layout_as_written_is_ranked_among_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(dump_toml(load_job("tiny", ["layout.tp=4"])))
+    told = _told(capsys, str(job), "--gpus", "4", "--top", "3")
     rows = [plan["rank"] for plan in told["plans"]]
     assert rows[-1] == "as written" and rows[:3] == ["1", "2", "3"]
     written = told["plans"][-1]
     assert written["keys"]["tp"] == 4 and written["seconds"] > told["plans"][0]["seconds"]
+
+
+def test_a_layout_given_on_the_command_line_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    told = _told(capsys, "tiny-3d", "--gpus", "4", "--layout.tp", "2", "--train.global_batch", "6")
+    assert {plan["keys"]["tp"] for plan in told["plans"]} == {2}
 
 
 def test_of_layouts_that_share_the_work_alike_a_few_are_ranked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,8 +93,12 @@ def test_of_layouts_that_share_the_work_alike_a_few_are_ranked(capsys: pytest.Ca
     assert len(grids) > 3 and max(grids.count(grid) for grid in grids) <= 3
 
 
-def test_a_layout_for_another_number_of_accelerators_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _plan("tiny", "--gpus", "4", "--layout.dp", "2", "--top", "1") == 0
+def test_a_layout_for_another_number_of_accelerators_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(dump_toml(load_job("tiny", ["layout.dp=2"])))
+    assert _plan(str(job), "--gpus", "4", "--top", "1") == 0
     rows = capsys.readouterr().out.splitlines()
     written = next(row for row in rows if row.startswith("as written"))
     assert written.endswith(", on 2") and not any(row.endswith(", on 4") for row in rows)
@@ -143,6 +156,11 @@ def test_what_is_printed_has_every_part(tmp_path: Path, capsys: pytest.CaptureFi
         (["tiny", "--cluster", "nowhere"], "h200-512xh200, laptop"),
         (["tiny", "--gpus", "8"], "at most 4: laptop is one node"),
         (["tiny", "--gpus", "0"], "a number, or a range"),
+        (["tiny", "--gpus", "1000000000"], "at most 1,048,576"),
+        (["tiny", "--gpus", "1..1000000000"], "at most 1,048,576"),
+        (["tiny", "--gpus", "9" * 5000], "at most 1,048,576"),
+        (["tiny", "--what-if", "nodes=1000000000"], "at most 1,048,576 accelerators"),
+        (["tiny", "--straggler", f"node=0:{'9' * 400}x"], "1x to 1000x"),
         (["tiny", "--gpus", "4..2"], "a range rises"),
         (["tiny", "--gpus", "many"], "a number, or a range"),
         (["tiny", "--days", "0"], "more than 0"),

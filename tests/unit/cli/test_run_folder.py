@@ -1,12 +1,14 @@
 """The run folder: what is refused, what may change, and that a kill at any instant leaves it readable."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from myriad.errors import BadInputError
-from myriad.job import load_job
+from myriad.job import job_keys, load_job
+from myriad.job_changes import RESUME_RULES, ResumeRule
 from myriad.jsonl import JsonlTail
 from myriad.run import Run
 
@@ -32,26 +34,87 @@ def test_a_new_run_keeps_its_whole_job(run):
     ["layout.dp=2", "layout.zero=1", "train.threads=1", "train.steps=40", "train.validate_every=5",
      "train.device=cpu", "checkpoint.every=3", "train.collect_garbage_every=0", "overlap.tensor_chunks=4",
      "comm.hierarchy=node", "comm.timeout_seconds=60", "comm.network_bandwidth=1e9",
-     "train.cuda_graphs=true", "train.memory_budget=1 GiB"],
+     "train.cuda_graphs=true", "train.memory_budget=1 GiB", "optimizer.learning_rate=2e-3",
+     "optimizer.clip_norm=off", "optimizer.warmup_steps=9", "data.corpus=elsewhere",
+     "train.precision=float8"],
 )  # fmt: skip
-def test_how_a_run_is_computed_may_change_when_it_goes_on(run, override):
+def test_a_resume_may_change_this_and_the_old_value_is_an_event(run, override):
     run.create_or_resume(load_job("tiny"))
-    changed = load_job("tiny", [override])
+    run.append_metrics({"step": 7})
+    before, changed = run.job(), load_job("tiny", [override])
     assert run.create_or_resume(changed) is True
     assert run.job() == changed
+    section, key = override.partition("=")[0].split(".")
+    (event,) = run.read_events()
+    assert (event["event"], event["key"], event["step"]) == ("job_changed", f"{section}.{key}", 7)
+    assert event["before"] == getattr(getattr(before, section), key)
+    assert event["after"] == getattr(getattr(changed, section), key)
+    assert run.create_or_resume(changed) is True and len(run.read_events()) == 1, "nothing has changed"
 
 
 @pytest.mark.parametrize(
-    "override", ["optimizer.learning_rate=2e-3", "train.seed=7", "model.layers=3", "comm.sync_every=2"]
+    "override", ["optimizer.name=lamb", "train.seed=7", "model.layers=3", "train.global_batch=16"]
 )
-def test_another_job_is_refused_with_both_values_and_the_folder_stays_as_it_was(run, override):
+def test_what_a_resume_cannot_change_is_refused_with_both_values_and_nothing_is_touched(run, override):
     run.create_or_resume(load_job("tiny"))
     before = files(run.path)
     key = override.partition("=")[0]
-    with pytest.raises(BadInputError, match=rf"^{key} = .*run folder of another job, with .*--run") as caught:
+    with pytest.raises(BadInputError, match=rf"^{key} = .*which a resume cannot change .*--run") as caught:
         run.create_or_resume(load_job("tiny", [override]))
     assert "\n" not in str(caught.value)
     assert files(run.path) == before
+
+
+def test_every_key_has_one_rule_and_the_page_says_the_same():
+    keys = [key for key, _ in job_keys()]
+    matches = {key: [rule for rule in RESUME_RULES if is_of(rule, key)] for key in keys}
+    assert [key for key, rules in matches.items() if len(rules) != 1] == []
+    page = (Path(__file__).parents[3] / "docs" / "resume.md").read_text()
+    rows = {
+        tuple(re.findall(r"`([^`]+)`", row[0])): (row[1].strip(), row[2].strip())
+        for row in (
+            line.strip("|").split("|")
+            for line in page.split("## When")[0].splitlines()
+            if line.startswith("| `")
+        )
+    }
+    assert rows == {rule.keys: ("yes" if rule.may_change else "no", rule.why) for rule in RESUME_RULES}
+
+
+def is_of(rule: ResumeRule, key: str) -> bool:
+    return key in rule.keys or f"{key.partition('.')[0]}.*" in rule.keys
+
+
+@pytest.mark.parametrize("damage", ["", "name = ", "cut"])
+def test_a_damaged_job_file_is_refused_with_the_copy_to_restore(run, damage):
+    run.create_or_resume(load_job("tiny"))
+    copy = run.checkpoints_path / "step-3" / "job.toml"
+    copy.parent.mkdir()
+    text = run.job_path.read_text()
+    copy.write_text(text)
+    run.job_path.write_text(text[: text.index("[optimizer]")] if damage == "cut" else damage)
+    with pytest.raises(BadInputError, match=rf"is damaged .*: cp {copy} {run.job_path}$") as caught:
+        run.job()
+    assert "\n" not in str(caught.value)
+    run.job_path.write_text('name = "mine"\n')
+    assert run.job().name == "mine", "a person may write a short one, for torchrun"
+
+
+def test_the_permission_to_start_over_holds_for_one_start_and_is_never_kept(run):
+    run.create_or_resume(load_job("tiny", ["checkpoint.restart_from_scratch=true"]))
+    assert "restart_from_scratch = false" in run.job_path.read_text()
+    run.append_event("checkpoint", step=20)
+    assert run.past().stored_step == 20 and not run.past().may_start_over
+    run.allow_restart(allowed=True)
+    assert run.past().may_start_over
+    run.allow_restart(allowed=False)
+    assert not run.past().may_start_over, "the next start was typed without it"
+    run.allow_restart(allowed=True)
+    run.append_event("start", world=1)
+    past = run.past()
+    assert (past.may_start_over, past.stored_step, past.has_started_over) == (False, 0, True)
+    run.append_event("checkpoint", step=5)
+    assert run.past().stored_step == 5
 
 
 def test_replicas_that_train_alone_must_stay_as_many_as_they_are(run):

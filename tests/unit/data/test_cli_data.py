@@ -50,8 +50,26 @@ def test_prepare_verify_info(tmp_path: Path) -> None:
 def test_people_read_lines(tmp_path: Path) -> None:
     assert "vocabulary 29" in prepare(tmp_path)[1]
     assert run("verify", str(tmp_path / "out")) == (0, f"{tmp_path / 'out'}: whole\n")
-    assert "tokens" in run("info", str(tmp_path / "out"))[1]
+    shown = run("info", str(tmp_path / "out"))[1]
+    assert "tokens" in shown and "the beginning of 3 documents" in shown and "skipped" not in shown
     assert "Megatron" in run("info", str(tmp_path / "out" / "train-00000"))[1]
+
+
+def test_records_without_text_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "some text"}\n{"text": null}\n{"text": ""}\n')
+    options = (
+        "prepare",
+        str(path),
+        "--output",
+        str(tmp_path / "out"),
+        "--vocabulary",
+        "300",
+        "--workers",
+        "1",
+    )
+    assert "skipped 2 records without text (1 empty and 1 null)" in run(*options)[1]
+    assert json.loads(run(*options, "--json")[1])["skipped"] == {"empty": 1, "null": 1}
 
 
 def test_damage_is_exit_code_1_with_the_shard(tmp_path: Path) -> None:

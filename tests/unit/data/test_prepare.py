@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
 from tiny_corpora import lines, make_corpus, options
 
@@ -12,7 +14,7 @@ from myriad.data.corpus import open_corpus
 from myriad.data.manifest import Split, read_manifest
 from myriad.data.prepare import prepare
 from myriad.data.verify import verify_corpus
-from myriad.errors import BadInputError
+from myriad.errors import BadInputError, RunFailedError
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -168,3 +170,38 @@ def test_files_without_text_are_refused_and_nothing_is_made(tmp_path: Path) -> N
     with pytest.raises(BadInputError, match="there is none"):
         prepare([str(tmp_path / "a.txt")], tmp_path / "out", options())
     assert not (tmp_path / "out").exists()
+
+
+def test_records_without_text_are_counted_the_same_in_every_kind_of_file(tmp_path: Path) -> None:
+    texts = ["one", None, "", "two", None]
+    records = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text(records)
+    parquet.write_table(arrow.table({"text": texts}), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        manifest = prepare([str(tmp_path / name)], tmp_path / f"{name}-out", options())
+        assert manifest.skipped == {"null": 2, "empty": 1}
+        assert read_manifest(tmp_path / f"{name}-out").skipped == manifest.skipped
+    (tmp_path / "a.txt").touch()
+    manifest = prepare([str(tmp_path / "a.txt"), str(tmp_path / "a.jsonl")], tmp_path / "out", options())
+    assert manifest.skipped == {"null": 2, "empty": 2}
+
+
+def test_records_without_any_text_are_refused_and_leave_no_work(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": null}\n{"text": ""}\n')
+    with pytest.raises(BadInputError, match=r"there is none .*null.*1.*empty.*1"):
+        prepare([str(path)], tmp_path / "out", options())
+    path.write_text('{"text": "some"}\n')
+    assert prepare([str(path)], tmp_path / "out", options()).text_bytes["train"]
+
+
+def test_a_full_disk_is_reported_and_the_same_command_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = content(make_corpus(tmp_path, "whole", count=200))
+    with monkeypatch.context() as full:
+        full.setattr(module, "_write_shard", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(RunFailedError, match="out: No space left; the same command continues"):
+            prepare([str(tmp_path / "whole-text")], tmp_path / "out", options())
+    prepare([str(tmp_path / "whole-text")], tmp_path / "out", options())
+    assert content(tmp_path / "out") == whole

@@ -2,7 +2,10 @@
 
 import gzip
 import json
+import os
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import fsspec
 import pyarrow as arrow
@@ -83,6 +86,7 @@ def test_all_kinds_by_folder_glob_and_url(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "x"}\n[1]\n', "line at byte 14 has no text"),
         ("a.jsonl", b"{\n", "line at byte 0 is not JSON"),
         ("a.jsonl", b'{"text": "x"}\n{"body": "x", "n": 1}\n', r"under the key 'text'; --key body\?"),
+        ("a.jsonl", b'{"text": "a\\ud83d"}\n', r"byte 0 has half of a surrogate pair, \\ud83d"),
         ("a.jsonl", b'{"text": "\xfc"}\n', r"not UTF-8 \(byte 10 is 0xfc\)"),
         ("a.txt", b"fine\nd\xff\n", r"not UTF-8 \(byte 6 is 0xff\).*iconv"),
         ("a.txt", b"fine\nd\xc3", r"not UTF-8 \(byte 6 is 0xc3\)"),
@@ -102,6 +106,68 @@ def test_an_input_that_names_nothing_is_refused(tmp_path: Path) -> None:
     for given_name in (str(tmp_path / "none.txt"), str(tmp_path), f"{tmp_path}/*.txt", "nosuch://x"):
         with pytest.raises(BadInputError, match="INPUT"):
             find_sources([given_name])
+
+
+@pytest.mark.parametrize("kind", [arrow.large_string(), arrow.string_view(), None], ids=str)
+def test_every_column_of_text_is_read(tmp_path: Path, kind: arrow.DataType | None) -> None:
+    texts = arrow.array(["one", None, "two"], kind or arrow.string())
+    column = texts if kind else texts.dictionary_encode()
+    parquet.write_table(arrow.table({"text": column}), tmp_path / "a.parquet")
+    assert read_all([str(tmp_path / "a.parquet")]) == ["one", "two"]
+
+
+def test_a_pipe_in_a_folder_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    assert set(read_all([str(tmp_path)])) == {"text"}
+    os.mkfifo(tmp_path / "b.txt")
+    with pytest.raises(BadInputError, match=r"b\.txt.*a pipe or a device"):
+        find_sources([str(tmp_path)])
+
+
+def test_a_packed_file_that_nothing_here_unpacks_is_not_read_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsspec, "available_compressions", lambda: [None, "gzip"])
+    (tmp_path / "a.txt.zst").write_text("plain")
+    with pytest.raises(BadInputError, match="pip install zstandard"):
+        find_sources([str(tmp_path / "a.txt.zst")])
+
+
+class _Shelf(BaseHTTPRequestHandler):
+    """Serves 600 records; under ``short`` fewer bytes than it promises."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        if "old" in self.path:
+            self.send_response(302)
+            self.send_header("Location", "/a.jsonl")
+            self.end_headers()
+            return
+        content = b'{"text": "from far away"}\n' * 600
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content) + 9 * ("short" in self.path)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_a_url_is_read_line_by_line_and_a_broken_download_is_named() -> None:
+    pytest.importorskip("aiohttp", reason="what fsspec reads http with")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Shelf) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        shelf = f"http://127.0.0.1:{server.server_port}"
+        for name in ("a.jsonl", "old.jsonl"):
+            assert read_all([f"{shelf}/{name}"]) == ["from far away"] * 600
+        with pytest.raises(BadInputError, match=r"short\.jsonl.*cannot be read"):
+            read_all([f"{shelf}/short.jsonl"])
+        server.shutdown()
 
 
 def test_a_column_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:

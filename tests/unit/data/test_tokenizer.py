@@ -1,13 +1,17 @@
 """If these fail, text does not survive tokenization, or bits per byte are counted wrong."""
 
+import base64
+import random
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_corpora import lines
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
 
-from myriad.data.tokenizer import Tokenizer
+from myriad.data.tokenizer import END_OF_DOCUMENT, LONGEST_WORD, WORD_PATTERN, Tokenizer
 from myriad.errors import BadInputError
 
 TOKENIZER = Tokenizer.train(lines(200), 290)
@@ -17,6 +21,51 @@ TOKENIZER = Tokenizer.train(lines(200), 290)
 @given(st.text())
 def test_any_text_comes_back(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+@settings(deadline=None)
+@given(st.text(st.sampled_from("aé漢ก\u0e31\u0301 \t\r\n\u3000=_7'\x00\ufeff😀"), max_size=400))
+def test_every_character_is_in_a_word_and_no_word_is_long(text: str) -> None:
+    words = pre_tokenizers.Split(Regex(WORD_PATTERN), "removed", invert=True).pre_tokenize_str(text)
+    assert "".join(word for word, _ in words) == text
+    assert all(len(word) <= LONGEST_WORD + 1 for word, _ in words)
+
+
+@pytest.mark.parametrize("kind", ["x", "漢", "ก\u0e31", "=", " ", "\n", " \r\n", "7", "\u0301", "base64"])
+def test_text_without_blanks_trains_and_comes_back(kind: str) -> None:
+    """One word of this length took the trainer longer than any test may run."""
+    noise = base64.b64encode(random.Random(1).randbytes(300_000)).decode()
+    text = noise if kind == "base64" else kind * (400_000 // len(kind))
+    trained = Tokenizer.train([text], 2000)
+    assert trained.decode(trained.encode(text)) == text
+
+
+def test_a_tokenizer_of_an_earlier_version_keeps_its_words(tmp_path: Path) -> None:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(["if x:\n    return x\n" * 9], trainer)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    text = "if x:\n    return x == 漢字\n"
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.encode(text) == backend.encode(text).ids and loaded.decode(loaded.encode(text)) == text
+
+
+def test_a_text_that_spells_the_end_of_a_document_stays_text() -> None:
+    text = f"say {END_OF_DOCUMENT} here"
+    tokens = TOKENIZER.encode(text)
+    assert TOKENIZER.end_of_document not in tokens
+    assert TOKENIZER.decode(tokens, skip_special=True) == text
+
+
+def test_progress_of_training_is_shown() -> None:
+    seen: list[tuple[str, int]] = []
+    Tokenizer.train(["ab"] * 3, 300, lambda stage, characters: seen.append((stage, characters)))
+    assert seen[0][1] == 0 and seen[-1] == ("training the tokenizer", 6)
 
 
 @settings(deadline=None)
@@ -56,9 +105,6 @@ def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
 
 
 def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer as Backend
-    from tokenizers.models import BPE
-
-    Backend(BPE()).save(str(tmp_path / "tokenizer.json"))
+    Backend(models.BPE()).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(BadInputError, match="no end-of-document token"):
         Tokenizer.load(tmp_path)

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +12,10 @@ from planned import MODEL, candidates, problem_of
 
 from myriad.comm.layout import Layout, check_layout
 from myriad.errors import BadInputError
-from myriad.job import load_job
+from myriad.job import load_job_to_plan
 from myriad.planner.costs import Costs
 from myriad.planner.judge import FITS, judge
-from myriad.planner.questions import answer, sizes_between
+from myriad.planner.questions import answer, describe, sizes_between
 from myriad.planner.rank_memory import memory_of_ranks
 from myriad.planner.rescore import Simulations
 from myriad.planner.search import search
@@ -53,6 +55,8 @@ def _counted_by_hand(world: int, batch: int) -> int:
                 )
                 if dp == 1 and (zero, reduce) != (0, "last"):
                     continue
+                if pp == 1 and v > 1 and zero < 3:
+                    continue  # the same as with one stage
                 try:
                     check_layout(layout)
                 except BadInputError:
@@ -148,7 +152,7 @@ def test_the_objective_memory_asks_for_the_leanest() -> None:
 def test_every_proposed_plan_passes_the_jobs_own_check(job: str, cluster: str, changes: list[str]) -> None:
     from myriad.cli.plan_job import job_of, problem_of
 
-    loaded = load_job(job, changes)
+    loaded = load_job_to_plan(job, changes)
     problem = problem_of(loaded, load_cluster(cluster))
     for candidate in search(problem).best:
         planned = job_of(loaded, candidate)
@@ -186,3 +190,77 @@ def test_a_plot_counts_what_its_grid_holds() -> None:
         index = tuple(count - 1 for count in plot.axes)
         layout, overlap = plot.at(index)
         assert layout.world == 4 and isinstance(overlap, OverlapConfig)
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes", "fixed"),
+    [
+        (["train.global_batch=2000"], 125, {}),
+        (["train.global_batch=2000", "layout.tp=4"], 125, {"tp": 4}),
+        (["train.global_batch=64", "layout.zero=1", "layout.pp=2"], 4, {"zero": 1, "pp": 2}),
+        (["layout.recompute=full", "layout.micro_batch=2"], 16, {"recompute": "full", "micro_batch": 2}),
+    ],
+)
+def test_only_a_layout_that_was_given_restricts_a_plan(
+    changes: list[str], nodes: int, fixed: dict[str, object]
+) -> None:
+    """The recipe's own dp is 32: it neither refuses a batch nor narrows the search."""
+    from myriad.cli.plan_job import problem_of as problem_of_job
+
+    loaded = load_job_to_plan("llama3-70b", changes)
+    cluster = load_cluster("h200-512xh200", [f"nodes={nodes}", f"nodes_per_switch={nodes}"])
+    found = search(problem_of_job(loaded, cluster), count=20).best
+    assert found
+    for candidate in found:
+        layout = candidate.layout.model_dump()
+        assert {key: layout[key] for key in fixed} == fixed
+    assert fixed or len({one.layout.dp for one in found}) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["layout.tp=3"], "for this model one of 1, 2, 4, 8"),
+        (["layout.dp=3"], "must divide the 32 accelerators"),
+        (["layout.dp=2", "layout.tp=2", "layout.pp=2"], "must be the 32 accelerators: plan on --gpus 8"),
+        (["layout.pp=83"], "at most 82"),
+        (["layout.dp=2", "layout.shares=[3, 1]"], "`myriad simulate` takes it"),
+        (["layout.zero=3", "comm.sync_every=2"], "not with what comm"),
+        (["resilience.nodes=5"], "must divide the 32 accelerators"),
+        (["layout.schedule=1f1b", "layout.virtual_stages=2"], "only 1 with schedule 1f1b"),
+    ],
+)
+def test_a_given_layout_that_cannot_be_is_refused_before_the_search(changes: list[str], words: str) -> None:
+    from myriad.cli.plan_job import problem_of as problem_of_job
+
+    with pytest.raises(BadInputError, match=re.escape(words)):
+        problem_of_job(load_job_to_plan("llama3-70b", changes), load_cluster("h200-512xh200", ["nodes=4"]))
+
+
+def test_what_is_suggested_where_nothing_divides_has_a_plan() -> None:
+    from myriad.cli.plan_job import problem_of as problem_of_job
+
+    cluster = load_cluster("h200-512xh200", ["nodes=125", "nodes_per_switch=125"])
+    problem = problem_of_job(load_job_to_plan("llama3-70b"), cluster)
+    with pytest.raises(BadInputError) as refused:
+        answer(problem, count=1)
+    batches = re.search(r"global batch of (\d+) or (\d+)", refused.value.allowed)
+    sizes = re.search(r"on (\d+) or (\d+) accelerators", refused.value.allowed)
+    assert batches and sizes
+    for batch in map(int, batches.groups()):
+        assert search(replace(problem, global_batch=batch), count=1).best
+    for size in map(int, sizes.groups()):
+        other = cluster.model_copy(update={"nodes": size // 8})
+        assert search(problem.with_cluster(other), count=1).best
+
+
+def test_memory_of_a_huge_micro_batch_is_huge() -> None:
+    sizes = [search(problem_of(batch=2**power), objective="memory").front[-1] for power in (19, 20, 24)]
+    assert sizes[0].memory_bytes < sizes[1].memory_bytes < sizes[2].memory_bytes
+
+
+def test_stages_of_one_pipeline_rank_are_one_layout() -> None:
+    for candidate in search(problem_of(nodes=1, batch=16)).best:
+        layout = candidate.layout
+        assert layout.pp > 1 or layout.virtual_stages == 1 or layout.zero == 3
+        assert "pp 1 x" not in describe(candidate)

@@ -1,10 +1,16 @@
 """If these fail, predictions have come loose from what was measured, or a table is read as something it is
 not."""
 
+import csv
+import math
 from functools import cache
+from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from myriad.errors import BadInputError
 from myriad.planner.cluster import Cluster
@@ -129,12 +135,35 @@ def test_any_file_with_the_same_columns_is_taken(tmp_path) -> None:
     assert row.cluster.world == 512 and row.works[0].layout.dp == 8 and row.seconds == 17.1
 
 
+_HEADER = "system,gpus,batch_sequences,iteration_seconds"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("a,b\n1,2\n", "columns of one of these are needed"),
-        ("system,gpus,batch_sequences,iteration_seconds\nMegaScale,many,768,17.1\n", ":2'.*many"),
-        ("system,gpus,batch_sequences,iteration_seconds\n", "has no rows"),
+        (
+            _HEADER + "\nMegaScale,many,768,17.1\n",
+            "line 2, column 'gpus' = 'many': a number above 0",
+        ),
+        (_HEADER + "\n", "has no rows"),
+        *(
+            (
+                f"{_HEADER}\nMegaScale,256,768,30\nMegaScale,256,768,{bad}\n",
+                f"bad.csv, line 3, column 'iteration_seconds' = '{bad.strip()}': ",
+            )
+            for bad in ("0", "-5", "nan", "inf", "", "1e400")
+        ),
+        (
+            _HEADER + "\nMegaScale,100,768,30\n",
+            "a multiple of tp x pp = 64",
+        ),
+        (
+            _HEADER + "\nother,256,768,30\n",
+            "one of Megatron-LM, MegaScale",
+        ),
+        (_HEADER + "\nMegaScale,256,768\n", "= None: needed"),
+        (_HEADER + "\nMegaScale,256,768,3,4\n", "more cells"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_refused(tmp_path, text: str, said: str) -> None:
@@ -147,3 +176,40 @@ def test_a_table_that_cannot_be_read_is_refused(tmp_path, text: str, said: str) 
 def test_a_table_that_is_not_there_is_refused() -> None:
     with pytest.raises(BadInputError, match=r"nowhere\.csv"):
         read_table("nowhere.csv", clusters)
+
+
+_CELL = st.one_of(
+    st.sampled_from(["0", "1", "2", "8", "-1", "nan", "inf", "1e9", "1e400", "", " ", "0.5", "x", "1_0"]),
+    st.integers(1, 4096).map(str),
+    st.text(max_size=4),
+)
+
+
+@settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.data())
+def test_any_cell_is_read_or_refused_with_its_place(tmp_path: Path, data: st.DataObject) -> None:
+    """One row of a published table with a few cells changed: a finite prediction, or one line of error."""
+    name = data.draw(st.sampled_from(sorted(ROWS)))
+    lines = list(
+        csv.DictReader((resources.files("myriad.planner") / "tables" / name).read_text().splitlines())
+    )
+    cells = dict(data.draw(st.sampled_from(lines)))
+    for column in data.draw(st.lists(st.sampled_from(sorted(cells)), min_size=1, max_size=3)):
+        cells[column] = data.draw(_CELL)
+    path = tmp_path / "fuzzed.csv"
+    with path.open("w", encoding="utf-8", errors="replace", newline="") as file:
+        writer = csv.DictWriter(file, list(cells))
+        writer.writeheader()
+        writer.writerow(cells)
+    try:
+        found = predict_table(read_table(str(path), clusters))
+    except BadInputError as error:
+        assert error.allowed and "\n" not in error.allowed
+        return
+    for one in found.rows:
+        assert 0 < one.seconds < math.inf and 0 < one.row.seconds < math.inf and math.isfinite(one.error)

@@ -65,6 +65,7 @@ def dropped(watched: Watched) -> dict[str, int]:
         "batches_flooded": counts.flooded_batches,
         "files_refused": counts.refused_files,
         "lines_wrong": watched.files.num_wrong_lines,
+        "steps_without_line": watched.files.steps.without_line,
         "spans_kept": counts.kept,
     }
 

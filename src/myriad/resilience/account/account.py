@@ -60,7 +60,9 @@ class Account:
     faults: list[FaultSeen] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     steps: int = 0
-    """Done, and not lost."""
+    """Done, and not lost, by their numbers."""
+    steps_without_line: int = 0
+    """Of them, those of which metrics.jsonl has no line."""
     steps_lost: int = 0
     tokens: int = 0
     """Of the steps that count."""

@@ -6,8 +6,9 @@
 
 The cursor of the ledger moves only at what begins or ends a class; everything else is a sign of life. A step
 is training until a later attempt begins before it: then it is lost, and doing it again is training. A step
-that nobody finished is lost, too. What no file tells is counted against the run: silence after the last sign,
-until somebody comes again, is a wait for a person.
+that nobody finished is lost, too. Steps count by their numbers: of some there may be no line (their disk was
+full), and the time until the next line is theirs. What no file tells is counted against the run: silence
+after the last sign, until somebody comes again, is a wait for a person.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +24,27 @@ __all__ = ["account_of"]
 
 @dataclass
 class _Done:
-    """Training that counts so far."""
+    """Training that counts so far: of one line, or of a step under way."""
 
+    first: int
     step: int
+    """The last; between the two are steps without a line."""
     seconds: float
     tokens: int
     whole: bool
+    lines: int = 0
+
+    @property
+    def steps(self) -> int:
+        return self.step - self.first + 1
+
+    def cut(self, step: int) -> "_Done":
+        """Return the part after a step inside of it; this keeps the rest."""
+        share = (step - self.first + 1) / self.steps
+        after = _Done(step + 1, self.step, self.seconds * (1 - share), self.tokens, self.whole, self.lines)
+        self.tokens = self.tokens * step // self.step if self.whole else self.tokens
+        self.step, self.seconds, self.lines, self.whole = step, self.seconds * share, 0, True
+        return after
 
 
 def account_of(moments: Sequence[Moment], now: float | None = None) -> Account:
@@ -92,7 +108,8 @@ class _Reader:
             self._drop_unfinished()
         self._charge_spares(self._ledger.now)
         whole = [one for one in self._done if one.whole]
-        account.steps = len(whole)
+        account.steps = whole[-1].step if whole else 0
+        account.steps_without_line = account.steps - sum(one.lines for one in whole)
         account.tokens = whole[-1].tokens if whole else 0
         return account
 
@@ -150,6 +167,7 @@ class _Reader:
         world = moment.count("world", 0)
         attempts.append(Attempt(number=number, began=moment.time, world=world, resumed_from=step))
         lost = self._go_back(step)
+        self._note_done(step)
         for index, fault in enumerate(self._open):
             fault.steps_lost = 0 if index else lost
             begun = fault.told - self.account.began + (fault.ending_seconds or 0.0)
@@ -177,7 +195,8 @@ class _Reader:
         if not (self._done and self._done[-1].step == step and not self._done[-1].whole):
             self._go_back(step - 1)
         self._train(at, step)
-        self._done[-1] = replace(self._done[-1], step=step, whole=True, tokens=moment.count("tokens", 0))
+        tokens = moment.count("tokens", 0)
+        self._done[-1] = replace(self._done[-1], step=step, whole=True, tokens=tokens, lines=1)
         if self.account.attempts:
             self.account.attempts[-1].last_step = step
 
@@ -196,10 +215,12 @@ class _Reader:
 
     def _stop(self, at: float, moment: Moment) -> None:
         """The last step is done, and saved."""
-        if self._doing == "training":
-            self._tail(at)
-        else:
+        step = moment.count("step", 0)
+        if self._doing != "training" or step > self._last_step:
             self._go_on(at)
+        else:
+            self._tail(at)
+        self._note_done(step)
         self._doing = "planned"
         self._end_attempt("finished" if moment.what == "finish" else "interrupted")
 
@@ -291,12 +312,12 @@ class _Reader:
         if seconds > 0:
             shares: dict[Kind, float] = {"saving": saving / seconds, "validating": validating / seconds}
             self._ledger.until(until, {**shares, "training": max(0.0, 1.0 - sum(shares.values()))})
-        step = (self._done[-1].step + 1 if self._done else 1) if step is None else step
+        first = self._done[-1].step + 1 if self._done else 1
         if self._done and not self._done[-1].whole:
             self._done[-1].seconds += training
         else:
             tokens = self._done[-1].tokens if self._done else 0
-            self._done.append(_Done(step, training, tokens, whole=False))
+            self._done.append(_Done(first, first if step is None else step, training, tokens, whole=False))
 
     def _tail(self, at: float) -> None:
         """After the last step: validation, and the state is stored."""
@@ -311,11 +332,28 @@ class _Reader:
         """What was done after it is lost."""
         lost, seconds = 0, 0.0
         while self._done and self._done[-1].step > step:
-            one = self._done.pop()
-            lost, seconds = lost + one.whole, seconds + one.seconds
+            one = self._done[-1]
+            one = one.cut(step) if one.first <= step else self._done.pop()
+            lost, seconds = lost + one.steps * one.whole, seconds + one.seconds
         self._ledger.lose(seconds)
         self.account.steps_lost += lost
         return lost
+
+    def _note_done(self, step: int) -> None:
+        """So many steps are done, with or without lines: a full disk may have refused them."""
+        before, last = self._last_step, self._done[-1] if self._done else None
+        if step <= before:
+            return
+        tokens = last.tokens * step // before if last is not None and before else 0
+        if last is not None and not last.whole:
+            self._done[-1] = replace(last, step=step, tokens=tokens, whole=True)
+        else:
+            self._done.append(_Done(before + 1, step, 0.0, tokens, whole=True))
+
+    @property
+    def _last_step(self) -> int:
+        """That is done."""
+        return next((one.step for one in reversed(self._done) if one.whole), 0)
 
     def _drop_unfinished(self) -> None:
         if self._done and not self._done[-1].whole:

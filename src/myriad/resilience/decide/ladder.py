@@ -29,6 +29,10 @@ def why_hopeless(state: State, incident: Incident, restarts: int) -> str | None:
     repeats = state.repeats[incident.signature]
     if incident.cause == "input":
         return "bad input"
+    if incident.cause == "unsaved":
+        return "the last checkpoint was not stored in checkpoint.timeout_seconds"
+    if incident.cause == "state":
+        return "no state can be loaded: a person has to decide"
     if repeats > restarts:
         return "the same fault came too often without progress"
     if incident.cause in OF_THE_USER and repeats > 1:

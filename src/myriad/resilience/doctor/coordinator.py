@@ -21,6 +21,7 @@ from myriad.resilience.doctor.cluster import Node
 from myriad.resilience.doctor.findings import Findings
 from myriad.resilience.doctor.rounds import Pair, Rounds, better
 from myriad.resilience.doctor.sealed import HEADER_BYTES, HELLO_BYTES, Message, Refused, Seal, hello
+from myriad.strangers import Strangers
 
 __all__ = ["Coordinator"]
 
@@ -64,7 +65,8 @@ class Coordinator:
         self._lines: dict[int, _Line] = {}
         self._complaints: dict[int, list[str]] = {}
         self._all_here = asyncio.Event()
-        self._strangers = 0
+        most = _MOST_STRANGERS + len(nodes)
+        self._strangers = Strangers(most, most)
 
     async def listen(self) -> asyncio.Server:
         """Raises `BadInputError` when the first node's address cannot be listened on."""
@@ -102,16 +104,14 @@ class Coordinator:
     # Nodes
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Whoever does not prove within seconds that it knows the secret is sent away, unheard."""
-        self._strangers += 1
+        """Take a connection that proves within seconds that it knows the secret; close any other."""
+        self._strangers.admit(writer, writer.get_extra_info("peername", ("",))[0], writer.transport.abort)
         try:
-            if self._strangers > _MOST_STRANGERS + len(self._nodes):
-                raise Refused("too many at once")
             await asyncio.wait_for(self._take(reader, writer), _HELLO_SECONDS)
         except (OSError, EOFError, TimeoutError):
             writer.close()
         finally:
-            self._strangers -= 1
+            self._strangers.leave(writer)
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         mine = hello()

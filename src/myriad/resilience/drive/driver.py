@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
+from myriad.processes import process_state
 from myriad.resilience.clocks import tell_clock
 from myriad.resilience.decide.actions import Action, EndRun
 from myriad.resilience.decide.clocks import Clocks
@@ -61,6 +62,7 @@ from myriad.resilience.listen import split_listen
 from myriad.resilience.traces import TraceAsked, Traced
 from myriad.resilience.wire import Link, Refused, run_secret
 from myriad.run import Run
+from myriad.strangers import AUTHENTICATION_SECONDS, Strangers
 
 __all__ = ["Driver", "main"]
 
@@ -69,6 +71,8 @@ _DUE_SECONDS, _CALM_SECONDS = 0.25, 1.0
 """How often the time is looked at: while something may be wrong, and while nothing is."""
 _ALIVE_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
+_REFUSAL_SECONDS = 10.0
+"""At most one refused connection is logged in this time: a flood must not fill the log."""
 _MOST_WAITING = 4096
 """Connections that are not accepted yet: all executors come at once when there is a new driver."""
 
@@ -85,15 +89,16 @@ class Driver:
         tell: TellEngine = tell_engine,
     ) -> None:
         """``listen``: where, if not where the plan says; ``tell``: hands a line to the engine."""
-        self._run = run
-        self._journal = Journal(run.path / "journal.jsonl")
+        self._run, self._scribe = run, scribe
+        self._journal = Journal(run.path / "journal.jsonl", self._report_journal)
         self.tenure = tenure or Alone(self._journal)
         plan, state = self.tenure.replay()
         self._listen = listen or plan.listen
         self._decider = decider = Decider(plan, time.monotonic(), state)
         self._secret = run_secret(run.path / "secret")
-        self._scribe, self._tell_engine = scribe, tell
+        self._tell_engine = tell
         self._links: dict[int, Link] = {}
+        self._strangers, self._refused_at = Strangers(), -_REFUSAL_SECONDS
         self._members, self._clocks = Members(), Clocks()
         gate = Gate(run, scribe, lambda node: tell({"replace": node}))
         self._notes = Notes(run, scribe, gate)
@@ -131,8 +136,21 @@ class Driver:
                     tell_at = time.monotonic() + _ALIVE_SECONDS
                     self._tell_engine({})
                     self._tell_spares()
+                    if self._journal.num_waiting or self._run.num_waiting:
+                        self._scribe.enter("", self._write_late)
+                    self._notes.of_launcher(_launcher_is_stopped())
                 await self._rest()
             await self._let_leave()
+        self._scribe.enter("", self._write_late)
+
+    def _write_late(self) -> None:
+        """What a full disk has refused, if there is room now."""
+        self._journal.retry()
+        self._run.flush_lines()
+
+    def _report_journal(self, problem: str, num_late: int, num_dropped: int) -> None:
+        counts = {} if problem else {"num_late": num_late, "num_dropped": num_dropped}
+        self._scribe.enter_event(self._run, "telemetry", place="journal.jsonl", problem=problem, **counts)
 
     async def _rest(self) -> None:
         """Until the time is to be looked at again."""
@@ -187,9 +205,12 @@ class Driver:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One executor, until it is gone or says what cannot be."""
         link, node = Link(reader, writer), None
+        self._strangers.admit(link, writer.get_extra_info("peername", ("",))[0], link.abort)
         try:
             await link.prove(self._secret, "driver", "executor")
-            joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked, TraceAsked, Examined))
+            self._strangers.leave(link)
+            async with asyncio.timeout(AUTHENTICATION_SECONDS):
+                joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked, TraceAsked, Examined))
             if isinstance(joined, Examined):
                 self._notes.of_left_out(joined)
                 return
@@ -214,10 +235,15 @@ class Driver:
                     self._hear(heard)
                 self._members.heard(node, time.monotonic())
         except Refused as error:
-            _LOG.warning("a connection was refused: %s", error)
+            if node is not None:
+                _LOG.warning("node %d: its connection is closed: %s", node, error)
+            elif time.monotonic() - self._refused_at > _REFUSAL_SECONDS:
+                _LOG.warning("a connection was refused: %s", error)
+                self._refused_at = time.monotonic()
         except (OSError, TimeoutError):
             pass  # it is gone: told below
         finally:
+            self._strangers.leave(link)
             link.close()
             if node is not None and self._links.get(node) is link:
                 del self._links[node]
@@ -267,6 +293,11 @@ class Driver:
         self._orders.carry_out(action)
         if isinstance(action, EndRun):
             self._over.set()
+
+
+def _launcher_is_stopped() -> bool:
+    engine = os.environ.get("MYRIAD_ENGINE_PID")
+    return engine is not None and process_state(int(engine)) == "T"
 
 
 def main(arguments: list[str]) -> int:

@@ -3,36 +3,51 @@
     {"time": ..., "plan": {...}}                              the engine has started the run
     {"time": ..., "actions": [{...}], "state": {...}}         a decision
 
-A new driver begins with the plan and the state that were written last. A torn last line was not acted upon.
+A new driver begins with the plan and the state that were written last; each line holds the whole state, so
+none before it is needed. A torn last line was not acted upon.
+
+A disk that takes no line never holds up the repair of a run: the driver acts, reports that, and keeps its
+lines in memory; they are written, in order, once there is room (`retry`). Should it be lost before that, the
+next driver goes on from the older state, and learns what was decided since from the nodes (`catch_up`). Lines
+of a start have consecutive numbers, ``sequence``, so that a reader counts those that are missing.
 Where drivers hold a lease (`tenure.py`), each line has its term and its number in that; one of a term that
 was over when it came counts for nothing.
 """
 
-import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from myriad.jsonl import JsonlTail, Record, append_line
+from myriad.jsonl import JsonlTail, LineFile, Record, append_line
 from myriad.resilience.codec import encode, plain, read
 from myriad.resilience.decide.actions import Action
 from myriad.resilience.decide.state import Plan, State
 
-__all__ = ["Journal", "Newest"]
+__all__ = ["Journal", "Newest", "count_missing"]
+
+_MOST_WAITING = 1000
+"""Decisions; the newest alone is needed to go on."""
 
 
 class Journal:
-    """Of a run."""
+    """The journal of a run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tell: Callable[[str, int, int], None] | None = None) -> None:
+        """``tell``: as `LineFile` calls it."""
         self.path = path
+        self._file = LineFile(path, tell, sync=True, most_waiting=_MOST_WAITING)
+        self._sequence: int | None = None
+        """Of the next line."""
 
     def begin(self, plan: Plan, term: int = 0) -> Record:
-        """A new start of the run, by whoever has the lease of that term: earlier decisions are over."""
+        """A new start of the run, by whoever has the lease of that term: earlier decisions are over. Raises
+        ``OSError``: it has not begun."""
         line = {"time": time.time(), "plan": plain(plan)} | ({"term": term} if term else {})
-        self.append(line)
+        append_line(self.path, line | {"sequence": 0}, sync=True)
+        self._sequence = 1
         return line
 
     def write(self, actions: Sequence[Action], state: State) -> None:
@@ -46,13 +61,23 @@ class Journal:
         return {"time": time.time(), **decided}
 
     def append(self, entry: dict[str, Any]) -> None:
-        """On disk when this returns. Raises ``OSError``."""
-        append_line(self.path, entry)
-        handle = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        """Write a line, on disk when this returns. Raises ``OSError``: it waits in memory (`retry`)."""
+        if self._sequence is None:
+            self._sequence = 1 + max(
+                (_sequence(record) for record in _newest_start(self.records())), default=0
+            )
+        number, self._sequence = self._sequence, self._sequence + 1
+        if not self._file.append(entry | {"sequence": number}):
+            raise OSError(f"{self._file.problem}; it is kept in memory until there is room")
+
+    @property
+    def num_waiting(self) -> int:
+        """Lines that are in memory only."""
+        return self._file.num_waiting
+
+    def retry(self) -> None:
+        """Write the lines that wait, if there is room now."""
+        self._file.flush()
 
     def left_over(self) -> tuple[int | None, tuple[int, ...]]:
         """What the last start of the run has found and the next must know: the newest step that can be
@@ -113,6 +138,22 @@ class Newest:
             raise ValueError(f"{source} has no plan")
         state = None if self.state is None else read(State, self.state["state"])
         return read(Plan, self.plan["plan"]), state
+
+
+def count_missing(records: Sequence[Record]) -> int:
+    """Lines that were written, by their numbers, since the newest start, and are not there."""
+    numbers = [_sequence(record) for record in _newest_start(records) if "sequence" in record]
+    return sum(max(0, later - earlier - 1) for earlier, later in pairwise(numbers))
+
+
+def _newest_start(records: Sequence[Record]) -> Sequence[Record]:
+    first = max((index for index, record in enumerate(records) if "plan" in record), default=0)
+    return records[first:]
+
+
+def _sequence(record: Record) -> int:
+    number = record.get("sequence")
+    return number if isinstance(number, int) and 0 <= number < 2**53 else 0
 
 
 def _mark(record: Record) -> tuple[int, int]:

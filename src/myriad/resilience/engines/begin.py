@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from myriad.comm.store_address import RedisAddress, redis_address
 from myriad.errors import BadInputError
 from myriad.job import ResilienceConfig
+from myriad.jsonl import Record
 from myriad.resilience.decide.state import Plan
 from myriad.resilience.drive.journal import Journal
 from myriad.resilience.wire import secret_place
@@ -80,16 +81,24 @@ def begin_journal(run: Run, how: ResilienceConfig, plan: Plan) -> list[str]:
     """Writes the plan; gives what the driver must be told. Raises `BadInputError`."""
     journal = Journal(run.path / "journal.jsonl")
     if how.journal == "file":
-        journal.begin(plan)
+        _begin(journal, plan)
         return []
     lease = open_lease(run.path, how)
     _wait_until_free(run, lease, how)
     taken = answered(lambda: lease.take(1 + journal.last_term(), by_force=True), how)
     if not taken.term:
         raise _driven(run, taken.owner, lease)
-    line = journal.begin(plan, taken.term)
+    line = _begin(journal, plan, taken.term)
     answered(lambda: lease.append(line), how)
     return driver_options(lease, how)
+
+
+def _begin(journal: Journal, plan: Plan, term: int = 0) -> Record:
+    try:
+        return journal.begin(plan, term)
+    except OSError as error:
+        allowed = f"a folder with room: {journal.path.name} cannot be written ({error.strerror})"
+        raise BadInputError("run", str(journal.path.parent), allowed) from None
 
 
 def driver_options(lease: "RedisLease", how: ResilienceConfig) -> list[str]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from myriad.errors import RunFailedError
-from myriad.processes import process_state
+from myriad.processes import open_log, process_state
 from myriad.run import Run
 
 __all__ = ["Kept", "of_module"]
@@ -52,10 +52,9 @@ class Kept:
 
     def start(self) -> None:
         """One."""
-        self._log.parent.mkdir(parents=True, exist_ok=True)
         self._started = self._went_on_at = time.monotonic()
         self._dead_since = None
-        with self._log.open("ab") as log, _blocked_interrupts():
+        with open(open_log(self._log), "ab") as log, _blocked_interrupts():
             self._process = subprocess.Popen(
                 self._command,
                 env=os.environ | {"MYRIAD_ENGINE_PID": str(os.getpid())} | self.environment,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from myriad.processes import open_log
 from myriad.run import Run
 from myriad.telemetry.logger_names import LoggerName
 from myriad.telemetry.loggers import read_place
@@ -59,10 +60,9 @@ def logged(run: Run, names: Sequence[LoggerName], end_seconds: float = _END_SECO
 
 
 def _start(run: Run, name: str) -> "subprocess.Popen[bytes] | None":
-    run.logs_path.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, "-m", "myriad.telemetry.loggers", name, str(run.path)]
     try:
-        with (run.logs_path / f"logger-{name}.log").open("ab") as log:
+        with open(open_log(run.logs_path / f"logger-{name}.log"), "ab") as log:
             return subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )

@@ -5,7 +5,7 @@ whoever of them is named is the culprit.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -16,6 +16,8 @@ from myriad.resilience.faults.stand_in import BROKEN
 __all__ = ["Evidence", "Grade", "Report", "failed_report", "grade_run"]
 
 Line = Mapping[str, Any]
+_OWN_AIMS = ("detected_seconds", "trains_seconds", "steps_lost")
+"""That a fault of a scenario may set itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +185,8 @@ class _Grader:
     def _grade(self, number: int, line: Line) -> Grade:
         fault = self._faults[number]
         aim = aim_of(fault.kind, fault.where)
+        own = {name: getattr(fault, name) for name in _OWN_AIMS if getattr(fault, name) is not None}
+        aim = replace(aim, **own)
         grade = Grade(fault=_in_words(fault, line["step"]), aim_seconds=self._limit(aim))
         if aim.seen == "driver":
             self._by_driver(grade, line)

@@ -9,6 +9,8 @@ here is merely cleared up. Everything caused is a line of RUN/faults/caused.json
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -93,11 +95,15 @@ class Injector(threading.Thread):
         self._caused_at: dict[int, float] = {}
         """By number; on this machine's monotonic clock."""
         self._over = threading.Event()
+        self._freezers: list[subprocess.Popen[bytes]] = []
 
     def end(self) -> None:
         """The run is over."""
         self._over.set()
         self.join()
+        for freezer in self._freezers:
+            freezer.kill()
+            freezer.wait()
         if self._limit is not None:
             self._limit.set(None)
         if self._full_until is not None:
@@ -159,6 +165,12 @@ class Injector(threading.Thread):
             return False
         self._note(number)
         for pid in pids:
+            if fault.kind == "freeze":
+                module = "myriad.resilience.faults.freeze"
+                self._freezers.append(
+                    subprocess.Popen([sys.executable, "-m", module, str(pid), str(os.getpid())])
+                )
+                continue
             with suppress(ProcessLookupError):
                 os.kill(pid or 0, SIGNALS[fault.kind])
         if aim_of(fault.kind, fault.where).seen == "successor":

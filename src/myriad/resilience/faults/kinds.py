@@ -6,7 +6,7 @@ the machine but the times, which are those of a machine that is not overloaded.
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from myriad.program.actions import Kind as ActionKind
@@ -18,6 +18,7 @@ KindName = Literal[
     "segv",
     "abort",
     "stop",
+    "freeze",
     "exception",
     "hang",
     "slow",
@@ -36,7 +37,9 @@ KindName = Literal[
     "device-lost",
     "device-complaint",
 ]
-Target = Literal["rank", "driver", "executor", "node", "loader", "keeper", "storage", "checkpoint"]
+Target = Literal[
+    "rank", "driver", "executor", "fork-server", "node", "loader", "keeper", "storage", "checkpoint"
+]
 Seen = Literal["driver", "successor", "storage", "load", "diagnosis", "ranks", "health"]
 
 SIGNALS: Mapping[KindName, signal.Signals] = {
@@ -114,6 +117,12 @@ _LOADER = Aim(
     restarts=False,
     also="only the loader starts again",
 )
+_FORK_SERVER = Aim(
+    causes=("killed",),
+    detected_seconds=0.25,
+    steps_lost=1,
+    also="its ranks end with it, and another is started",
+)
 _KINDS: dict[KindName, FaultKind] = {
     "kill": FaultKind(
         "a process ends at once, without a word",
@@ -127,6 +136,7 @@ _KINDS: dict[KindName, FaultKind] = {
                 detected_seconds=3.5,
                 also="executor, ranks and the memory of snapshots: goes on from the newest that is stored",
             ),
+            "fork-server": _FORK_SERVER,
             "loader": _LOADER,
             "keeper": Aim(
                 seen="successor",
@@ -145,8 +155,34 @@ _KINDS: dict[KindName, FaultKind] = {
         {
             "rank": Aim(causes=("stopped",), detected_seconds=3.0, trains_seconds=1.0, steps_lost=1),
             "executor": Aim(causes=("node",), detected_seconds=3.5, steps_lost=1),
+            "fork-server": replace(_FORK_SERVER, detected_seconds=5.0),
             "loader": _LOADER,
             "driver": _DRIVER,
+            "keeper": Aim(
+                seen="storage",
+                detected_seconds=5.0,
+                steps_lost=0,
+                restarts=False,
+                also="training goes on; it is continued, so its snapshots are not lost",
+            ),
+        },
+    ),
+    "freeze": FaultKind(
+        "a process hangs: it is alive, and none of its threads runs",
+        "all its threads are held by ptrace",
+        {
+            "rank": Aim(causes=("hang",), detected_seconds=15.0, median_steps=5.0, steps_lost=1),
+            "executor": Aim(causes=("node",), detected_seconds=5.0, steps_lost=1),
+            "fork-server": replace(_FORK_SERVER, detected_seconds=8.0),
+            "loader": Aim(causes=("hang",), detected_seconds=15.0, median_steps=5.0, steps_lost=1),
+            "driver": _DRIVER,
+            "keeper": Aim(
+                seen="storage",
+                detected_seconds=8.0,
+                steps_lost=0,
+                restarts=False,
+                also="it is killed, with the snapshots in its memory; training goes on with another",
+            ),
         },
     ),
     "exception": FaultKind(

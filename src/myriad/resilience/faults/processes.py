@@ -17,6 +17,7 @@ __all__ = ["Processes"]
 _MODULES: dict[Target, str] = {
     "driver": "myriad.resilience.drive.driver",
     "executor": "myriad.resilience.node.executor_process",
+    "fork-server": "myriad.resilience.node.warm",
     "loader": "myriad.data.loader_process",
     "keeper": "myriad.checkpoint.keeper_process",
 }

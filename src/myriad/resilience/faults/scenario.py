@@ -56,6 +56,13 @@ class Fault(Config):
     """So long after the fault before it in the list; off: a step or seconds."""
     lasts_seconds: float = Field(2.0, gt=0)
     """How long the disk stays full, or the link down each time."""
+    detected_seconds: float | None = Field(None, gt=0)
+    """Aim: it is found in this time; off: as its kind says. This and the next two are for a fault that meets
+    another one, which has to be found first or has taken what recovery needs."""
+    trains_seconds: float | None = Field(None, gt=0)
+    """Aim: all train again so soon after it is found; off: as its kind says."""
+    steps_lost: int | None = Field(None, ge=0)
+    """Aim: at most so many steps are computed again; off: as its kind says."""
     factor: float = Field(2.0, gt=1)
     """How many times as long a slow rank computes."""
 

@@ -12,6 +12,7 @@ from typing import Any
 from myriad.comm.attempt_layout import AS_THE_JOB, ATTEMPT_LAYOUT, AttemptLayout
 from myriad.processes import process_state
 from myriad.resilience.causes import cause_of
+from myriad.resilience.drive.scribe import Scribe
 from myriad.resilience.engines.logs import error_excerpt
 from myriad.resilience.facts import Digest, RankExited, RankSeen, Start
 from myriad.resilience.node.memory_kills import count_memory_kills
@@ -24,7 +25,7 @@ from myriad.telemetry.ring import SPANS
 
 __all__ = ["Crew"]
 
-_STOPPED_LOOKS = 2
+_STOPPED_LOOKS, _HUNG_SECONDS = 2, 5.0
 _MOVING_NS = 400_000_000
 """A rank whose row changed so lately runs: the kernel is not asked."""
 _ERROR_CHARACTERS = 4096
@@ -57,7 +58,7 @@ class Crew:
         self._warm, self._start_warm = warm, start_warm
         self._ranks: dict[int, _Rank] = {}
         self._waiting: Start | None = None
-        self._stopped_looks = 0
+        self._stopped_looks, self._scribe = 0, Scribe()
         self._memory_kills = count_memory_kills()
         self.epoch = 0
         """Of the newest ranks; 0: there were none."""
@@ -196,10 +197,21 @@ class Crew:
         return tuple(self._look_at(rank, now) for rank in self._ranks.values())
 
     def _look_at_warm(self) -> None:
-        """Stopped, it neither forks nor tells who has ended: it is given up with its ranks."""
+        """Stopped or hung, it neither forks ranks nor reports their ends: it is killed with its ranks."""
         self._stopped_looks = self._stopped_looks + 1 if process_state(self._warm.pid) == "T" else 0
         if self._stopped_looks > _STOPPED_LOOKS:
-            self._warm.kill()
+            self._kill_warm("was stopped (SIGSTOP)")
+        elif (hung := self._warm.ping(time.monotonic())) is not None and hung > _HUNG_SECONDS:
+            self._kill_warm(f"has not answered for {hung:.0f} s")
+
+    def _kill_warm(self, why: str) -> None:
+        """The loss of its ranks is reported as they are found to be gone."""
+        self._stopped_looks = 0
+        problem = (
+            f"the fork server of node {self._node} (pid {self._warm.pid}) {why}: it is killed with its ranks"
+        )
+        self._scribe.enter_event(self._run, "fault", node=self._node, problem=problem)
+        self._warm.kill()
 
     def _look_at(self, rank: _Rank, now: int) -> RankSeen:
         seen: Any = self._page.read(rank.row)

@@ -48,6 +48,7 @@ from myriad.resilience.node.device_watch import DeviceWatch
 from myriad.resilience.node.examination import Examination
 from myriad.resilience.node.links import LinkWatch
 from myriad.resilience.node.machine import machine_name
+from myriad.resilience.node.snapshot_server import watch_snapshot_server
 from myriad.resilience.node.spans import NodeSpans
 from myriad.resilience.node.tracing import TraceDesk
 from myriad.resilience.node.warm import DUMP_SIGNAL
@@ -117,6 +118,7 @@ class _Executor:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # an engine has blocked it until now
         works = (self._stay_linked, self._look, self._hear_ranks, self._compare_clocks, self._devices.watch)
         tasks = [asyncio.create_task(work()) for work in works]
+        tasks.append(asyncio.create_task(watch_snapshot_server(self._run, self._node)))
         for task in tasks:
             task.add_done_callback(self._end_with)
         await self._over.wait()

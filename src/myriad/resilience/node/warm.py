@@ -4,8 +4,8 @@ It has imported what a rank imports (a second or two) and nothing else: one thre
 device touched, so that a fork of it is a rank in milliseconds. Ranks share its memory. They die with it, as
 it dies with the executor.
 
-    executor ──{"fork": rank, ...}, {"signal": n, "ranks": [...]}──► warm
-    executor ◄──{"forked": rank, "pid": ...}, {"ended": rank, ...}── warm
+    executor ──{"fork": rank, ...}, {"signal": n, "ranks": [...]}, {"ping": n}─────► warm
+    executor ◄──{"forked": rank, "pid": ...}, {"ended": rank, ...}, {"pong": n}── warm
 
 It reaps the ranks, so it alone can signal them without meeting a number that the kernel has given away. With
 a COMMAND ranks are that program instead; it, too, gets the run folder as its last argument.
@@ -23,8 +23,10 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
+from myriad.processes import log_stream, open_log
 from myriad.resilience.engines.child import die_with_parent
 from myriad.run import Run
 
@@ -59,7 +61,9 @@ class _Warm:
                 if not data:
                     return None
                 message = json.loads(data)
-                if "fork" in message:
+                if "ping" in message:
+                    self._tell({"pong": message["ping"]})
+                elif "fork" in message:
                     if self._fork(message) == 0:
                         return dict(message)
                 else:
@@ -108,10 +112,11 @@ def _become_rank(request: dict[str, Any]) -> None:
     """Name, output and surroundings of its own."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"myriad-rank-{request['fork']}".encode())
     os.environ |= request["environment"]
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    log = open_log(Path(request["log"]), anew=True)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    sys.stdout, sys.stderr = log_stream(1), log_stream(2)
 
 
 def _train(worker: Any, run: str) -> NoReturn:

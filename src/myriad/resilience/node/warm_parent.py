@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from myriad.processes import open_log, process_cpu_ticks
+
 __all__ = ["WarmParent"]
 
 _MESSAGE_BYTES = 2**16
@@ -27,8 +29,7 @@ class WarmParent:
         """``shared``: descriptors of memory that ranks write for the executor."""
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         module = [sys.executable, "-m", "myriad.resilience.node.warm", str(os.getpid()), str(theirs.fileno())]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as stream:
+        with open(open_log(log), "ab") as stream:
             self._process = subprocess.Popen(
                 [*module, str(run), *command],
                 pass_fds=[theirs.fileno(), *shared],
@@ -40,6 +41,8 @@ class WarmParent:
             )
         theirs.close()
         self.channel.setblocking(False)
+        self._asked_at: float | None = None
+        self._has_answered, self._idle_since, self._ticks = False, 0.0, -1
 
     def fork(self, rank: int, environment: dict[str, str], log: Path) -> None:
         """A rank; `receive` tells its number."""
@@ -48,6 +51,17 @@ class WarmParent:
     def signal(self, ranks: Sequence[int], number: int) -> None:
         """To ranks, and to what they have started."""
         self._send({"signal": number, "ranks": list(ranks)})
+
+    def ping(self, now: float) -> float | None:
+        """Seconds for which it has not answered and has used no processor time; ``None``: while it still
+        imports, of which nobody knows how long it takes. To be called each second."""
+        if self._asked_at is None:
+            self._asked_at = now
+            self._send({"ping": 0})
+        ticks = process_cpu_ticks(self.pid)
+        if ticks != self._ticks or self._asked_at == now:
+            self._ticks, self._idle_since = ticks, now
+        return now - self._idle_since if self._has_answered else None
 
     def _send(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode()
@@ -71,7 +85,11 @@ class WarmParent:
                 return found or None
             if not data:
                 return found or None
-            found.append(json.loads(data))
+            message = json.loads(data)
+            if "pong" in message:
+                self._asked_at, self._has_answered = None, True
+            else:
+                found.append(message)
 
     @property
     def pid(self) -> int:

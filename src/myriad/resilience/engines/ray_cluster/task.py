@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from myriad.checkpoint.keeper_start import NODE
+from myriad.processes import open_log
 from myriad.run import Run
 
 __all__ = ["execute"]
@@ -19,8 +20,7 @@ def execute(run: str, node: int, folder: str, threads: int, command: Sequence[st
     """
     words = ["myriad.resilience.node.executor_process", run, str(node), str(threads), *command]
     log = Run(run).logs_path / f"executor-{node}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
+    with open(open_log(log), "ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", *words],
             env=os.environ | {"MYRIAD_ENGINE_PID": str(os.getpid()), NODE: str(node)},

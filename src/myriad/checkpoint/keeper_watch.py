@@ -1,0 +1,205 @@
+"""Whether a snapshot server is alive, stopped or hung, and what is done about it. No torch here.
+
+    each second   state in /proc ── T for 1.5 s ──► SIGCONT: its snapshots are intact   "continued"
+                                    and again   ──► SIGKILL                             "killed"
+                  ping ── no answer for 5 s, in which it used no processor time         "killed"
+                       ── no answer for 60 s, whatever it does                          "killed"
+
+The node agent watches its node's server this way, also while no rank asks it anything. Ranks that another
+launcher has started have no agent: a request of theirs looks at the state as it waits (`Stalled`), a little
+more patiently, so that an agent acts first. Whoever needs a server that is gone starts another. A process is
+named by a descriptor (pidfd) of its own, so a number that the kernel has given to another is never signalled.
+"""
+
+import os
+import signal
+import socket
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from myriad.checkpoint.wire import Closed, Wire
+from myriad.processes import process_cpu_ticks, process_state
+
+__all__ = ["ServerEvent", "ServerKilledError", "ServerProcess", "ServerWatch", "Stalled", "await_answer"]
+
+_STOPPED_SECONDS, _REQUEST_STOPPED_SECONDS = 1.5, 3.5
+_IDLE_SECONDS, _BUSY_SECONDS = 5.0, 60.0
+_READ_SECONDS, _SLICE_SECONDS = 1.0, 0.5
+
+
+class ServerProcess:
+    """The process that listens at the other end of a connection of this machine."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        size = struct.calcsize("3i")
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        self.pid: int = struct.unpack("3i", credentials)[0]
+        """0: it is in another PID namespace, and cannot be signalled."""
+        self._descriptor: int | None = None
+        if self.pid:
+            with suppress(OSError):
+                self._descriptor = os.pidfd_open(self.pid)
+
+    @property
+    def is_stopped(self) -> bool:
+        """By SIGSTOP or SIGTSTP."""
+        return self._descriptor is not None and process_state(self.pid) == "T"
+
+    @property
+    def cpu_ticks(self) -> int:
+        """Processor time that it has used."""
+        return process_cpu_ticks(self.pid) if self._descriptor is not None else -1
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To this process and to no other that has its number."""
+        if self._descriptor is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(self._descriptor, number)
+
+    def close(self) -> None:
+        """Releases the descriptor."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@dataclass(frozen=True)
+class ServerEvent:
+    """What was wrong with a server, and what was done."""
+
+    pid: int
+    why: str
+    killed: bool
+
+    @property
+    def problem(self) -> str:
+        """In words; the snapshots that a server held in memory end with it."""
+        done = (
+            "it is killed and its snapshots in memory are lost; another takes its place"
+            if self.killed
+            else "it is continued (SIGCONT), and its snapshots in memory are intact"
+        )
+        return f"the snapshot server (pid {self.pid}) {self.why}: {done}"
+
+
+class ServerKilledError(Closed):
+    """The server did not answer and was killed."""
+
+    def __init__(self, event: ServerEvent) -> None:
+        super().__init__(event.problem)
+        self.event = event
+
+
+class Stalled:
+    """Judges a server whose answer is overdue; for one connection."""
+
+    def __init__(self, process: ServerProcess, patience: float = 1.0) -> None:
+        """``patience`` scales all deadlines."""
+        self.process, self._patience = process, patience
+        self._stopped_since: float | None = None
+        self._was_continued = False
+
+    def look(
+        self, now: float, asked_at: float | None, seconds: float, stopped_seconds: float
+    ) -> ServerEvent | None:
+        """Acts on a server that is stopped, or that has not answered for ``seconds`` what was asked at
+        ``asked_at`` (``None``: nothing is asked)."""
+        if self.process.is_stopped:
+            self._stopped_since = now if self._stopped_since is None else self._stopped_since
+            if now - self._stopped_since >= stopped_seconds * self._patience:
+                return self._act(now - self._stopped_since)
+            return None
+        self._stopped_since = None
+        if asked_at is not None and now - asked_at >= seconds * self._patience:
+            return self.kill(f"has not answered for {now - asked_at:.0f} s")
+        return None
+
+    def kill(self, why: str) -> ServerEvent:
+        """Ends it."""
+        self.process.send_signal(signal.SIGKILL)
+        return ServerEvent(self.process.pid, why, killed=True)
+
+    def _act(self, stopped: float) -> ServerEvent:
+        if self._was_continued:
+            return self.kill(f"was stopped (SIGSTOP) again for {stopped:.1f} s")
+        self._was_continued, self._stopped_since = True, None
+        self.process.send_signal(signal.SIGCONT)
+        return ServerEvent(self.process.pid, f"was stopped (SIGSTOP) for {stopped:.1f} s", killed=False)
+
+
+class ServerWatch:
+    """Watches the snapshot server of a name, whichever process has it. `look` never blocks for long."""
+
+    def __init__(self, name: str, patience: float = 1.0) -> None:
+        self._name, self._patience = name, patience
+        self._wire: Wire | None = None
+        self._asked_at: float | None = None
+        self._ticks, self._idle_since = -1, 0.0
+
+    def look(self) -> ServerEvent | None:
+        """To be called each second: what was wrong with it, if anything was."""
+        now = time.monotonic()
+        try:
+            if self._wire is None and not self._connect():
+                return None
+            return self._look(now)
+        except OSError:  # it has ended; a rank that needs one starts another
+            self.close()
+            return None
+
+    def _connect(self) -> bool:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            connection.connect(f"\0{self._name}")
+        except OSError:
+            connection.close()
+            return False
+        self._wire = Wire(connection)
+        self._stalled = Stalled(ServerProcess(connection), self._patience)
+        self._asked_at = None
+        return True
+
+    def _look(self, now: float) -> ServerEvent | None:
+        assert self._wire is not None
+        if self._asked_at is not None and self._wire.has_arrived(0.0):
+            self._wire.patience(_READ_SECONDS)
+            self._wire.receive()
+            self._asked_at = None
+        ticks = self._stalled.process.cpu_ticks
+        if ticks != self._ticks or self._asked_at is None:
+            self._ticks, self._idle_since = ticks, now
+        if self._asked_at is None:
+            self._wire.patience(_READ_SECONDS)
+            self._wire.send({"op": "ping"})
+            self._asked_at = now
+        is_idle = now - self._idle_since >= _IDLE_SECONDS * self._patience
+        found = self._stalled.look(
+            now, self._asked_at, _IDLE_SECONDS if is_idle else _BUSY_SECONDS, _STOPPED_SECONDS
+        )
+        if found is not None and not found.killed:
+            self._asked_at = self._idle_since = now
+        if found is not None and found.killed:
+            self.close()
+        return found
+
+    def close(self) -> None:
+        """Ends the connection; the next look makes another."""
+        if self._wire is not None:
+            self._wire.close()
+            self._stalled.process.close()
+            self._wire = None
+
+
+def await_answer(wire: Wire, stalled: Stalled, seconds: float) -> ServerEvent | None:
+    """Returns when an answer begins to arrive, with what was wrong meanwhile. Raises `Closed` when the server
+    was killed, as it was stopped again or no answer came within ``seconds``."""
+    began, wrong = time.monotonic(), None
+    while not wire.has_arrived(_SLICE_SECONDS):
+        found = stalled.look(time.monotonic(), began, seconds, _REQUEST_STOPPED_SECONDS)
+        if found is not None and found.killed:
+            raise ServerKilledError(found)
+        wrong = found or wrong
+    return wrong

@@ -1,0 +1,51 @@
+"""``python -m myriad.resilience.faults.freeze PID``: holds every thread of a process by ptrace, until that
+process or this one ends.
+
+A process that hangs, as others see it: it is alive, none of its threads runs, and the kernel does not call it
+stopped (its state is t, not T). SIGKILL still ends it.
+"""
+
+import ctypes
+import os
+import sys
+import time
+from pathlib import Path
+
+from myriad.resilience.engines.child import die_with_parent
+
+__all__ = ["main"]
+
+_PTRACE_SEIZE, _PTRACE_INTERRUPT = 0x4206, 0x4207
+_POLL_SECONDS = 0.05
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 1: it cannot be traced."""
+    die_with_parent(int(arguments[1]))
+    process, held = int(arguments[0]), set[int]()
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+    while threads := _threads(process) - held:  # some may have begun meanwhile
+        for thread in threads:
+            if ptrace(_PTRACE_SEIZE, thread, None, None) and Path(f"/proc/{thread}").exists():
+                sys.stderr.write(f"process {process} cannot be held: {os.strerror(ctypes.get_errno())}\n")
+                return 1
+            ptrace(_PTRACE_INTERRUPT, thread, None, None)
+            held.add(thread)
+    while _threads(process):
+        time.sleep(_POLL_SECONDS)
+    return 0
+
+
+def _threads(process: int) -> set[int]:
+    """None when it is gone, or a zombie, whose threads have ended."""
+    try:
+        if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+            return set()
+        return set(map(int, os.listdir(f"/proc/{process}/task")))
+    except OSError:
+        return set()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

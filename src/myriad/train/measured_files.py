@@ -1,0 +1,47 @@
+"""What a run measures once and keeps in its folder, so that a resumed run computes alike.
+
+profile.json      decides where layers are cut
+hierarchy.json    decides in which order gradients are summed
+
+A damaged one is refused: measured again, it could give other bits. Each is replaced whole; one that cannot be
+written costs a warning, and is measured again at the next start.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from myriad.errors import BadInputError
+from myriad.whole_file import read_json, write_whole
+
+__all__ = ["keep_measured", "read_measured"]
+
+_LOG = logging.getLogger(__name__)
+
+
+def read_measured(path: Path | None, is_valid: Callable[[Any], bool]) -> Any:
+    """Return what was kept; ``None`` when nothing was. Raises `BadInputError` for a damaged file."""
+    if path is None:
+        return None
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        found = path
+    if found is not None and not is_valid(found):
+        allowed = (
+            "is damaged; restore it, or remove it: it is measured again, and sums may differ by rounding"
+        )
+        raise BadInputError("run", str(path), allowed)
+    return found
+
+
+def keep_measured(path: Path | None, value: Any) -> None:
+    """Keep it for the next start. A disk that takes no file never ends a run."""
+    if path is None:
+        return
+    try:
+        write_whole(path, json.dumps(value))
+    except OSError as error:
+        _LOG.warning("%s is not kept, and measured again at the next start: %s", path, error)

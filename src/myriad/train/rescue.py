@@ -1,0 +1,83 @@
+"""The state of a run that has ended, from the memory of its snapshot servers to a place of a person's choice.
+
+    the last checkpoint cannot be stored ──► the run ends; its snapshot servers hold the state
+    myriad checkpoint save RUN --to PLACE    the server of rank 0's node has all nodes write their parts to
+                                             PLACE, reads them back, commits; then the servers end
+    myriad checkpoint release RUN            they end without storing
+
+No torch here.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from myriad.checkpoint.folder import CheckpointFolder, verify
+from myriad.checkpoint.keeper_client import ask_server, list_in_memory
+from myriad.checkpoint.keeper_start import keeper_names
+from myriad.checkpoint.storage import LocalStorage
+from myriad.errors import BadInputError, RunFailedError
+from myriad.run import Run
+
+__all__ = ["release_memory", "save_from_memory"]
+
+
+def save_from_memory(path: Path, to: str | None) -> dict[str, Any]:
+    """Store the newest step in memory in ``to``, or where the run stores; gives step, bytes, where and url.
+    Raises `BadInputError` with nothing written, `RunFailedError` when it could not be stored and is still in
+    memory."""
+    run = Run(path)
+    with run.lock():
+        if not list_in_memory(path):
+            raise BadInputError("RUN", str(path), "has no state in the memory of this machine")
+        folder = _target(run, to)
+        saved = _ask(path, {"op": "save", "url": folder.storage.url})
+        if problems := verify(folder.at_step(saved["step"])):
+            raise RunFailedError(f"stored, and not the same when read from here: {problems[0]}")
+        _release(path)
+    return {**saved, "url": folder.storage.url}
+
+
+def release_memory(path: Path) -> list[int]:
+    """Give up what the snapshot servers of this machine have of a run that has ended; gives the steps."""
+    with Run(path).lock():
+        steps = sorted({step for step, _ in list_in_memory(path)})
+        _release(path)
+    return steps
+
+
+def _release(path: Path) -> None:
+    for name in keeper_names(path):
+        if "problem" in (answer := ask_server(name, {"op": "release held"})):
+            raise BadInputError("RUN", str(path), answer["problem"])
+
+
+def _target(run: Run, to: str | None) -> CheckpointFolder:
+    """Refuses a place that has checkpoints already: a run would go on from those if they are of later
+    steps."""
+    if to is None:
+        return CheckpointFolder(run.checkpoints())
+    folder = CheckpointFolder(to)
+    if isinstance(folder.storage, LocalStorage):
+        folder = CheckpointFolder(folder.storage.root.expanduser().absolute())
+    try:
+        taken = folder.steps()
+    except OSError as error:
+        raise BadInputError("--to", to, f"cannot be read: {error}") from None
+    if taken:
+        raise BadInputError("--to", to, f"must hold no checkpoints: it has step {taken[-1]}")
+    try:
+        folder.check()
+    except BadInputError as error:
+        raise BadInputError("--to", to, error.allowed) from None
+    return folder
+
+
+def _ask(path: Path, message: dict[str, Any]) -> dict[str, Any]:
+    """Ask every server of this machine, of which one is rank 0's node's."""
+    problems = []
+    for name in keeper_names(path):
+        answer = ask_server(name, message)
+        if "step" in answer:
+            return answer
+        problems.append(answer.get("problem", "the snapshot server is gone"))
+    raise RunFailedError(f"still in memory only: {'; '.join(dict.fromkeys(problems))}")

@@ -1,0 +1,126 @@
+"""If these fail, a resume changes more or less than it says, or a run that has trained starts over."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from same_run import assert_same_run
+from tiny_corpora import make_corpus
+
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.job import load_job
+from myriad.run import Run
+from myriad.train import worker
+
+SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "model.dropout=0.1"]
+TWO = [
+    "layout.dp=2",
+    "layout.zero=1",
+    "checkpoint.every=5",
+    "checkpoint.keep=9",
+    "checkpoint.linger_seconds=0",
+]
+CHANGES = ["optimizer.learning_rate=3e-3", "optimizer.decay=linear", "optimizer.beta2=0.9",
+           "optimizer.clip_norm=off", "optimizer.weight_decay=0", "train.steps=24"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two corpora with one tokenizer."""
+    folder = tmp_path_factory.mktemp("corpora")
+    first = make_corpus(folder, count=300)
+    return [first, make_corpus(folder, "second", count=200, seed=2, tokenizer=first)]
+
+
+@pytest.fixture
+def start(tmp_path: Path, corpora: list[Path]) -> Callable[..., Run]:
+    def make(name: str, *overrides: str) -> Run:
+        run = Run(tmp_path / name)
+        run.create_or_resume(load_job("tiny", [f"data.corpus={corpora[0]}", *SMALL, *TWO, *overrides]))
+        return run
+
+    return make
+
+
+def train(run: Run, world: int = 2) -> list[int]:
+    return run_ranks(world, worker.main, [str(run.path)])
+
+
+def change(run: Run, *overrides: str) -> None:
+    run.create_or_resume(load_job(str(run.job_path), list(overrides)))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_changed_job_gives_the_bits_of_a_run_that_changed_at_that_step(
+    start: Callable[..., Run], corpora: list[Path], tmp_path: Path
+) -> None:
+    """One is changed and trains on; the other is changed, loses what it has done since, and resumes."""
+    run = start("run", "train.steps=15")
+    assert train(run) == [0, 0]
+    other = Run(tmp_path / "other")
+    shutil.copytree(run.path, other.path)
+    mixture = f'data.mixture=[{{path="{corpora[0]}", weight=1}}, {{path="{corpora[1]}", weight=2}}]'
+    for each in (run, other):
+        change(each, *CHANGES, mixture)
+        keys = [event["key"] for event in each.read_events() if event["event"] == "job_changed"]
+        assert sorted(keys) == sorted(one.partition("=")[0] for one in [*CHANGES, mixture])
+    assert train(run) == train(other) == [0, 0]
+    assert_same_run(run, other)
+    rates = [line["learning_rate"] for line in run.read_metrics()]
+    assert rates[15] > 1.2 * rates[14], "it falls from another height"
+    flip(CheckpointFolder(other.checkpoints_path).of_step(24) / "__1_0.distcp")
+    flip(CheckpointFolder(other.checkpoints_path).of_step(20) / "__1_0.distcp")
+    assert train(other) == [0, 0], "from step 15 again, with what was changed there"
+    assert_same_run(run, other)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_stops_until_a_person_decides(
+    start: Callable[..., Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = start("run", "train.steps=10", "layout.dp=1", "layout.zero=0")
+    assert train(run, 1) == [0]
+    folder = CheckpointFolder(run.checkpoints_path)
+    for step in folder.steps():
+        flip(folder.of_step(step) / "__0_0.distcp")
+    names = sorted(folder.storage.names())
+    for _ in range(2):  # the second found an empty folder, and began at step 1
+        assert train(run, 1) == [1]
+        told = capfd.readouterr().err
+        assert "myriad: error: no state to resume from: step-10/__0_0.distcp: its bytes changed" in told
+        assert f"`myriad train {run.path} --checkpoint.restart-from-scratch`" in told
+        assert sorted(folder.storage.names()) == names and len(run.read_metrics()) == 10
+    run.allow_restart(allowed=True)
+    assert train(run, 1) == [0]
+    assert folder.damaged() == [5, 10] and folder.steps() == [5, 10]
+    (event,) = (event for event in run.read_events() if event["event"] == "start_over")
+    assert event["steps_done"] == 10 and event["allowed"] is True
+    shutil.rmtree(run.checkpoints_path)
+    assert train(run, 1) == [1], "it was allowed once"
+    assert "holds no checkpoint, but step 10 was stored" in capfd.readouterr().err
+
+
+def test_files_of_a_run_that_are_not_its_own_are_refused(
+    start: Callable[..., Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Tensors of two optimizers, or of two seeds, have the same names and shapes."""
+    one = start("one", "train.steps=5", "layout.dp=1", "layout.zero=0")
+    assert train(one, 1) == [0]
+    for key, told in [("optimizer.name=lamb", "'adamw'"), ("train.seed=9", "train.seed = ")]:
+        other = start(key, "train.steps=10", "layout.dp=1", "layout.zero=0", key)
+        shutil.copytree(one.checkpoints_path, other.checkpoints_path, dirs_exist_ok=True)
+        assert train(other, 1) == [1]
+        error = capfd.readouterr().err
+        assert f"checkpoint of another run: {key.partition('=')[0]} = " in error and told in error
+    measured = start("measured", "train.steps=10", "layout.partition=profile", "layout.dp=1", "layout.zero=0")
+    assert train(measured, 1) == [0]
+    (measured.path / "profile.json").write_text('{"half')
+    change(measured, "train.steps=11")
+    assert train(measured, 1) == [2]
+    assert "profile.json': is damaged; restore it, or remove it" in capfd.readouterr().err

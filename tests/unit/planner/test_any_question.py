@@ -1,0 +1,160 @@
+"""Whatever is asked of the planner: a plan that trains, or one line that says what would have one."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from myriad.cli.plan_job import job_of, problem_of
+from myriad.errors import BadInputError
+from myriad.job import Job, dump_toml, load_job, load_job_to_plan
+from myriad.planner.cluster import Cluster
+from myriad.planner.questions import answer
+from myriad.planner.space import Problem
+from myriad.program.build import build_program
+from myriad.program.checker import check
+from myriad.recipes.cluster import load_cluster
+
+ANY = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+BAD = st.sampled_from(
+    [
+        "0",
+        "-1",
+        "nan",
+        "-nan",
+        "inf",
+        "1e400",
+        "1e308",
+        "9" * 400,
+        "true",
+        "''",
+        "x",
+        "[]",
+        "{}",
+        "[1, nan]",
+        "1.5",
+    ]
+)
+KEYS = st.sampled_from(
+    [
+        "nodes",
+        "accelerators_per_node",
+        "nics_per_node",
+        "nodes_per_switch",
+        "shared_cores",
+        "core_speeds",
+        "dollars_per_hour",
+        "accelerator.memory_bytes",
+        "accelerator.peak_flops_per_second",
+        "accelerator.launch_seconds",
+        "accelerator.num_units",
+        "accelerator.tile",
+        "accelerator.flash_half_length",
+        "links.node.bytes_per_second",
+        "links.network.latency_seconds",
+        "links.network.bytes_per_second",
+        "links.network",
+        "links.ib",
+        "slow_nodes.ratio",
+        "unequal",
+        "fabric.ports_per_switch",
+        "nothing",
+    ]
+)
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[Job, Cluster]:
+    """A small model and batch on a few odd nodes."""
+    heads = draw(st.sampled_from([1, 2, 3, 4]))
+    changes = [
+        f"model.layers={draw(st.integers(1, 6))}",
+        f"model.heads={heads}",
+        f"model.hidden={heads * 16}",
+        f"train.global_batch={draw(st.integers(1, 24))}",
+    ]
+    given = {"tp": [1, 2, 3], "pp": [1, 2, 5], "dp": [1, 3], "zero": [0, 2, 3], "micro_batch": [1, 3]}
+    for key in draw(st.lists(st.sampled_from(sorted(given)), max_size=2, unique=True)):
+        changes.append(f"layout.{key}={draw(st.sampled_from(given[key]))}")
+    nodes = [f"nodes={draw(st.integers(1, 5))}", f"accelerators_per_node={draw(st.integers(1, 6))}"]
+    memory = draw(st.sampled_from(["80 GiB", "80 GiB", "900 MiB"]))
+    cluster = load_cluster("megascale-256xa100", [*nodes, f"accelerator.memory_bytes={memory}"])
+    return load_job_to_plan("tiny", changes), cluster
+
+
+@ANY
+@given(questions())
+def test_a_question_has_a_plan_that_is_legal_or_an_answer_that_helps(
+    tmp_path: Path, question: tuple[Job, Cluster]
+) -> None:
+    job, cluster = question
+    try:
+        problem = problem_of(job, cluster)
+    except BadInputError as error:
+        assert error.key.startswith("layout.") and error.allowed
+        return
+    try:
+        best = answer(problem, count=20).plans[0]
+    except BadInputError as error:
+        for other in suggested(problem, error.allowed):
+            assert answer(other, count=20).plans
+        return
+    path = tmp_path / "plan.toml"
+    path.write_text(dump_toml(job_of(job, best.candidate)))
+    planned = load_job(str(path))
+    assert planned.layout.world == cluster.world
+    for key in job.layout.model_fields_set:
+        assert getattr(planned.layout, key) == getattr(job.layout, key)
+    if planned.layout.world <= 8:
+        tied, count = planned.model.tied, planned.num_micro_batches
+        check(build_program(planned.layout, planned.overlap, count, tied=tied, training=True))
+
+
+def suggested(problem: Problem, words: str) -> list[Problem]:
+    """The questions that an error proposes."""
+    found = []
+    for batch in numbers(words, r"global batch of (\d+)(?: or (\d+))?"):
+        found.append(replace(problem, global_batch=batch))
+    for size in numbers(words, r"on (\d+)(?: or (\d+))? accelerators"):
+        found.append(problem.with_cluster(of_size(problem.cluster, size)))
+    for size in numbers(words, r"with (\d+)() of them"):
+        found.append(problem.with_cluster(of_size(problem.cluster, size)))
+    return found
+
+
+def numbers(words: str, pattern: str) -> list[int]:
+    match = re.search(pattern, words)
+    return [] if match is None else [int(number) for number in match.groups() if number]
+
+
+def of_size(cluster: Cluster, size: int) -> Cluster:
+    each = min(size, cluster.accelerators_per_node)
+    assert size % each == 0, "whole nodes, or a part of one"
+    return cluster.model_copy(update={"nodes": size // each, "accelerators_per_node": each})
+
+
+@settings(ANY, max_examples=150)
+@given(KEYS, BAD)
+def test_a_bad_value_of_a_cluster_is_refused_or_planned_with(key: str, value: str) -> None:
+    try:
+        cluster = load_cluster("h200-512xh200", ["nodes=2", f"{key}={value}"])
+    except BadInputError as error:
+        assert "\n" not in str(error) and len(str(error)) < 1000
+        return
+    assert 1 <= cluster.world <= 2**20
+
+
+@pytest.mark.parametrize("text", ["nodes = ", "nodes = 2\nnodes = 3", "\x00", "[links", "x = 'é"])
+def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(BadInputError, match="--cluster"):
+        load_cluster(str(path))
