@@ -17,13 +17,13 @@ from myriad.train.inputs import tokenizer_of
 from myriad.train.locate import locate, newest_whole
 from myriad.train.weights import job_of
 
-__all__ = ["Sampler", "continue_text", "open_run", "open_sampler"]
+__all__ = ["Sampler", "continue_text", "open_run", "open_sampler", "settle_threads"]
 
 _ONE_THREAD_PARAMETERS = 100_000_000
 """Up to so many, threads take longer to meet than to compute a token."""
 
 
-def _settle_threads(parameters: int) -> None:
+def settle_threads(parameters: int) -> None:
     """Choose how many threads this process generates with; a user's OMP_NUM_THREADS stays."""
     if parameters <= _ONE_THREAD_PARAMETERS and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -76,7 +76,7 @@ def open_sampler(name: str, *, own_process: bool = False) -> Sampler:
     if job is None:
         raise BadInputError("run", name, "must hold a job.toml, which says what the model is")
     if own_process:
-        _settle_threads(job.model.num_parameters())
+        settle_threads(job.model.num_parameters())
     layers = build_full(job.model, job.train.seed)
     values = load_model(checkpoint.where)
     tied = GPT(job.model, job.train.seed).tied
