@@ -87,7 +87,7 @@ def test_a_rate_is_of_one_network_port() -> None:
         ("links.ib=200", "with its unit"),
         ("links.ib=fast", "Gbps"),
         ("links.spine=100Gbps", "only links.node, links.network"),
-        ("nodes=0", "greater than or equal to 1"),
+        ("nodes=0", "must be at least 1"),
         ("colour=blue", "unknown key"),
     ],
 )
