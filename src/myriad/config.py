@@ -94,6 +94,7 @@ def explain(error: ErrorDetails) -> str:
     if kind == "string_pattern_mismatch" and context["pattern"] in _FORMS:
         return f"must be {_FORMS[context['pattern']]}"
     if kind in _MUST_BE:
-        return f"must be {_MUST_BE[kind].format(**context)}"
+        plain = {key: f"{value:g}" if isinstance(value, float) else value for key, value in context.items()}
+        return f"must be {_MUST_BE[kind].format(**plain)}"
     message = error["msg"].removeprefix("Value error, ")  # of a validator of ours, in its own words
     return message[:1].lower() + message[1:]
