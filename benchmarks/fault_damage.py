@@ -20,12 +20,14 @@ import torch
 from fault_kills import Outcome
 from fault_state import CPU, State, open_session
 from myriad.checkpoint.config import CheckpointConfig
+from myriad.checkpoint.claiming import Claimed
 from myriad.checkpoint.folder import CheckpointFolder, verify
 from myriad.checkpoint.load import LoadWorld
 from myriad.checkpoint.random_state import random_rectangle
-from myriad.checkpoint.search import find_newest
+from myriad.checkpoint.search import Search
 from myriad.checkpoint.session import Session
 from myriad.checkpoint.snapshot import Wants
+from myriad.checkpoint.start_over import Past
 from myriad.checkpoint.store import load, save
 from myriad.errors import RunFailedError
 
@@ -90,7 +92,9 @@ class _Files:
         rectangle = random_rectangle(0, CPU)
         wanted = self.state.all_rectangles()
         durable = self.folder.trained_steps()
-        return find_newest(self.folder, durable, _NoMemory(), wanted, rectangle, LoadWorld())  # type: ignore[arg-type]
+        claimed, past = Claimed(1, tuple(durable)), Past(stored_step=max(durable, default=0))
+        search = Search(self.folder, claimed, _NoMemory(), LoadWorld(), Path("run"))  # type: ignore[arg-type]
+        return search.load(wanted, rectangle, past)
 
     @contextmanager
     def restored(self, file: Path) -> Iterator[bytes]:

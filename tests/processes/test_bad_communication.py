@@ -28,11 +28,11 @@ def run_python(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[st
     ("keys", "told"),
     [
         ("--overlap.credit 1 MiB", "overlap.credit = 1048576: at least overlap.partition = 4194304 bytes"),
-        ("--overlap.chunks 0", "overlap.chunks = 0: at least 1"),
+        ("--overlap.chunks 0", "overlap.chunks = 0: must be at least 1"),
         ("--comm.network_bandwidth fast", "comm.network_bandwidth = 'fast': "),
         (
             "--comm.compress_gradients int4",
-            "comm.compress_gradients = 'int4': should be 'bfloat16' or 'int8'",
+            "comm.compress_gradients = 'int4': must be 'bfloat16' or 'int8'",
         ),
         ("--comm.hierarchy switch", "comm.hierarchy = 'switch': needs comm.switch_size"),
         ("--comm.node_size 2", "comm.node_size = 2: must divide the 1 ranks"),

@@ -21,6 +21,11 @@ _MYRIAD = [sys.executable, "-m", "myriad.cli.main"]
 _TINY = ("train", "tiny", "--run", "./run", "--train.threads", "1")
 
 
+def _hear_ctrl_c() -> None:
+    """As in a terminal: a shell's background job, which these tests may be, ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Command:
     """A command whose process group can be signalled, and whose processes can be found afterwards."""
 
@@ -34,6 +39,7 @@ class Command:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=_hear_ctrl_c,
         )
 
     def signal(self, number: signal.Signals = signal.SIGINT) -> None:

@@ -92,7 +92,7 @@ def test_a_last_checkpoint_that_found_a_full_disk_is_stored_when_there_is_room(
             if run.read_metrics() and not self.full:
                 self.full = True
                 fill(run.checkpoints_path)
-            if any(fault.get("cause") == "disk" for fault in events(run, "fault")):
+            if events(run, "retry"):
                 free(run.checkpoints_path)
 
         def stopping(self) -> None: ...
@@ -100,7 +100,7 @@ def test_a_last_checkpoint_that_found_a_full_disk_is_stored_when_there_is_room(
     with small_disk(run.checkpoints_path):
         assert run_local(run, 2, observer=FreesWhenTold()) == "finished"
         assert load_model(run.checkpoints_path / "step-40", "")
-    assert [fault["cause"] for fault in events(run, "fault") if "cause" in fault] == ["disk"]
+    assert not [fault for fault in events(run, "fault") if "cause" in fault], "no rank was restarted for it"
 
 
 def test_training_does_not_notice_that_its_driver_dies_and_survives_its_executor(

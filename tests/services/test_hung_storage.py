@@ -184,7 +184,12 @@ def test_a_disk_that_turned_read_only_costs_checkpoints_but_neither_training_nor
 
 def test_a_checkpoint_that_did_not_fit_takes_no_room_from_others(start, small):
     run = start(
-        "run", *EVERY_5, "train.steps=20", f"checkpoint.url={small.path}/kept", "overlap.checkpoint=off"
+        "run",
+        *EVERY_5,
+        "train.steps=20",
+        f"checkpoint.url={small.path}/kept",
+        "overlap.checkpoint=off",
+        "checkpoint.timeout_seconds=5",
     )
 
     def nearly_fill() -> None:

@@ -4,6 +4,7 @@ For a rank 0 that torchrun or another launcher started (`myriad.train.worker`): 
 ``myriad train`` without a terminal. A process of its own, so that printing costs the rank nothing.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from myriad.cli.progress import Progress
 from myriad.cli.screen import PlainScreen
+from myriad.errors import MyriadError
 from myriad.run import Run
 
 __all__ = ["follow"]
@@ -37,4 +39,5 @@ def follow(run: Run, console: Console, ready: int) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides, and closes standard input
-    follow(Run(sys.argv[1]), Console(), int(sys.argv[2]))
+    with contextlib.suppress(MyriadError):  # the rank reports it
+        follow(Run(sys.argv[1]), Console(), int(sys.argv[2]))
