@@ -19,8 +19,8 @@ import torch
 
 from fault_kills import Outcome
 from fault_state import CPU, State, open_session
-from myriad.checkpoint.config import CheckpointConfig
 from myriad.checkpoint.claiming import Claimed
+from myriad.checkpoint.config import CheckpointConfig
 from myriad.checkpoint.folder import CheckpointFolder, verify
 from myriad.checkpoint.load import LoadWorld
 from myriad.checkpoint.random_state import random_rectangle
