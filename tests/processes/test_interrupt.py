@@ -48,7 +48,7 @@ class Command:
     def end(self) -> str:
         """What it has printed; it was interrupted, and nothing but a snapshot server is left of it."""
         output, _ = self.process.communicate(timeout=120)
-        assert self.process.returncode == 130, output
+        assert self.process.returncode in (130, -signal.SIGINT), output  # a shell reports 130 for both
         assert "Traceback" not in output and "Exception ignored" not in output
         wait_until(lambda: not self._left())
         return output
@@ -120,7 +120,7 @@ def test_one_ctrl_c_during_validation_does_not_wait_for_its_end_and_the_next_sta
 
 def _imports(command: Command, folder: Path) -> None:
     maps = Path(f"/proc/{command.process.pid}/maps")
-    wait_until(lambda: "_struct" in maps.read_text() or "pydantic" in maps.read_text())
+    wait_until(lambda: "numpy" in maps.read_text() or "pydantic" in maps.read_text())
 
 
 def _computes(command: Command, folder: Path) -> None:

@@ -75,6 +75,7 @@ def test_training_goes_on_while_storage_hangs_and_saves_when_it_answers(start, d
         assert max(steps_in_memory(run)) >= 35, "snapshots in memory went on"
         disk.thaw()
         stored_at(run, 10)()
+        stored_at(run, 35)()
 
     assert train(run, {6: hang, 37: answer, 46: stored_at(run, 45)}) == [0, 0]
     faults = [(fault["step"], "alarm" in fault) for fault in events(run, "fault")]
