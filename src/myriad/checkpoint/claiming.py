@@ -22,7 +22,7 @@ class Claimed:
     steps: tuple[int, ...] = ()
     """Of the durable checkpoints of training, ascending."""
     damaged: tuple[int, ...] = ()
-    """Of those that were set aside."""
+    """Steps whose checkpoints were set aside as damaged."""
     problem: str | None = None
     """Why the folder could not be taken over."""
 

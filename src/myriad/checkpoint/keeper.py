@@ -62,7 +62,7 @@ class Keeper:
         with self._lock:
             if number < self._present.number:
                 raise OSError(f"attempt {self._present.number} has taken over; this is attempt {number}")
-        # before anything of an earlier attempt ends: a wrong message costs nobody's snapshots
+        # before anything of an earlier attempt ends: a wrong message loses no snapshot
         pieces = split_pieces(message["pieces"], bytes(payload))
         descriptor = SnapshotMemory.create(message["num_slots"], snapshot_bytes(pieces))
         member = Member(number, world, rank, pieces, descriptor)

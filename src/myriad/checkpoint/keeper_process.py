@@ -38,7 +38,7 @@ _POLL_SECONDS, _BUSY_SECONDS = 0.05, 1.0
 
 
 _UNIX_BYTES = 2**32
-"""Of a message of a rank: heads and tails of its pieces."""
+"""The largest payload that a rank may send: heads and tails of its pieces."""
 
 
 class _Server:

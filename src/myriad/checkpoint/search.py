@@ -61,7 +61,7 @@ class Search:
     client: KeeperClient
     world: LoadWorld
     run: Path
-    """For messages."""
+    """The folder of the run, which messages name."""
     newest: int | None = None
     """The last step to be considered; ``None``: any."""
 

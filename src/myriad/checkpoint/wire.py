@@ -37,10 +37,10 @@ class Wire:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self.most_bytes = 2**48
-        """Of the payload of a message that is received."""
+        """The largest payload that `receive` accepts."""
         self._lock = threading.Lock()
         self._deadline: float | None = None
-        """Of a whole message; ``None``: each part of it has a time of its own."""
+        """When a whole message must have arrived; ``None``: each part of it has a time of its own."""
 
     def send(self, message: Message, payload: Buffer = b"", descriptors: Sequence[int] = ()) -> None:
         """Raises `Closed` when nobody is there."""
