@@ -137,8 +137,8 @@ def _time(facts: Facts) -> Iterator[str]:
 
 
 def _curves(facts: Facts) -> Iterator[str]:
-    metrics = facts.run.read_metrics()
-    training, validation = loss_series(facts.run)
+    metrics = facts.metrics
+    training, validation = loss_series(metrics, facts.events)
     seconds = [
         (float(line["step"]), float(line["step_seconds"])) for line in metrics if line.get("step_seconds")
     ]
@@ -195,7 +195,7 @@ def _layout(facts: Facts) -> Iterator[str]:
                   f"hidden {job.model.hidden}"],
         ["device", f"{summary.device or '-'}, {summary.precision or '-'}"],
     ]  # fmt: skip
-    if memory := max((line.get("memory_bytes") or 0 for line in facts.run.read_metrics()), default=0):
+    if memory := max((line.get("memory_bytes") or 0 for line in facts.metrics), default=0):
         rows.append(["memory of rank 0", format_bytes(memory)])
     yield "<h2>Job</h2>"
     text = escape(read_text(facts.run.job_path))

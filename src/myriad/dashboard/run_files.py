@@ -77,6 +77,11 @@ class RunFiles:
             self.layout_since_ns = _began_ns(begins[-1])
 
     @property
+    def no_room_at(self) -> float:
+        """When rank 0 last tried in vain to add the line of a step; 0: it was not in vain."""
+        return self._steps.no_room_at
+
+    @property
     def num_wrong_lines(self) -> int:
         """Of steps and events, that are torn, wrong or have a wrong figure."""
         return self._steps.num_wrong + self._events_tail.num_wrong

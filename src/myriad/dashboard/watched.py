@@ -118,7 +118,7 @@ class Watched:
         newest = float(self.store.last_end_ns.max()) * 1e-9
         for line in (*self.files.metrics[-1:], *self.files.events[-1:]):
             newest = max(newest, number(line.get("time")) or 0.0)
-        return max(0.0, time.time() - newest) if newest > 0 else 0.0
+        return max(0.0, time.time() - max(newest, self.files.no_room_at)) if newest > 0 else 0.0
 
     @property
     def step_seconds(self) -> float:
