@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_json", "remove_drafts", "sync_folder", "write_whole"]
+__all__ = ["read_json", "read_regular", "remove_drafts", "sync_folder", "write_whole"]
 
 _MOST_JSON_BYTES = 2**26
 _DRAFT = re.compile(r"\..+\.\d{1,10}(\.[0-9a-f]{8})?")
@@ -64,19 +64,26 @@ def remove_drafts(folder: Path) -> None:
                     os.unlink(entry.path)
 
 
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Return what a file holds, never waiting for a pipe. Raises ``OSError`` for what is no regular file, and
+    ``ValueError`` for one of more bytes."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file")
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"more than {most_bytes} bytes")
+    return data
+
+
 def read_json(path: Path) -> Any:
     """Return what a small file holds; ``None`` where there is none. Raises ``OSError``, and ``ValueError``
     for what is no JSON, or too much of it."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        data = read_regular(path, _MOST_JSON_BYTES)
     except FileNotFoundError:
         return None
-    with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file")
-        data = file.read(_MOST_JSON_BYTES + 1)
-    if len(data) > _MOST_JSON_BYTES:
-        raise ValueError(f"more than {_MOST_JSON_BYTES} bytes")
     try:
         return json.loads(data)
     except RecursionError:
