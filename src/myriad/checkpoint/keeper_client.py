@@ -158,9 +158,9 @@ class KeeperClient:
         sizes = [[name, len(content)] for name, content in files.items()]
         self._ask({"op": "configure", "files": sizes, **message}, b"".join(files.values()))
 
-    def port(self) -> int:
-        """Where keepers of other nodes reach this one."""
-        return int(self._ask({"op": "port"})[0]["port"])
+    def port(self, wanted: int = 0) -> int:
+        """Where keepers of other nodes reach this one; ``wanted``: if it is free."""
+        return int(self._ask({"op": "port", "wanted": wanted})[0]["port"])
 
     def say_whole(self, slot: int, step: int, *, durable: bool, copies: bool) -> None:
         """A snapshot is complete; nothing is waited for."""
