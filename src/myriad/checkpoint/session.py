@@ -235,7 +235,7 @@ class Session:
             message, files = self._configuration
             node = self._world.node
             if several := len(self._world.ranks_of_node) > 1:
-                message["nodes"][node][1] = self._client.port()
+                message["nodes"][node][1] = self._client.port(message["nodes"][node][1])
             self._client.configure(message | {"moved": several}, files)
             why = self._client.why_killed or "died"
             problem = (

@@ -32,6 +32,7 @@ def open_feed(run: Run, job: Job, grid: RankGrid, place: Place) -> LoaderClient:
         place.local_rank,
         place.local_world,
         on_restart=lambda problem: run.append_event("fault", rank=place.rank, problem=problem),
+        patience=job.resilience.patience,
     )
 
 
