@@ -12,7 +12,8 @@ from myriad.resilience.account.accounting import account_of
 from myriad.resilience.account.ledger import KINDS, Kind
 from myriad.resilience.account.moments import in_order
 from myriad.resilience.drive.journal import count_missing
-from myriad.run import Run, StepLines, missing_lines_told
+from myriad.run import Run
+from myriad.run_lines import EventLines, StepLines, missing_lines_told
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -108,12 +109,12 @@ def facts_of(run: Run) -> Facts:
     """As its files say now. Raises `BadInputError` where there is no run."""
     running = run.is_locked
     job = run.job()
-    steps, events = StepLines(run.metrics_path), JsonlTail(run.events_path)
+    steps, events = StepLines(run.metrics_path), EventLines(run.events_path)
     journal = JsonlTail(run.path / "journal.jsonl")
     decisions = journal.poll()
     moments = in_order(late_events(events.poll()), steps.poll(), decisions)
     account = account_of(moments, time.time() if running else None)
-    files: dict[str, StepLines | JsonlTail] = {
+    files: dict[str, StepLines | EventLines | JsonlTail] = {
         "metrics.jsonl": steps,
         "events.jsonl": events,
         "journal.jsonl": journal,

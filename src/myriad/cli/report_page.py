@@ -16,6 +16,7 @@ from myriad.cli.report_facts import (
 )
 from myriad.cli.screen import loss_series
 from myriad.units import format_bytes, format_count, format_seconds
+from myriad.whole_file import read_text
 
 __all__ = ["html_table", "page"]
 
@@ -197,7 +198,7 @@ def _layout(facts: Facts) -> Iterator[str]:
     if memory := max((line.get("memory_bytes") or 0 for line in facts.run.read_metrics()), default=0):
         rows.append(["memory of rank 0", format_bytes(memory)])
     yield "<h2>Job</h2>"
-    text = escape(facts.run.job_path.read_text())
+    text = escape(read_text(facts.run.job_path))
     body = html_table(None, [[escape(cell) for cell in row] for row in rows], ())
     yield f'<div class="card">{body}<details><summary>job.toml</summary><pre>{text}</pre></details></div>'
 

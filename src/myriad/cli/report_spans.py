@@ -55,7 +55,7 @@ def _of_what(look: "Look", losses: "Losses", count: int) -> str:
     told += f", {losses.step_seconds:.4g} s each"
     if look.peak_flops:
         told += f"; peak {look.peak_flops / 1e12:,.4g} TFLOP/s of all ranks"
-        told += f" ({look.start['peak_source']})" if "peak_source" in look.start else ""
+        told += f" ({look.peaks.source})" if look.peaks.source else ""
     if spans.num_dropped:
         told += f"; {spans.num_dropped:,} spans were dropped"
     if not losses.split:

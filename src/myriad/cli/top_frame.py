@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myriad.cli.loss_colours import COLOURS, USEFUL
-from myriad.run import missing_lines_told
+from myriad.run_lines import missing_lines_told
 from myriad.units import format_count
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _figures(look: "Look") -> Iterator[str]:
         yield f"{format_count(speed)} tokens/s"
     if (mfu := look.mfu) is not None:
         peak = f" of {look.peak_flops / 1e12:,.4g} TFLOP/s" if look.peak_flops else ""
-        source = f" ({look.start['peak_source']})" if look.peak_flops and "peak_source" in look.start else ""
+        source = f" ({look.peaks.source})" if look.peaks.source else ""
         yield f"MFU {mfu:.1%}{peak}{source}"
     layout = look.job.layout
     axes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("dp", "pp", "tp"))

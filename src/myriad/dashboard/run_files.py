@@ -15,8 +15,9 @@ from myriad.dashboard.insight.findings import ranks_of
 from myriad.dashboard.insight.ranks import Ranks
 from myriad.dashboard.run_look import attempt_of
 from myriad.errors import MyriadError
-from myriad.jsonl import JsonlTail, Record, late_events
-from myriad.run import Run, StepCount, StepLines, count_steps
+from myriad.jsonl import Record, late_events
+from myriad.run import Run
+from myriad.run_lines import EventLines, Peaks, StepCount, StepLines, count_steps
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -38,13 +39,15 @@ class RunFiles:
     metrics: list[Record] = field(init=False)
     """One a step, in order, without those that a resumed attempt has replaced."""
     events: list[Record] = field(default_factory=list)
+    peaks: Peaks = field(init=False)
+    """Behind the MFU of each step."""
     layout_since_ns: int = 0
     """Since when ranks have their places in the grid; 0: always."""
 
     def __post_init__(self) -> None:
         self.job = self._own_job = self.run.job()
-        self._has_looked = False
-        self._steps, self._events_tail = StepLines(self.run.metrics_path), JsonlTail(self.run.events_path)
+        self._has_looked, self.peaks = False, Peaks()
+        self._steps, self._events_tail = StepLines(self.run.metrics_path), EventLines(self.run.events_path)
         self.metrics = self._steps.lines
 
     @property
@@ -56,6 +59,8 @@ class RunFiles:
         """Reads what was added; whether there was anything."""
         lines, events = self._steps.poll(), self._events_tail.poll()
         self.events[:] = late_events(self.events + events) if events else self.events
+        if events:
+            self.peaks = Peaks(self.events)
         if begins := [event for event in events if event.get("event") in _BEGINS]:
             self._follow_job(begins)
         self._has_looked = True

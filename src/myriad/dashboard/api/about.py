@@ -17,7 +17,7 @@ from myriad.jsonl import Record
 
 __all__ = ["faults", "overview", "run"]
 
-_COLUMNS = ("step", "time", "loss", "tokens_per_second", "mfu", "step_seconds")
+_COLUMNS = ("step", "time", "loss", "tokens_per_second", "step_seconds")
 _MOST_EVENTS = 500
 _NOT_TOLD = ("time", "event", "evidence", "rule", "log")
 _DECISIONS = (
@@ -29,7 +29,7 @@ _DECISIONS = (
 def run(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
     """What it is."""
     files, store, ranks = watched.files, watched.store, watched.ranks
-    steps, start = store.steps(), files.last("start")
+    steps = store.steps()
     layout = {axis: getattr(ranks.layout, axis) for axis in ("dp", "pp", "cp", "tp", "ep", "virtual_stages")}
     return {
         "name": files.run.path.resolve().name,
@@ -44,8 +44,8 @@ def run(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[st
         "last_step": watched.last_step,
         "first_seconds": None if store.first_ns is None else store.first_ns * 1e-9,
         "predicted": watched.plan is not None,
-        "peak_flops": number(start.get("peak_flops")),
-        "peak_source": start.get("peak_source"),
+        "peak_flops": files.peaks.flops_per_second,
+        "peak_source": files.peaks.source or None,
         "dropped": dropped(watched),
         "problems": store.counts.problems,
         "clock_error_seconds": store.clock_error_seconds,
@@ -90,6 +90,7 @@ def overview(watched: Watched, query: Mapping[str, str]) -> dict[str, Any]:
     account = watched.account
     return {
         **{key: [number(line.get(key)) for line in lines] for key in _COLUMNS},
+        "mfu": list(map(watched.files.peaks.mfu, lines)),
         "ledger": account.get("classes", {}),
         "ettr": account.get("effective_ratio"),
         "goodput": account.get("goodput_tokens_per_second"),
