@@ -97,7 +97,7 @@ def test_what_is_in_the_bucket_is_listed_verified_compared_and_pruned(start, buc
     assert found.stdout.count(": whole") == 2
     assert checkpoint("prune", run.path, "--keep", 1).stdout == "removed 2, kept 15\n"
     left = {entry["Key"] for entry in s3.list_objects_v2(Bucket=bucket)["Contents"]}
-    assert {key.split("/")[1] for key in left} == {"attempt", "step-15"}
+    assert {key.split("/")[1] for key in left} == {"attempt", "run.json", "step-15"}
 
 
 def test_a_flipped_bit_in_the_bucket_is_never_trained_on(start, bucket, s3):

@@ -8,10 +8,9 @@
 A folder is written beside its place and renamed: a kill leaves nothing half.
 """
 
-import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +20,13 @@ from safetensors.torch import save_file
 
 from myriad.checkpoint.hugging_face_config import config_of, model_of
 from myriad.checkpoint.hugging_face_names import Link, links_of, missing_or_other
+from myriad.checkpoint.staging import staged_folder
 from myriad.checkpoint.weights import Shapes, Weights
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 
-__all__ = ["HuggingFaceWeights", "end_of_text", "is_hugging_face", "staged_folder", "write_folder"]
+__all__ = ["HuggingFaceWeights", "end_of_text", "is_hugging_face", "write_folder"]
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -145,27 +145,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-@contextlib.contextmanager
-def staged_folder(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that becomes it when all went well, and is removed otherwise. Raises
-    `BadInputError` where there is something already."""
-    out = out.absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadInputError("OUT", str(out), "must be new or an empty folder")
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise BadInputError("OUT", str(out), f"must be writable ({error.strerror})") from None
-    try:
-        yield partial
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
 def write_folder(
     weights: Weights,
     model: ModelConfig,
@@ -230,12 +209,19 @@ def _write_weights(
         tensors: dict[str, torch.Tensor] = {}
         for link in links:
             tensors |= link.write(weights.read(link.name).to(dtype))
-        save_file(tensors, folder / name, metadata={"format": "pt"})
+        _save(tensors, folder / name)
         shutil.copymode(folder / _CONFIG, folder / name)  # safetensors lets nobody else read it
         total += sum(tensor.nbytes for tensor in tensors.values())
         places |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error).removeprefix("Error while serializing: ")) from None
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

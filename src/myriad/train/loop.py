@@ -211,10 +211,16 @@ class Trainer:
 
     def _tell_past(self, past: Past) -> None:
         """What of earlier attempts does not count from here on."""
+        if other := self.session.taken_from:
+            self._event("taken_over", url=self.job.checkpoint.url, run=other)
         if gone := self.session.set_aside_wrong:
             newest = os.environ.get("MYRIAD_NEWEST_STEP")
             problem = f"states after step {newest} are not gone on from: replicas differed, or a spike came"
             self._event("fault", step=int(newest or 0), problem=problem, set_aside=gone)
+        here, step = self.run_folder.checkpoints(self.job), 0 if self.resumed is None else self.resumed.step
+        newer = [(where, known) for where, known in past.stored_in if known > step and where != here]
+        if newer:
+            self._event("older_state", step=step, newer_step=newer[0][1], url=newer[0][0])
         if self.resumed is None and past.done_step:
             self._event("start_over", steps_done=past.done_step, allowed=past.may_start_over)
         elif self.resumed is not None and past.may_start_over:
