@@ -160,6 +160,7 @@ def write_folder(
     that has no counterpart there and for an ``out`` that is not empty."""
     end = None if tokenizer is None else tokenizer.end_of_document
     config, links = config_of(model, dtype, end), links_of(model)
+    _refuse_other_weights(weights, links)
     with staged_folder(out) as partial:
         _write_json(partial / _CONFIG, config)
         ends = {key: end for key in ("bos_token_id", "eos_token_id") if end is not None}
@@ -169,6 +170,18 @@ def write_folder(
         _write_weights(
             partial, weights, _in_shards(links, _DTYPES[dtype].itemsize, shard_bytes), _DTYPES[dtype]
         )
+
+
+def _refuse_other_weights(weights: Weights, links: Sequence[Link]) -> None:
+    """Refuse weights that are not those of the model that is written."""
+    expected = {link.name: link.shape for link in links}
+    for name in sorted(expected.keys() | weights.shapes.keys()):
+        here, there = expected.get(name), weights.shapes.get(name)
+        if here != there:
+            is_there = "not there" if there is None else f"{list(there)}"
+            should = "not be there" if here is None else f"be {list(here)}"
+            allowed = f"not the model of its job.toml: {name} is {is_there}, should {should}"
+            raise BadInputError("PATH", weights.where, allowed)
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence: int) -> None:
