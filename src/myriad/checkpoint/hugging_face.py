@@ -119,6 +119,7 @@ def _find_tensors(path: Path) -> Mapping[str, _Place]:
                     places[name] = (file, name, tuple(header.get_shape()))
         except (SafetensorError, OSError) as error:
             raise BadInputError("weights", str(file), f"not readable ({error})") from None
+    _refuse_other_index(path, places)
     if any(name.startswith(_BASES) for name in places):
         return places
     return places | {f"{base}{name}": place for base in _BASES for name, place in places.items()}
@@ -126,8 +127,7 @@ def _find_tensors(path: Path) -> Mapping[str, _Place]:
 
 def _weight_files(path: Path) -> Sequence[Path]:
     if (path / _INDEX).is_file():
-        places = _read_json(path / _INDEX).get("weight_map", {})
-        return [path / name for name in sorted(set(places.values()))]
+        return [path / name for name in sorted(set(_weight_map(path).values()))]
     if not (path / _WEIGHTS).is_file():
         raise BadInputError(
             "weights", str(path), f"must hold {_WEIGHTS} or {_INDEX}; other formats are not read"
@@ -135,10 +135,36 @@ def _weight_files(path: Path) -> Sequence[Path]:
     return [path / _WEIGHTS]
 
 
+def _weight_map(path: Path) -> dict[str, str]:
+    """Which file of the folder each tensor is in, as the index says; none without an index. Raises
+    `BadInputError` for a file that is not one of the folder's."""
+    if not (path / _INDEX).is_file():
+        return {}
+    places = _read_json(path / _INDEX).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise BadInputError("weights", str(path / _INDEX), "must have a weight_map of tensors and files")
+    for tensor, name in places.items():
+        if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
+            allowed = f"{tensor} must be in a file of this folder, is in {name!r}"
+            raise BadInputError("weights", str(path / _INDEX), allowed)
+    return places
+
+
+def _refuse_other_index(path: Path, places: Mapping[str, "_Place"]) -> None:
+    """Refuse files that do not hold what their index says: some may be of another model or version."""
+    for tensor, name in _weight_map(path).items():
+        found = places.get(tensor)
+        if found is None and tensor.endswith(_DERIVED):
+            continue
+        if found is None or found[0].name != name:
+            there = "is not there" if found is None else f"is in {found[0].name}"
+            raise BadInputError("weights", str(path / _INDEX), f"{tensor} should be in {name}, {there}")
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInputError("path", str(path), f"not readable ({error})") from None
     if not isinstance(content, dict):
         raise BadInputError("path", str(path), "must be a JSON object")
