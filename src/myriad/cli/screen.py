@@ -199,6 +199,8 @@ def _event_line(event: Record) -> Text | None:
     if name == "taken_over":
         told = f"{event.get('url')} was of the run {event.get('run')}, which is not seen from here"
         return Text(f"{told}; this run stores there from now on", style="yellow")
+    if name == "journal":
+        return Text(str(event.get("problem")), style="yellow")
     if name == "older_state":
         newer = f"step {event.get('newer_step')} is in {event.get('url')}"
         return Text(f"goes on from step {step}; {newer} (--checkpoint.url)", style="yellow")
