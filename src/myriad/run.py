@@ -150,7 +150,8 @@ class Run:
         """Return what the files report about earlier attempts."""
         from myriad.checkpoint.start_over import past_of
 
-        return past_of(self.read_events(), self.last_step(), str(self.checkpoints_path))
+        url = self.job().checkpoint.url if self.exists else None
+        return past_of(self.read_events(), self.last_step(), str(self.checkpoints_path), url or "")
 
     def allow_restart(self, *, allowed: bool) -> None:
         """Note whether the start that follows may begin at step 1 again, as a person decided; once it has

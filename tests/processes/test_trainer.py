@@ -256,6 +256,20 @@ def test_torchrun_starts_ranks_too(start: Callable[..., Run]) -> None:
     assert_same_run(run, ours)
 
 
+def test_ranks_of_another_launcher_refuse_the_tokens_of_another_tokenizer(
+    start: Callable[..., Run], corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = start("run", "train.steps=4")
+    assert train(run) == [0]
+    assert (run.path / "tokenizer.json").exists() and len(events(run, "corpus")) == 1
+    other = make_corpus(tmp_path, "other", count=90, seed=2)
+    text = run.job_path.read_text().replace(str(corpus), str(other)).replace("\nsteps = 4\n", "\nsteps = 8\n")
+    run.job_path.write_text(text)
+    assert train(run) == [2]
+    assert "its tokenizer is not the one" in capfd.readouterr().err
+    assert run.last_step() == 4
+
+
 def test_the_worker_says_how_it_is_called(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert worker.main([]) == 2 and "usage" in capfd.readouterr().err
     assert worker.main([str(tmp_path)]) == 2

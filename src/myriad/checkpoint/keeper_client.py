@@ -188,12 +188,13 @@ class KeeperClient:
         pid: int = self._ask({"op": "hold", "step": step})[0]["pid"]
         return pid
 
-    def claim(self, url: str, attempts_before: int, seconds: float) -> Claimed:
-        """Takes the folder of durable checkpoints over for a new start of the ranks."""
-        how = {"url": url, "attempts_before": attempts_before, "seconds": seconds}
+    def claim(self, url: str, attempts_before: int, seconds: float, run: str | None = None) -> Claimed:
+        """Takes the folder of durable checkpoints over for a new start of the ranks; ``run``: the path of
+        the run, where the folder is not its own."""
+        how = {"url": url, "attempts_before": attempts_before, "seconds": seconds, "run": run}
         answer = self._ask_again({"op": "claim", **how}, seconds)[0]
         steps, damaged = tuple(answer["steps"]), tuple(answer["damaged"])
-        return Claimed(answer["attempt"], steps, damaged, answer["problem"])
+        return Claimed(answer["attempt"], steps, damaged, answer["problem"], answer.get("taken_from"))
 
     def snapshots(self) -> list[dict[str, Any]]:
         """What this node has in memory: attempt, world, rank, copied, steps of each."""

@@ -155,7 +155,8 @@ class _Server:
         elif op == "port":
             wire.send({"port": self._port(message["wanted"])})
         elif op == "claim":
-            claimed = claim_folder(message["url"], message["attempts_before"], message["seconds"])
+            asked = message["url"], message["attempts_before"], message["seconds"], message.get("run")
+            claimed = claim_folder(*asked)
             wire.send(asdict(claimed))
         elif op == "snapshots":
             summaries = [known.summary() for known in keeper.snapshots() if known.steps()]

@@ -132,12 +132,18 @@ class Session:
         url, claimed = self._settings.folder.storage.url, None
         if self._grid.rank == 0:
             seconds = min(_CLAIM_SECONDS, self._settings.config.timeout_seconds)
-            claimed = self._client.claim(url, attempts_before, seconds)
+            run = None if self._settings.config.url is None else str(self._settings.run)
+            claimed = self._client.claim(url, attempts_before, seconds, run)
         self._claimed = self._world.gather(claimed)[0]
         in_memory = whole_in_memory(gather_in_memory(self._client, self._world))
         if self._claimed.problem is not None and not in_memory:
             raise BadInputError("checkpoint.url", url, self._claimed.problem)
         self.attempt = max(self._claimed.attempt, 1 + max(in_memory.values(), default=0))
+
+    @property
+    def taken_from(self) -> str | None:
+        """Another run that stored in the same place, and is not there any more."""
+        return self._claimed.taken_from
 
     def agree(self, past: Past) -> Past:
         """Return what rank 0 knows, on every rank."""

@@ -197,6 +197,14 @@ def _event_line(event: Record) -> Text | None:
         other += [f"layers cut at {event['partition']}"] if event.get("partition") else []
         told = f" with {', '.join(other)}" if other else ""
         return Text(f"attempt {event.get('epoch')} begins{told}", style="yellow")
+    if name == "taken_over":
+        told = f"{event.get('url')} was of the run {event.get('run')}, which is not seen from here"
+        return Text(f"{told}; this run stores there from now on", style="yellow")
+    if name == "journal":
+        return Text(str(event.get("problem")), style="yellow")
+    if name == "older_state":
+        newer = f"step {event.get('newer_step')} is in {event.get('url')}"
+        return Text(f"goes on from step {step}; {newer} (--checkpoint.url)", style="yellow")
     if name == "start_over":
         return Text(f"begins at step 1 again: {event.get('steps_done')} steps were done", style="yellow")
     if name == "restart_from_scratch" and step is not None:

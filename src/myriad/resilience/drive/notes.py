@@ -48,7 +48,7 @@ class Notes:
     def of_action(self, action: Action) -> None:
         """It is about to be done."""
         if isinstance(action, StartAttempt) and action.again:
-            self._event("restart", action, ("epoch", "layout"))
+            self._event("restart", action, ("epoch", "layout", "newest_step", "skipped_steps"))
         elif (known := _EVENTS.get(type(action))) is not None:
             self._event(known[0], action, known[1])
         if isinstance(action, Evict):
