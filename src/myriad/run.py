@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from myriad.job import Job
     from myriad.job_changes import JobChange
 
-__all__ = ["Run", "StepCount", "StepLines", "count_steps", "missing_lines_told", "step_line"]
+__all__ = ["Run", "StepCount", "StepLines", "count_steps", "missing_lines_text", "step_line"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class StepCount:
     done: int
     """Steps done, and not lost."""
     without_line: int
-    """Of them, those of which metrics.jsonl has no line."""
+    """Steps among these that have no line in metrics.jsonl."""
 
 
 def count_steps(lines: Sequence[Record], events: Sequence[Record]) -> StepCount:
@@ -140,8 +140,8 @@ def count_steps(lines: Sequence[Record], events: Sequence[Record]) -> StepCount:
     return StepCount(done, max(0, done - num_lines))
 
 
-def missing_lines_told(num_steps: int) -> str:
-    """What people are told of `StepCount.without_line`; "" where there are none."""
+def missing_lines_text(num_steps: int) -> str:
+    """Return the sentence about `StepCount.without_line`; "" where there are none."""
     return f"{num_steps} steps trained without a metrics line" if num_steps else ""
 
 

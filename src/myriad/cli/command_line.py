@@ -95,12 +95,12 @@ class _Root(TyperGroup):
         return code
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
-        """Read the options."""
+        """Parse the arguments, and note an interrupt."""
         with self._noting():
             return super().make_context(*arguments, **settings)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb."""
+        """Run the verb, and note an interrupt."""
         with self._noting():
             return super().invoke(ctx)
 

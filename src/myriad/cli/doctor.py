@@ -162,16 +162,16 @@ def _others(
 def _diagnose(folder: Path, expected: "Expected", *, title: str = "testing") -> "Diagnosis":
     from myriad.resilience.doctor.node import diagnose
 
-    with share_bar(title) as tell:
-        return diagnose(folder, expected, tell=tell)
+    with share_bar(title) as show:
+        return diagnose(folder, expected, tell=show)
 
 
 def _between(others: _Others, diagnosis: "Diagnosis", expected: "Expected") -> "Findings":
     from myriad.resilience.doctor.pairwise import pairwise
 
     known = expected.get(_NETWORK, {}).get(_PAIR)
-    with share_bar("testing") as tell:
-        tell("between nodes", 0.9)
+    with share_bar("testing") as show:
+        show("between nodes", 0.9)
         return pairwise(
             others.nodes,
             others.index,

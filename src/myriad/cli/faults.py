@@ -25,8 +25,8 @@ _Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    told = "Break a real run on purpose, and grade the recovery: run, list."
-    verb = typer.Typer(no_args_is_help=True, help=told)
+    text = "Break a real run on purpose, and grade the recovery: run, list."
+    verb = typer.Typer(no_args_is_help=True, help=text)
     verb.command("run")(_run)
     verb.command("list")(_list)
     app.add_typer(verb, name="faults")

@@ -145,21 +145,21 @@ def _tell_of_switch(question: "SwitchQuestion", out: Path | None, as_json: bool)
 
         asked = (question.num_flows, rows[0].slowest_ratio)
         write_picture("--out", out, draw_curves(title, curves(question), asked))
-    _tell({"question": asdict(question)}, title, rows, as_json)
+    _print_rows({"question": asdict(question)}, title, rows, as_json)
 
 
 def _tell_of_fabric(cluster: "Cluster", question: "FabricQuestion", out: Path | None, as_json: bool) -> None:
     from myriad.network.remedies import fabric_rows
 
-    with share_bar("drawing hashes") as tell:
-        rows = fabric_rows(question, tell)
+    with share_bar("drawing hashes") as show:
+        rows = fabric_rows(question, show)
     nodes = question.ring_nodes or cluster.nodes
     title = f"{cluster.name}: rings of {nodes} nodes, {question.placement}, {_pairs(question.queue_pairs)}"
     if out is not None:
         from myriad.cli.network_ecmp_chart import draw_bars
 
         write_picture("--out", out, draw_bars(title, rows))
-    told = {
+    facts = {
         "cluster": cluster.name,
         "nodes": cluster.nodes,
         "fabric": question.shape.model_dump(mode="json", exclude_none=True),
@@ -169,18 +169,18 @@ def _tell_of_fabric(cluster: "Cluster", question: "FabricQuestion", out: Path | 
         "draws": question.draws,
         "seed": question.seed,
     }
-    _tell(told, title, rows, as_json)
+    _print_rows(facts, title, rows, as_json)
 
 
 def _pairs(count: int) -> str:
     return f"{count} queue pair{'s' if count > 1 else ''} a flow"
 
 
-def _tell(told: dict[str, Any], title: str, rows: "Sequence[Row]", as_json: bool) -> None:
+def _print_rows(facts: dict[str, Any], title: str, rows: "Sequence[Row]", as_json: bool) -> None:
     from myriad.network.remedies import advice
 
     if as_json:
-        print_json(told | {"rows": [asdict(row) for row in rows], "advice": advice(rows)})
+        print_json(facts | {"rows": [asdict(row) for row in rows], "advice": advice(rows)})
         return
     from rich.console import Console
     from rich.table import Table

@@ -98,8 +98,8 @@ def place(
     if to is not None and text is not None:
         _write(to, text)
     if as_json:
-        told = placed.as_json() | ({} if text is None or to is not None else {"export": text})
-        print_json(told)
+        facts = placed.as_json() | ({} if text is None or to is not None else {"export": text})
+        print_json(facts)
     elif text is not None and to is None:
         typer.echo(text, nl=False)
     else:
@@ -138,9 +138,9 @@ def _place(
         every, routes, simulations.seconds, nodes=given, queue_pairs=queue_pairs, routing=routing
     )
     verdicts, ways = [], (on_fabric.numbered, lambda: on_fabric.random(seeds[0]), on_fabric.optimised)
-    with share_bar("placing") as tell:
+    with share_bar("placing") as show:
         for number, (name, way) in enumerate(zip(_USES, ways, strict=True)):
-            tell(name, number / len(ways))
+            show(name, number / len(ways))
             verdicts.append(on_fabric.verdicts(way(), seeds))
     plain = [simulations.seconds(costs) for costs in every]
     return Placed(tuple(jobs), tuple(every), routes.fabric, verdicts, plain, routing, queue_pairs, len(seeds))

@@ -125,13 +125,13 @@ def plan(
     asked = Asked.of(wanted, measure=measure)
     with _garbage_kept(), _default_told(context, cluster):
         if days is not None:
-            told = _fewest(asked, days, console)
+            answer = _fewest(asked, days, console)
         elif len(asked.sizes) > 1:
-            told = _curve(asked, objective, console)
+            answer = _curve(asked, objective, console)
         else:
-            told = _best(asked, objective, top, (out, picture), console, fabric=fabric)
+            answer = _best(asked, objective, top, (out, picture), console, fabric=fabric)
     if as_json:
-        print_json(told)
+        print_json(answer)
 
 
 def _check_files(out: Path | None, picture: Path | None) -> None:

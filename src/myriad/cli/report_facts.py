@@ -12,7 +12,7 @@ from myriad.resilience.account.accounting import account_of
 from myriad.resilience.account.ledger import KINDS, Kind
 from myriad.resilience.account.moments import in_order
 from myriad.resilience.drive.journal import count_missing
-from myriad.run import Run, StepLines, missing_lines_told
+from myriad.run import Run, StepLines, missing_lines_text
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -63,11 +63,11 @@ class Facts:
     @property
     def doubts(self) -> list[str]:
         """What is missing or wrong in the files that all else is said from."""
-        told = [missing_lines_told(self.account.steps_without_line)]
-        told += [f"{number} lines of {name} are wrong" for name, number in self.wrong_lines.items()]
+        doubts = [missing_lines_text(self.account.steps_without_line)]
+        doubts += [f"{number} lines of {name} are wrong" for name, number in self.wrong_lines.items()]
         if self.missing_decisions:
-            told.append(f"{self.missing_decisions} decisions are missing in journal.jsonl")
-        return [*filter(None, told), *self.problems]
+            doubts.append(f"{self.missing_decisions} decisions are missing in journal.jsonl")
+        return [*filter(None, doubts), *self.problems]
 
     @property
     def state(self) -> str:

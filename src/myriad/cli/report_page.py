@@ -88,8 +88,8 @@ def _head(facts: Facts, name: str) -> Iterator[str]:
     yield f'<h1>{name}<span class="state">{escape(facts.state)}</span></h1>'
     since = at_clock(account.began) if account.began else "not begun"
     wall = format_seconds(account.ledger.wall_seconds)
-    told = "".join(f" · {escape(doubt)}" for doubt in facts.doubts)
-    yield f'<p class="dim">{escape(facts.job.name)} · since {since} · {wall}{told}</p>'
+    doubts = "".join(f" · {escape(doubt)}" for doubt in facts.doubts)
+    yield f'<p class="dim">{escape(facts.job.name)} · since {since} · {wall}{doubts}</p>'
     tiles = [
         ("effective training time", f"{account.effective_ratio:.1%}"),
         ("goodput, tokens/s", format_count(account.goodput)),

@@ -25,7 +25,7 @@ class Summary:
     steps: int
     """Done, by their numbers."""
     steps_without_line: int
-    """Of them, those of which metrics.jsonl has no line."""
+    """Steps among ``steps_done`` that have no line in metrics.jsonl."""
     steps_planned: int
     saved_step: int | None
     """Step of the newest checkpoint."""
@@ -135,7 +135,7 @@ def _last_of_attempt(events: list[Record], name: str) -> Record:
 
 
 def _mfu(lines: list[Record], flops_per_token: float | None, peak_flops: float | None) -> float | None:
-    """Of the newest peak: a line was written with the peak that was known then."""
+    """Return the MFU against the newest peak; each line holds the peak known when it was written."""
     speed = _time_mean(lines, "tokens_per_second")
     if not speed or not flops_per_token or not peak_flops:
         return _time_mean(lines, "mfu")

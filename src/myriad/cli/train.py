@@ -145,11 +145,11 @@ def train(
 
 
 def _end(run: "Run", ended: str, console: "Console | None", oversubscribe: bool) -> None:
-    """Tells what has become of it, also by the exit code."""
+    """Report how the run ended, also by the exit code."""
     if ended == "left":
         if console:
-            told = f"stands by no more; others train {run.path}"
-            console.print(told, markup=False, highlight=False, soft_wrap=True)
+            text = f"standby ended: another driver trains {run.path}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(_INTERRUPTED)
     if _report(run, console, oversubscribe):
         return
@@ -176,8 +176,8 @@ def _stand_by(run: "Run", job: "Job", console: "Console | None") -> str:
     from myriad.resilience.engines.standby import stand_by
 
     if console:
-        told = f"stands by for {run.path}: drives it when its driver is lost; Ctrl-C ends that"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        text = f"standby for {run.path}: takes over when its driver is lost; Ctrl-C ends the standby"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     screen = open_screen(console, run, job.train.steps)
     try:
         return stand_by(run, job, screen)

@@ -53,8 +53,8 @@ class WarmParent:
         self._send({"signal": number, "ranks": list(ranks)})
 
     def ping(self, now: float) -> float | None:
-        """Seconds for which it has not answered and has used no processor time; ``None``: while it still
-        imports, of which nobody knows how long it takes. To be called each second."""
+        """Seconds for which it has not answered and has used no processor time; ``None`` while it still
+        imports, which takes an unknown time. To be called each second."""
         if self._asked_at is None:
             self._asked_at = now
             self._send({"ping": 0})
