@@ -48,7 +48,9 @@ def _run(
     doubles: Annotated[
         int, typer.Option(metavar="N", min=0, help="N times two at random, at most 2 s apart.")
     ] = 0,
-    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Draws --random and --doubles.")] = 1,
+    seed: Annotated[
+        int, typer.Option(metavar="S", min=0, max=2**32 - 1, help="Draws --random and --doubles.")
+    ] = 1,
     folder: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where the runs are made, and the undisturbed ones kept.")
     ] = Path("runs/faults"),

@@ -57,7 +57,9 @@ def ecmp(
     draws: Annotated[
         int | None, typer.Option(metavar="N", help="Of the switches' hash seeds; 20 if not given.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first draw, and of a random placement.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of the first draw, and of a random placement.")
+    ] = 0,
     out: Annotated[Path | None, typer.Option(metavar="FILE.svg|png", help="Draw a picture.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -58,7 +58,7 @@ def place(
     draws: Annotated[
         int, typer.Option(metavar="N", min=1, max=10_000, help="Of the switches' hash seeds.")
     ] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first draw.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the first draw.")] = 0,
     use: Annotated[
         Literal["numbered", "random", "optimised"], typer.Option(help="The placement to export.")
     ] = "optimised",

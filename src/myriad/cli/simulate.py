@@ -83,7 +83,9 @@ def simulate(
     jitter: Annotated[
         float, typer.Option(help="Standard deviation of each compute's time, as a share of it; 0: none.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the jitter; of the first of several runs.")] = 1,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of the jitter; of the first of several runs.")
+    ] = 1,
     weeks: Annotated[
         float | None,
         typer.Option(metavar="N", help="So many weeks with faults, instead of one iteration."),
