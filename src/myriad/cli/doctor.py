@@ -39,21 +39,29 @@ _Cluster = Annotated[
     str | None,
     typer.Option(
         metavar="HOSTS",
-        help="Also test between nodes: all hosts, neighbours side by side, with commas, or a file with one a "
+        help="Test between nodes, too: all hosts, neighbours side by side, with commas, or a file with one a "
         "line; the same command on each of them. The first one says who is to blame.",
     ),
 ]
 _Node = Annotated[
-    str | None, typer.Option(metavar="HOST", help="Which of --cluster this is, if its addresses do not tell.")
+    str | None,
+    typer.Option(
+        metavar="HOST", help="This host's name in --cluster, if it does not follow from its addresses."
+    ),
 ]
 _Secret = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="What the nodes know each other by; or in MYRIAD_DOCTOR_SECRET."),
 ]
 _Links = Annotated[
-    bool, typer.Option("--links", help="With --cluster: test every pair, not only as many as show bad nodes.")
+    bool,
+    typer.Option(
+        "--links", help="Test every pair of nodes, not only as many as show bad nodes (with --cluster)."
+    ),
 ]
-_Wait = Annotated[float, typer.Option(metavar="SECONDS", help="With --cluster: for nodes to come.")]
+_Wait = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Seconds to wait for the other nodes (with --cluster).")
+]
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class _Others:
 
 def doctor(
     folder: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where runs or their checkpoints are written.")
+        Path, typer.Option(metavar="FOLDER", help="Folder for runs or checkpoints, whose disk is tested.")
     ] = Path("runs"),
     baseline: Annotated[
         Path | None,

@@ -29,14 +29,12 @@ def evict(
     node: Annotated[
         int | None, typer.Argument(metavar="NODE", min=0, help="The number of the node.", show_default=False)
     ] = None,
-    reason: Annotated[
-        str, typer.Option(metavar="TEXT", help="Why; goes to the event, for whoever reads it.")
-    ] = "",
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, kept in the run's event.")] = "",
     anyway: Annotated[
         bool,
         typer.Option(
             "--anyway",
-            help="Also where no spare stands by: the run then waits for a node, or has fewer replicas.",
+            help="Evict even without a spare: the run then waits for a node, or has fewer replicas.",
         ),
     ] = False,
     show: Annotated[

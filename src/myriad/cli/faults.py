@@ -52,7 +52,7 @@ def _run(
         int, typer.Option(metavar="S", min=0, max=2**32 - 1, help="Draws --random and --doubles.")
     ] = 1,
     folder: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where the runs are made, and the undisturbed ones kept.")
+        Path, typer.Option(metavar="FOLDER", help="Folder for the runs; the undisturbed ones are kept there.")
     ] = Path("runs/faults"),
     oversubscribe: Annotated[
         bool, typer.Option("--oversubscribe", help="Allow more ranks than cores: they take turns.")

@@ -26,20 +26,25 @@ def register(app: typer.Typer) -> None:
 
 def ecmp(
     flows: Annotated[
-        int | None, typer.Option(metavar="N", help="That leave one switch at once; 32 if not given.")
+        int | None,
+        typer.Option(metavar="N", help="Flows that leave one switch at the same time. Default: 32."),
     ] = None,
-    uplinks: Annotated[int | None, typer.Option(metavar="N", help="Of that switch; 32 if not given.")] = None,
+    uplinks: Annotated[
+        int | None, typer.Option(metavar="N", help="Uplinks of that switch. Default: 32.")
+    ] = None,
     split: Annotated[
-        int | None, typer.Option(metavar="N", help="Flows that an uplink carries in full; 1 if not given.")
+        int | None, typer.Option(metavar="N", help="Flows that an uplink carries at full rate. Default: 1.")
     ] = None,
     queue_pairs: Annotated[
-        int, typer.Option(metavar="N", help="That each flow is cut in, hashed one by one.")
+        int, typer.Option(metavar="N", help="Queue pairs of each flow, hashed one by one.")
     ] = 1,
     cluster: Annotated[
         str | None,
         typer.Option(metavar="CLUSTER", help="Rings over a cluster's nodes: a file, or a recipe's name."),
     ] = None,
-    gpus: Annotated[int | None, typer.Option(metavar="N", help="So many of its accelerators.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(metavar="N", help="Number of the cluster's accelerators to use.")
+    ] = None,
     what_if: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Change the cluster: fabric.split=1; again for more."),
@@ -48,17 +53,17 @@ def ecmp(
         str | None,
         typer.Option(
             metavar="WAY",
-            help="Of a ring's nodes: packed under switches (the default), spread over them, or random.",
+            help="Placement of a ring's nodes: packed under switches (default), spread, or random.",
         ),
     ] = None,
     ring_nodes: Annotated[
-        int | None, typer.Option(metavar="N", help="Nodes of a ring; all if not given.")
+        int | None, typer.Option(metavar="N", help="Nodes of a ring. Default: all.")
     ] = None,
     draws: Annotated[
-        int | None, typer.Option(metavar="N", help="Of the switches' hash seeds; 20 if not given.")
+        int | None, typer.Option(metavar="N", help="Draws of the switches' hash seeds. Default: 20.")
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**32 - 1, help="Of the first draw, and of a random placement.")
+        int, typer.Option(min=0, max=2**32 - 1, help="Seed of the first draw, and of a random placement.")
     ] = 0,
     out: Annotated[Path | None, typer.Option(metavar="FILE.svg|png", help="Draw a picture.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

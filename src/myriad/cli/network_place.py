@@ -53,12 +53,12 @@ def place(
         Literal["ecmp", "adaptive"], typer.Option(help="How switches choose among equal ways.")
     ] = "ecmp",
     queue_pairs: Annotated[
-        int, typer.Option(min=1, max=64, help="Of each transfer: NCCL_IB_QPS_PER_CONNECTION.")
+        int, typer.Option(min=1, max=64, help="Queue pairs of each transfer (NCCL_IB_QPS_PER_CONNECTION).")
     ] = 1,
     draws: Annotated[
-        int, typer.Option(metavar="N", min=1, max=10_000, help="Of the switches' hash seeds.")
+        int, typer.Option(metavar="N", min=1, max=10_000, help="Draws of the switches' hash seeds.")
     ] = 32,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the first draw.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the first draw.")] = 0,
     use: Annotated[
         Literal["numbered", "random", "optimised"], typer.Option(help="The placement to export.")
     ] = "optimised",
@@ -67,7 +67,7 @@ def place(
         typer.Option(help="Write it for a scheduler: topology.conf, hosts of ranks, labels of nodes."),
     ] = None,
     to: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where --export goes; off: printed.")
+        Path | None, typer.Option(metavar="FILE", help="File that --export writes. Default: the terminal.")
     ] = None,
     names: Annotated[
         Path | None,

@@ -50,7 +50,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="N|A..B",
-            help="On so many accelerators: the cluster with more or fewer of its nodes. A range: a curve.",
+            help="Number of accelerators: the cluster with more or fewer of its nodes. A range: a curve.",
         ),
     ] = None,
     objective: Annotated[
@@ -76,7 +76,7 @@ def plan(
         bool,
         typer.Option(
             "--fabric",
-            help="Also on the cluster's switches: p50 and p95 over draws of their hashes, and nodes by that.",
+            help="Simulate the cluster's switches, too (p50 and p95 over draws of hashes), and place by that.",
         ),
     ] = False,
     out: Annotated[

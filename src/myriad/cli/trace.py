@@ -32,7 +32,10 @@ def trace(
         typer.Argument(metavar="RUN", help="The run's folder, or its name under runs/.", show_default=False),
     ],
     ranks: Annotated[
-        str, typer.Option(metavar="RANKS", help="As in 3,7 or 0-15; all: every rank of the run.")
+        str,
+        typer.Option(
+            metavar="RANKS", help="Ranks to look into, such as 3,7 or 0-15; all: every rank of the run."
+        ),
     ] = "0",
     seconds: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long, at most 60; a profile takes whole steps.")

@@ -56,13 +56,13 @@ def train(
         typer.Option(metavar="NAME", help="What starts its nodes; short for --resilience.engine."),
     ] = None,
     submit: Annotated[
-        bool, typer.Option("--submit", help="With the engine slurm, outside a job: hand it to sbatch.")
+        bool, typer.Option("--submit", help="Hand the job to sbatch (engine slurm, outside a Slurm job).")
     ] = False,
     standby: Annotated[
         bool,
         typer.Option(
             "--standby",
-            help="With a run folder: wait here, and drive the run when its driver is lost.",
+            help="Wait beside a run (JOB: its folder), and take over when its driver is lost.",
         ),
     ] = False,
     oversubscribe: Annotated[

@@ -40,7 +40,7 @@ def _watch(
         typer.Option(
             metavar="TEXT",
             envvar="MYRIAD_COLLECTOR_TOKEN",
-            help="That others must know; made up and printed when left out.",
+            help="Access token that remote clients need. Default: generated and printed.",
         ),
     ] = None,
     collect: Annotated[
@@ -56,7 +56,7 @@ def _watch(
         typer.Option(metavar="URL", help="Instead of RUN: show what a server shows that runs elsewhere."),
     ] = None,
     memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="For spans and their sums; the oldest steps make room.")
+        str, typer.Option(metavar="SIZE", help="Memory for spans and their sums; the oldest steps make room.")
     ] = "2 GiB",
     open_page: Annotated[
         bool, typer.Option("--open/--no-open", help="Open the page in this machine's browser.")
