@@ -51,7 +51,9 @@ _Node = Annotated[
 ]
 _Secret = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="What the nodes know each other by; or in MYRIAD_DOCTOR_SECRET."),
+    typer.Option(
+        metavar="FILE", help="File with the shared secret of --cluster. Default: MYRIAD_DOCTOR_SECRET."
+    ),
 ]
 _Links = Annotated[
     bool,

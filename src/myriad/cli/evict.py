@@ -55,7 +55,7 @@ def evict(
 
     Instead of RUN and NODE: --list or --pardon HOST, of machines that were evicted from runs of yours.
 
-    Exit code: 0 done, or as soon as the step is; 1 the driver is not reachable, 2 it cannot be.
+    Exit code: 0 done, or as soon as the step is; 1 the driver is not reachable, 2 bad input.
     """
     if show or pardon is not None:
         _refuse_both(run, show=show, pardon=pardon)

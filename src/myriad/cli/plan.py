@@ -76,7 +76,7 @@ def plan(
         bool,
         typer.Option(
             "--fabric",
-            help="Simulate the cluster's switches, too (p50 and p95 over draws of hashes), and place by that.",
+            help="Simulate the cluster's switches, too (p50 and p95 over draws of hashes); place by that.",
         ),
     ] = False,
     out: Annotated[

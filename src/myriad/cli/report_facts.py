@@ -31,15 +31,15 @@ __all__ = [
 MEANING: dict[Kind, str] = {
     "training": "steps that count",
     "lost": "steps to be done again, or left unfinished",
-    "saving": "training stood for a save",
+    "saving": "training paused for a checkpoint",
     "validating": "evaluation",
-    "slow": "a straggler held up the others",
-    "detecting": "nothing went on, and nobody knew",
-    "diagnosing": "the culprit was sought",
-    "restarting": "from a decision to the first step",
-    "planned": "stopped by a person",
-    "waiting": "no node to go on with",
-    "person": "ended, and nobody came yet",
+    "slow": "waiting for a straggler",
+    "detecting": "fault not yet detected",
+    "diagnosing": "diagnosis",
+    "restarting": "from process launch, or the decision to restart, to the first step",
+    "planned": "stopped on request",
+    "waiting": "waiting for a node",
+    "person": "stopped, waiting for an operator",
 }
 FAULT_HEADINGS = ["at", "cause", "culprit", "detected after", "back after", "steps lost", "what"]
 ATTEMPT_HEADINGS = ["attempt", "ranks", "trains from", "first step", "last step", "ended"]

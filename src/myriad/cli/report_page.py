@@ -159,7 +159,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, flo
 def _faults(facts: Facts) -> Iterator[str]:
     yield "<h2>Faults</h2>"
     if not facts.account.faults:
-        yield '<p class="dim">none was told</p>'
+        yield '<p class="dim">No faults.</p>'
         return
     rows = [[escape(cell) for cell in row] for row in fault_cells(facts.account.faults)]
     yield f'<div class="card scroll">{html_table(FAULT_HEADINGS, rows, (3, 4, 5))}</div>'

@@ -58,7 +58,7 @@ def trace(
     Files go to RUN/traces and RUN/counters. A profile slows its rank down while it is taken, and stops it
     for a moment at the end; the others wait for it meanwhile. Nothing of the result changes.
 
-    Exit code: 0 done, 1 some of it is missing, 2 it cannot be.
+    Exit code: 0 done, 1 some of it is missing, 2 the run is not at work, or bad input.
     """
     from myriad.resilience.ask_trace import request_trace
     from myriad.run import Run

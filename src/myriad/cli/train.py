@@ -107,7 +107,9 @@ def train(
     if is_done(folder, resolved.train.steps):
         _refuse_unused(folder, changes, resolved)
         if console:
-            console.print(f"this run is done: all its {resolved.train.steps} steps")
+            steps = resolved.train.steps
+            text = f"{folder.path} is already finished ({steps} of {steps} steps)"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
         _report(folder, console, oversubscribe)
         return
     if not is_queued:

@@ -65,7 +65,9 @@ def _watch(
         bool, typer.Option("--json", help="One JSON object on standard output, for programs.")
     ] = False,
 ) -> None:
-    """Show a run in the browser, while it trains or afterwards. Only reads: a run never notices.
+    """Show a run in the browser, while it trains or afterwards.
+
+    It reads the run folder; only the button "Trace" of the page slows a run down, at the traced ranks.
 
     Also collects: nodes may send their spans to URL/api/spans instead of writing them into the run's folder.
     For Prometheus it is the run's exporter: URL/metrics. Ctrl-C ends it.

@@ -155,7 +155,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _ratio_rows(outcomes: "Sequence[Outcome]") -> list[list[str]]:
-    rows = [["effective training time", "mean", "p5", "p95", "attempts a run", "spare node days a run"]]
+    rows = [["effective training time", "mean", "p5", "p95", "attempts a run", "idle spare node-days a run"]]
     for one in outcomes:
         low, high = one.interval
         attempts = sum(ledger.attempt for ledger in one.ledgers) / len(one.ledgers)
