@@ -241,7 +241,7 @@ class LineFile:
         self._waiting: deque[tuple[float, bytes]] = deque()
         self._waiting_bytes = 0
         self._num_tried = 0
-        """Of those that wait, the oldest, which could not be written before."""
+        """Number of the oldest waiting lines that one write has already failed for."""
         self._num_late = self._dropped_since = 0
         self.num_dropped = 0
         """Lines that there was no memory for."""

@@ -28,7 +28,7 @@ __all__ = [
     "StepLines",
     "count_steps",
     "event_line",
-    "missing_lines_told",
+    "missing_lines_text",
     "step_line",
 ]
 
@@ -224,7 +224,7 @@ def count_steps(lines: Sequence[Record], events: Sequence[Record]) -> StepCount:
     return StepCount(done, max(0, done - num_lines))
 
 
-def missing_lines_told(num_steps: int) -> str:
+def missing_lines_text(num_steps: int) -> str:
     """What people are told of `StepCount.without_line`; "" where there are none."""
     return f"{num_steps} steps trained without a metrics line" if num_steps else ""
 

@@ -61,7 +61,7 @@ class ServerProcess:
                 signal.pidfd_send_signal(self._descriptor, number)
 
     def close(self) -> None:
-        """Releases the descriptor."""
+        """Close the descriptor of the process."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -114,7 +114,7 @@ class Stalled:
         return None
 
     def kill(self, why: str) -> ServerEvent:
-        """Ends it."""
+        """Kill the snapshot server, and return the event that says why."""
         self.process.send_signal(signal.SIGKILL)
         return ServerEvent(self.process.pid, why, killed=True)
 

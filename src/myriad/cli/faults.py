@@ -25,8 +25,8 @@ _Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    told = "Break a real run on purpose, and grade the recovery: run, list."
-    verb = typer.Typer(no_args_is_help=True, help=told)
+    text = "Break a real run on purpose, and grade the recovery: run, list."
+    verb = typer.Typer(no_args_is_help=True, help=text)
     verb.command("run")(_run)
     verb.command("list")(_list)
     app.add_typer(verb, name="faults")
@@ -53,11 +53,12 @@ def _run(
         typer.Option(
             metavar="S",
             min=0,
+            max=2**32 - 1,
             help="Draws --random, --doubles and what a scenario leaves open. Default: 1, or the scenario's.",
         ),
     ] = None,
     folder: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where the runs are made, and the undisturbed ones kept.")
+        Path, typer.Option(metavar="FOLDER", help="Folder for the runs; the undisturbed ones are kept there.")
     ] = Path("runs/faults"),
     oversubscribe: Annotated[
         bool, typer.Option("--oversubscribe", help="Allow more ranks than cores: they take turns.")

@@ -13,7 +13,7 @@ from myriad.resilience.account.ledger import KINDS, Kind
 from myriad.resilience.account.moments import in_order
 from myriad.resilience.drive.journal import count_missing
 from myriad.run import Run
-from myriad.run_lines import EventLines, StepLines, missing_lines_told
+from myriad.run_lines import EventLines, StepLines, missing_lines_text
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -32,15 +32,15 @@ __all__ = [
 MEANING: dict[Kind, str] = {
     "training": "steps that count",
     "lost": "steps to be done again, or left unfinished",
-    "saving": "training stood for a save",
+    "saving": "training paused for a checkpoint",
     "validating": "evaluation",
-    "slow": "a straggler held up the others",
-    "detecting": "nothing went on, and nobody knew",
-    "diagnosing": "the culprit was sought",
-    "restarting": "from a decision to the first step",
-    "planned": "stopped by a person",
-    "waiting": "no node to go on with",
-    "person": "ended, and nobody came yet",
+    "slow": "waiting for a straggler",
+    "detecting": "fault not yet detected",
+    "diagnosing": "diagnosis",
+    "restarting": "from process launch, or the decision to restart, to the first step",
+    "planned": "stopped on request",
+    "waiting": "waiting for a node",
+    "person": "stopped, waiting for an operator",
 }
 FAULT_HEADINGS = ["at", "cause", "culprit", "detected after", "back after", "steps lost", "what"]
 ATTEMPT_HEADINGS = ["attempt", "ranks", "trains from", "first step", "last step", "ended"]
@@ -64,11 +64,11 @@ class Facts:
     @property
     def doubts(self) -> list[str]:
         """What is missing or wrong in the files that all else is said from."""
-        told = [missing_lines_told(self.account.steps_without_line)]
-        told += [f"{number} lines of {name} are wrong" for name, number in self.wrong_lines.items()]
+        doubts = [missing_lines_text(self.account.steps_without_line)]
+        doubts += [f"{number} lines of {name} are wrong" for name, number in self.wrong_lines.items()]
         if self.missing_decisions:
-            told.append(f"{self.missing_decisions} decisions are missing in journal.jsonl")
-        return [*filter(None, told), *self.problems]
+            doubts.append(f"{self.missing_decisions} decisions are missing in journal.jsonl")
+        return [*filter(None, doubts), *self.problems]
 
     @property
     def state(self) -> str:

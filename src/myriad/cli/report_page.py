@@ -89,8 +89,8 @@ def _head(facts: Facts, name: str) -> Iterator[str]:
     yield f'<h1>{name}<span class="state">{escape(facts.state)}</span></h1>'
     since = at_clock(account.began) if account.began else "not begun"
     wall = format_seconds(account.ledger.wall_seconds)
-    told = "".join(f" · {escape(doubt)}" for doubt in facts.doubts)
-    yield f'<p class="dim">{escape(facts.job.name)} · since {since} · {wall}{told}</p>'
+    doubts = "".join(f" · {escape(doubt)}" for doubt in facts.doubts)
+    yield f'<p class="dim">{escape(facts.job.name)} · since {since} · {wall}{doubts}</p>'
     tiles = [
         ("effective training time", f"{account.effective_ratio:.1%}"),
         ("goodput, tokens/s", format_count(account.goodput)),
@@ -160,7 +160,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, flo
 def _faults(facts: Facts) -> Iterator[str]:
     yield "<h2>Faults</h2>"
     if not facts.account.faults:
-        yield '<p class="dim">none was told</p>'
+        yield '<p class="dim">No faults.</p>'
         return
     rows = [[escape(cell) for cell in row] for row in fault_cells(facts.account.faults)]
     yield f'<div class="card scroll">{html_table(FAULT_HEADINGS, rows, (3, 4, 5))}</div>'

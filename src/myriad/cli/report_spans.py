@@ -148,7 +148,7 @@ def _path(found: "Findings", path: "CriticalPath") -> Iterator[str]:
         for rank, s in list(path.by_rank().items())[:_MOST_RANKS_TOLD]
     ]
     yield '<div class="charts">'
-    for headings, cells in ((["class", "on it", "share"], rows), (["most on it", "", "share"], ranks)):
+    for headings, cells in ((["class", "time", "share"], rows), (["rank", "", "share"], ranks)):
         yield f'<div class="card">{html_table(headings, cells, (1, 2))}</div>'
     yield "</div>"
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myriad.cli.loss_colours import COLOURS, USEFUL
-from myriad.run_lines import missing_lines_told
+from myriad.run_lines import missing_lines_text
 from myriad.units import format_count
 
 if TYPE_CHECKING:
@@ -168,8 +168,8 @@ def _told_of_spans(look: "Look") -> str:
         parts.append(f"{spans.num_unreadable} files cannot be read")
     if not len(spans.records):
         parts = []
-    if told := missing_lines_told(look.steps.without_line):
-        parts.append(told)
+    if missing := missing_lines_text(look.steps.without_line):
+        parts.append(missing)
     if look.num_wrong_lines:
         parts.append(f"{look.num_wrong_lines} lines of metrics.jsonl and events.jsonl are wrong")
     return " · ".join(parts)

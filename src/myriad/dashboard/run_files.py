@@ -78,7 +78,7 @@ class RunFiles:
 
     @property
     def num_wrong_lines(self) -> int:
-        """Of steps and events, that are torn, wrong or have a wrong figure."""
+        """Number of lines of steps and events that are torn, wrong or have a wrong figure."""
         return self._steps.num_wrong + self._events_tail.num_wrong
 
     @property

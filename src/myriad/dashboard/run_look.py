@@ -62,7 +62,7 @@ class Look:
     at_work: bool = False
     """Somebody has it, here or on another machine."""
     num_wrong_lines: int = 0
-    """Of metrics.jsonl and events.jsonl, that are torn, wrong or have a wrong figure."""
+    """Number of lines of metrics.jsonl and events.jsonl that are torn, wrong or have a wrong figure."""
 
     @cached_property
     def steps(self) -> StepCount:

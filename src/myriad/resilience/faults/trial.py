@@ -36,7 +36,8 @@ from myriad.resilience.faults.scenario import Fault, Scenario, planned_faults
 from myriad.resilience.faults.services import Services
 from myriad.resilience.faults.stand_in import BROKEN, StandIn
 from myriad.resilience.faults.storage import memory_group, small_disk
-from myriad.run import Run, StepLines
+from myriad.run import Run
+from myriad.run_lines import StepLines
 
 __all__ = ["try_scenario"]
 

@@ -55,8 +55,8 @@ class WarmParent:
         self._send({"signal": number, "ranks": list(ranks)})
 
     def ping(self) -> float | None:
-        """Seconds for which it has not answered and has used no processor time; ``None``: while it still
-        imports, of which nobody knows how long it takes. To be called each second."""
+        """Seconds for which it has not answered and has used no processor time; ``None`` while it still
+        imports, which takes an unknown time. To be called each second."""
         now, ticks = self._clock.look(), process_cpu_ticks(self.pid)
         if ticks != self._ticks or not self._is_asked:
             self._ticks, self._idle_since = ticks, now
