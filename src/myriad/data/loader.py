@@ -3,9 +3,9 @@
     rank 0 ── starts, wakes, revives ──► loader process ──► ring in shared memory ──► rank 0, rank 1, ...
 
 All ranks of a node that need the same tokens read the same bytes. What a step holds is a pure function of
-(seed, step), so a loader that dies, or is stopped while it is waited for, is replaced and goes on with the
-step that is asked for: nothing is lost, nothing comes twice. It ends by itself when the rank that started it
-does.
+(seed, position of the run's state, step), so a loader that dies, or is stopped while it is waited for, is
+replaced and goes on with the step that is asked for: nothing is lost, nothing comes twice. It ends by itself
+when the rank that started it does.
 """
 
 import hashlib
@@ -26,6 +26,7 @@ from myriad.config import Config
 from myriad.data.config import DataConfig
 from myriad.data.manifest import Split
 from myriad.data.ring import Geometry, Ring
+from myriad.data.sampler import DataPosition
 from myriad.errors import RunFailedError
 from myriad.processes import process_state
 
@@ -83,13 +84,13 @@ class LoaderClient:
         spec: LoaderSpec,
         local_rank: int = 0,
         num_local_ranks: int = 1,
-        first_step: int = 0,
+        first_step: int | None = 0,
         on_restart: Callable[[str], None] = lambda problem: None,
     ) -> None:
         """``local_rank`` counts the node's ranks that read; number 0 owns the loader process. ``on_restart``
         is called with the reason when that process is replaced.
 
-        The loader prepares ``first_step`` at once; any other may be asked for.
+        The loader prepares ``first_step`` at once; any other may be asked for. None: it waits for `begin`.
         """
         self.spec, self._reader, self._on_restart = spec, local_rank, on_restart
         self.wait_seconds = 0.0
@@ -105,6 +106,15 @@ class LoaderClient:
         else:
             self._ring = _attach(name)
         self._ring.mark_attached(local_rank)
+
+    def begin(self, step: int, position: DataPosition) -> None:
+        """Begin with ``step`` at a position in the data. Every reader calls it before `get`, with the same
+        values."""
+        assert position.global_batch == self.spec.global_batch, "the position of the loader's own batches"
+        if self._process is not None:
+            self._ring.set_first_sample(position.first_sample)
+        self._ring.ask(self._reader, step)
+        self._look_after_loader()
 
     def get(self, step: int) -> NDArray[np.int32]:
         """[rows of this node, sequence + 1], valid until the next call. Waits; raises `RunFailedError`."""
