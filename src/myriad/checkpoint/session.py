@@ -27,7 +27,8 @@ import torch.distributed as dist
 from myriad.checkpoint.claiming import Claimed
 from myriad.checkpoint.config import CheckpointConfig
 from myriad.checkpoint.copies import choose_node, new_token
-from myriad.checkpoint.dcp import METADATA, make_metadata, make_pieces
+from myriad.checkpoint.dcp import make_pieces
+from myriad.checkpoint.dcp_metadata import METADATA, make_metadata
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.keeper_client import KeeperClient
 from myriad.checkpoint.keeper_start import node_keeper

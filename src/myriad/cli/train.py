@@ -80,7 +80,7 @@ def train(
     Ctrl-C saves and stops; the same command goes on from there.
 
     Keys given with a run that exists change it from the next step on (learning rate, schedule, data, layout,
-    ...). The model, train.seed, train.global_batch and optimizer.name cannot change: see docs/resume.md.
+    ...). The model, train.seed and optimizer.name cannot change: see docs/resume.md.
 
     Exit code: 0 done, 1 the run failed, 2 bad input, 130 stopped by Ctrl-C.
     """

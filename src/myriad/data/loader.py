@@ -3,9 +3,9 @@
     rank 0 ── starts, wakes, revives ──► loader process ──► ring in shared memory ──► rank 0, rank 1, ...
 
 All ranks of a node that need the same tokens read the same bytes. What a step holds is a pure function of
-(seed, step), so a loader that dies, is stopped or hangs while it is waited for is replaced and goes on with
-the step that is asked for: nothing is lost, nothing comes twice. It ends by itself when the rank that started
-it does.
+(seed, position of the run's state, step), so a loader that dies, is stopped or hangs while it is waited for
+is replaced and goes on with the step that is asked for: nothing is lost, nothing comes twice. It ends by
+itself when the rank that started it does.
 
 A loader hangs if a rank waits for it and it has neither filled a slot nor used processor time for 5 s (20 s
 before its first slot). A storage that is slower looks the same, so this limit doubles with each replacement.
@@ -29,6 +29,7 @@ from myriad.config import Config
 from myriad.data.config import DataConfig
 from myriad.data.manifest import Split
 from myriad.data.ring import Geometry, Ring
+from myriad.data.sampler import DataPosition
 from myriad.errors import RunFailedError
 from myriad.processes import StopTimer, WatchClock, process_cpu_ticks
 
@@ -88,14 +89,14 @@ class LoaderClient:
         spec: LoaderSpec,
         local_rank: int = 0,
         num_local_ranks: int = 1,
-        first_step: int = 0,
+        first_step: int | None = 0,
         on_restart: Callable[[str], None] = lambda problem: None,
         patience: float = 1.0,
     ) -> None:
         """``local_rank`` counts the node's ranks that read; number 0 owns the loader process. ``on_restart``
         is called with the reason when that process is replaced; ``patience`` scales its deadlines.
 
-        The loader prepares ``first_step`` at once; any other may be asked for.
+        The loader prepares ``first_step`` at once; any other may be asked for. None: it waits for `begin`.
         """
         self.spec, self._reader, self._on_restart = spec, local_rank, on_restart
         self.wait_seconds = 0.0
@@ -111,6 +112,15 @@ class LoaderClient:
         else:
             self._ring = _attach(name)
         self._ring.mark_attached(local_rank)
+
+    def begin(self, step: int, position: DataPosition) -> None:
+        """Begin with ``step`` at a position in the data. Every reader calls it before `get`, with the same
+        values."""
+        assert position.global_batch == self.spec.global_batch, "the position of the loader's own batches"
+        if self._process is not None:
+            self._ring.set_first_sample(position.first_sample)
+        self._ring.ask(self._reader, step)
+        self._look_after_loader()
 
     def get(self, step: int) -> NDArray[np.int32]:
         """[rows of this node, sequence + 1], valid until the next call. Waits; raises `RunFailedError`."""

@@ -16,6 +16,7 @@ from tiny_corpora import make_corpus
 from myriad.data.config import CorpusShare, DataConfig
 from myriad.data.corpus import open_corpora, read_batch
 from myriad.data.loader import LoaderClient, LoaderSpec
+from myriad.data.sampler import DataPosition
 from myriad.errors import RunFailedError
 from myriad.processes import process_state
 
@@ -39,10 +40,12 @@ def spec(corpus: Path, request: pytest.FixtureRequest) -> LoaderSpec:
     )
 
 
-def expected(spec: LoaderSpec, step: int) -> np.ndarray:
+def expected(spec: LoaderSpec, step: int, first_sample: int = 0) -> np.ndarray:
     opened = open_corpora(spec.data, SEQUENCE, spec.split)
     sampler = opened.sampler(SEED)
-    return np.concatenate([read_batch(opened, sampler, step, BATCH, range(*rows)) for rows in spec.rows])
+    first = first_sample + step * BATCH
+    rows = [range(first + start, first + stop) for start, stop in spec.rows]
+    return np.concatenate([read_batch(opened, sampler, samples) for samples in rows])
 
 
 def loader_pid(client: LoaderClient) -> int:
@@ -71,6 +74,17 @@ def test_any_step_in_any_order_is_the_batch_of_that_step(spec: LoaderSpec) -> No
         assert np.array_equal(client.rows(7, 9, 11), expected(spec, 7)[5:7])
         pid = loader_pid(client)
     assert not is_running(pid)
+
+
+def test_a_run_whose_batch_has_changed_goes_on_with_the_sample_that_follows(spec: LoaderSpec) -> None:
+    """Step 1 was reached with batches of 5: nothing that was prepared before it was known may be used."""
+    with LoaderClient(spec, first_step=None) as client:
+        client.begin(1, DataPosition.resumed(BATCH, step=1, samples=5))
+        for step in (1, 2, 3):
+            assert np.array_equal(client.get(step), expected(spec, step, 5 - BATCH)), step
+        os.kill(loader_pid(client), signal.SIGKILL)
+        for step in (4, 5, 6, 7):
+            assert np.array_equal(client.get(step), expected(spec, step, 5 - BATCH)), step
 
 
 def test_the_loader_never_imports_torch(spec: LoaderSpec) -> None:
