@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myriad.cli.loss_colours import COLOURS, USEFUL
+from myriad.dashboard.event_text import event_text
 from myriad.run import missing_lines_told
 from myriad.units import format_count
 
@@ -24,7 +25,6 @@ __all__ = ["frame"]
 _MOST_SLOW, _MOST_EVENTS, _MOST_SILENT = 8, 6, 8
 _WIDEST_BAR = 100
 _STATE_STYLE = {"hangs": "bold red", "stopped": "bold yellow"}
-_NOT_TOLD = ("time", "event", "evidence", "rule", "problem")
 
 
 def frame(look: "Look", ranks: Sequence[int], width: int) -> RenderableType:
@@ -148,12 +148,18 @@ def _waiting(found: "Findings") -> Iterator[RenderableType]:
 
 def _events(events: "Sequence[Record]") -> Iterator[RenderableType]:
     for event in events[-_MOST_EVENTS:]:
-        at = event.get("time")
-        when = time.strftime("%H:%M:%S", time.localtime(at)) if isinstance(at, int | float) else "-"
-        problem = str(event.get("problem") or "").partition("\n")[0]
-        rest = ", ".join(f"{key} {value}" for key, value in event.items() if key not in _NOT_TOLD)
-        line = Text(f"{when} ", style="dim", no_wrap=True, overflow="ellipsis")
-        yield line.append(f"{event.get('event')} ", style="default").append(problem or rest, style="dim")
+        line = Text(f"{_clock(event.get('time'))} ", style="dim", no_wrap=True, overflow="ellipsis")
+        step = event.get("step")
+        where = f"step {step}: " if isinstance(step, int) and not isinstance(step, bool) else ""
+        name = str(event.get("event")).replace("_", " ")
+        yield line.append(f"{name} ", style="default").append(f"{where}{event_text(event)}", style="dim")
+
+
+def _clock(at: object) -> str:
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(at)) if isinstance(at, int | float) else "-"
+    except (OverflowError, ValueError, OSError):  # of a year that no calendar has
+        return "-"
 
 
 def _told_of_spans(look: "Look") -> str:
