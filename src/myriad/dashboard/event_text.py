@@ -17,7 +17,7 @@ __all__ = ["SENTENCES", "event_text"]
 
 _MOST_LETTERS = 300
 _NOT_SHOWN = ("time", "event", "step", "evidence", "rule", "log", "late_seconds")
-_LARGEST = 1e300
+_LARGEST = 1e24
 _CONTROLS = dict.fromkeys([*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], " ")
 """Of a terminal, and those that turn the direction of the text that follows."""
 
@@ -186,7 +186,7 @@ def _diagnosis(event: Record) -> str:
 def _layout(event: Record) -> str:
     shares, cut = _sequence(event.get("shares")), _sequence(event.get("partition"))
     return _joined(
-        _shown(event, "dp", lambda dp: f"{dp:.0f} replicas"),
+        _shown(event, "dp", lambda dp: f"{dp:.0f} replica{'' if dp == 1 else 's'}"),
         f"shares {', '.join(map(str, shares))}" if shares else "",
         f"layers cut at {', '.join(map(str, cut))}" if cut else "",
     )

@@ -120,9 +120,9 @@ class RunFiles:
         """Done, and those without a line."""
         return count_steps(self.metrics, self.events)
 
-    def last(self, event: str) -> Record:
-        """The newest of its name; empty: there was none."""
-        return next((each for each in reversed(self.events) if each.get("event") == event), {})
+    def last(self, *events: str) -> Record:
+        """The newest of these names; empty: there was none."""
+        return next((each for each in reversed(self.events) if each.get("event") in events), {})
 
     def span_paths(self) -> Iterator[tuple[Path, tuple[int, int]]]:
         """Files of spans inside of this folder, the newest first, each with what changes when it does."""

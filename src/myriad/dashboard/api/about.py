@@ -28,7 +28,7 @@ _DECISIONS = (
 def run(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
     """What it is."""
     files, store, ranks = watched.files, watched.store, watched.ranks
-    steps, start = store.steps(), files.last("start")
+    steps, peak = store.steps(), files.last("start", "peak")
     layout = {axis: getattr(ranks.layout, axis) for axis in ("dp", "pp", "cp", "tp", "ep", "virtual_stages")}
     return {
         "name": files.run.path.resolve().name,
@@ -43,8 +43,8 @@ def run(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[st
         "last_step": watched.last_step,
         "first_seconds": None if store.first_ns is None else store.first_ns * 1e-9,
         "predicted": watched.plan is not None,
-        "peak_flops": number(start.get("peak_flops")),
-        "peak_source": start.get("peak_source"),
+        "peak_flops": number(peak.get("peak_flops")),
+        "peak_source": peak.get("peak_source"),
         "dropped": dropped(watched),
         "problems": [*store.counts.problems, *files.problems],
         "clock_error_seconds": store.clock_error_seconds,

@@ -115,7 +115,7 @@ export function niceRange(part) {
   const usual = sorted[Math.floor((sorted.length - 1) * 0.98)];
   const top = sorted.at(-1) > usual + 2 * (usual - bottom) ? usual + (usual - bottom) * 0.3 : sorted.at(-1);
   // A difference that is lost in a number's own precision is none.
-  const span = Math.max(top - bottom, Math.abs(top) * 1e-9) || 1;
+  const span = top - bottom > Math.abs(top) * 1e-9 ? top - bottom : Math.abs(top) || 1;
   const power = 10 ** Math.floor(Math.log10(span / 3));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= span / 3.001);
   return { low: Math.floor(bottom / step + 1e-9) * step, high: Math.max(top + span * 0.06, bottom + step), step };

@@ -68,7 +68,7 @@ const nodeText = (node) => (typeof node === "number" ? `node ${node}` : node);
 
 function Ranks({ ranks }) {
   if (!Array.isArray(ranks) || !ranks.length) return count(Array.isArray(ranks) ? 0 : ranks);
-  const text = ranks.length > 1 ? `${ranks[0]}–${ranks.at(-1)}` : `${ranks[0]}`;
+  const text = ranks[0] !== ranks.at(-1) ? `${ranks[0]}–${ranks.at(-1)}` : `${ranks[0]}`;
   return html`<a href=${hrefOf("parallel", { rank: ranks[0] })}>${text}</a>`;
 }
 

@@ -43,10 +43,11 @@ export function seconds(value, more = 0) {
 export function count(value, more = 0) {
   if (unknown(value)) return "–";
   const size = Math.abs(value);
+  if (size >= 1e18) return powerOfTen(value);
   for (const [unit, name] of /** @type {[number, string][]} */ ([[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"]])) {
     if (size >= unit) return `${digits(value / unit, more)} ${name}`;
   }
-  if (Number.isInteger(value) || size >= 1e4) {
+  if (Number.isInteger(value) || size >= 1e3) {
     return value.toLocaleString("en", { minimumFractionDigits: 0, maximumFractionDigits: more });
   }
   return digits(value, more);
