@@ -107,8 +107,8 @@ class RunFiles:
     @property
     def problems(self) -> list[str]:
         """Files that cannot be read, and why."""
-        files = {"metrics.jsonl": self._steps, "events.jsonl": self._events_tail}
-        return [f"{name} cannot be read: {file.problem}" for name, file in files.items() if file.problem]
+        problems = {"metrics.jsonl": self._steps.problem, "events.jsonl": self._events_tail.problem}
+        return [f"{name} cannot be read: {problem}" for name, problem in problems.items() if problem]
 
     @property
     def num_wrong_lines(self) -> int:
