@@ -36,7 +36,7 @@ function App() {
   const run = useAnswer("run", () => askJson("/api/run"), version);
   const hangs = run.value?.state === "hangs";
   const silent = useAnswer(hangs ? "silent" : "", () => askJson("/api/silent"), version);
-  const [title, View] = VIEWS[route.view] ?? VIEWS.overview;
+  const [title, View] = Object.hasOwn(VIEWS, route.view) ? VIEWS[route.view] : VIEWS.overview;
   useEffect(() => {
     if (run.value) document.title = `${run.value.name}: ${title}`;
   }, [run.value?.name, title]);
