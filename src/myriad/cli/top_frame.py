@@ -11,7 +11,7 @@ from rich.text import Text
 from myriad.cli.loss_colours import COLOURS, USEFUL
 from myriad.dashboard.event_text import event_text
 from myriad.run import missing_lines_told
-from myriad.units import format_count
+from myriad.units import format_count, format_number
 
 if TYPE_CHECKING:
     from myriad.dashboard.insight.findings import Findings
@@ -55,7 +55,7 @@ def _figures(look: "Look") -> Iterator[str]:
     if (speed := look.tokens_per_second) is not None:
         yield f"{format_count(speed)} tokens/s"
     if (mfu := look.mfu) is not None:
-        peak = f" of {look.peak_flops / 1e12:,.4g} TFLOP/s" if look.peak_flops else ""
+        peak = f" of {format_number(look.peak_flops / 1e12, 4)} TFLOP/s" if look.peak_flops else ""
         source = f" ({look.start['peak_source']})" if look.peak_flops and "peak_source" in look.start else ""
         yield f"MFU {mfu:.1%}{peak}{source}"
     layout = look.job.layout
@@ -167,7 +167,7 @@ def _told_of_spans(look: "Look") -> str:
     told = f"spans of attempt {spans.attempt}, no whole step yet"
     if len(steps):
         told = f"spans of attempt {spans.attempt}, steps {steps[0]} to {steps[-1]}"
-    parts = [told, f"clocks agree to {spans.clock_error_seconds * 1e3:.2g} ms"]
+    parts = [told, f"clocks agree to {format_number(spans.clock_error_seconds * 1e3, 2)} ms"]
     if spans.num_dropped:
         parts.append(f"{spans.num_dropped:,} were dropped")
     if spans.num_unreadable:

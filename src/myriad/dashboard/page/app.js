@@ -12,7 +12,7 @@ import { OverviewView } from "./overview_view.js";
 import { ParallelView } from "./parallel_view.js";
 import { useAnswer } from "./query.js";
 import { hrefOf, useRoute } from "./route.js";
-import { listen } from "./stream.js";
+import { listenTogether } from "./shared_stream.js";
 import { useTheme } from "./theme.js";
 import { TimelineView } from "./timeline_view.js";
 
@@ -84,10 +84,7 @@ function State({ run, silent }) {
       ${silent.length > 0 && html` <a href=${hrefOf("parallel", { rank: silent[0].rank })}>Silent: rank ${silent.slice(0, 5).map((one) => one.rank).join(", ")}${silent.length > 5 ? ` and ${count(silent.length - 5)} more` : ""}</a>`}</p>`;
 }
 
-/**
- * Counts what the server says, at most once a second. While the page is hidden it does not listen: a browser has
- * six connections to a server for all of its pages, and a seventh page would wait for ever.
- */
+/** Counts what the server says, at most once a second. While the page is hidden it does not listen. */
 function useNews() {
   const [version, setVersion] = useState(0);
   const [link, setLink] = useState({ here: true, since: 0, retryAt: 0 });
@@ -101,7 +98,7 @@ function useNews() {
     };
     const changed = () => (now.timer ||= setTimeout(count_, REFRESH_MS));
     const begin = () =>
-      listen(changed, (next) => {
+      listenTogether(changed, (next) => {
         if (next.here && now.wasGone) count_();
         now.wasGone = !next.here;
         setLink(next);
@@ -122,10 +119,19 @@ function useNews() {
       }
     };
     document.addEventListener("visibilitychange", follow);
+    // One that comes back from the browser's memory listens no more.
+    const shown = ({ persisted }) => {
+      if (!persisted) return;
+      stop?.();
+      stop = null;
+      follow();
+    };
+    addEventListener("pageshow", shown);
     follow();
     return () => {
       clearTimeout(timer);
       stop?.();
+      removeEventListener("pageshow", shown);
       document.removeEventListener("visibilitychange", follow);
     };
   }, []);

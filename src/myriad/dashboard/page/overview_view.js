@@ -109,14 +109,18 @@ function Waterfall({ answer }) {
   const lines = waterfallLines(answer.value);
   if (!lines.length) return null;
   const predicted = lines.some((line) => line.predicted !== undefined);
+  // A loss below zero goes beyond the peak: the whole of it is as wide as the table.
+  const ends = lines.map((line) => [line.from, line.from + (line.measured || 0)]);
+  const share = (value) => `${(100 * value) / Math.max(1, ...ends.flat())}%`;
   return html`
     <h2>From the peak to the measured MFU</h2>
     <table class="waterfall"><thead><tr><th>Lost to</th><th class="n">Measured</th>${predicted && html`<th class="n">Predicted</th>`}<th></th></tr></thead>
       <tbody>${lines.map((line, i) => html`
         <tr key=${line.name} class=${line.total ? "total" : ""}><td>${line.name}</td><td class="n">${percent(line.measured)}</td>
           ${predicted && html`<td class="n dim">${percent(line.predicted)}</td>`}
-          <td class="fall"><i style=${{ marginLeft: `${Math.max(0, line.from) * 100}%`, width: `${Math.min(1, Math.abs(line.measured || 0)) * 100}%`,
-            background: line.total ? "var(--dim)" : classColour(LOSS_CLASSES[line.name] ?? line.name, i) }}></i></td></tr>`)}</tbody></table>`;
+          <td class="fall"><i style=${{ marginLeft: share(Math.max(0, Math.min(...ends[i]))), width: share(Math.min(1, Math.abs(line.measured || 0))),
+            background: line.total ? "var(--dim)" : classColour(LOSS_CLASSES[line.name] ?? line.name, i) }}></i></td></tr>`)}</tbody></table>
+    ${lines.some((line) => line.measured < -5e-4) && html`<p class="dim">Below zero: faster than the peak says, or spans that overlap. The peak may be set, or measured, too low.</p>`}`;
 }
 
 /** @returns {{name: string, measured: number, predicted?: number, from: number, total?: boolean}[]} */
