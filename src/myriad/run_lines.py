@@ -161,6 +161,11 @@ class EventLines:
         return self._num_wrong + self._tail.num_wrong
 
     @property
+    def offset(self) -> int:
+        """Bytes of the file that were read."""
+        return self._tail.offset
+
+    @property
     def problem(self) -> str:
         """Why the file cannot be read; "": it can."""
         return self._tail.problem

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from myriad.cli.summary import Summary, summarize
-from myriad.jsonl import JsonlTail, late_events
+from myriad.jsonl import JsonlTail, Record, late_events
 from myriad.resilience.account.account import Account, Attempt, FaultSeen
 from myriad.resilience.account.accounting import account_of
 from myriad.resilience.account.ledger import KINDS, Kind
@@ -58,13 +58,15 @@ class Facts:
     """File to its lines that are torn, or hold what they should not; none: there is no such line."""
     missing_decisions: int = 0
     """Lines that journal.jsonl should have."""
+    loss_problem: str = ""
+    """Steps whose loss is not a number; "": there are none."""
     problems: tuple[str, ...] = ()
     """Files that cannot be read, and why."""
 
     @property
     def doubts(self) -> list[str]:
         """What is missing or wrong in the files that all else is said from."""
-        doubts = [missing_lines_text(self.account.steps_without_line)]
+        doubts = [missing_lines_text(self.account.steps_without_line), self.loss_problem]
         doubts += [f"{number} lines of {name} are wrong" for name, number in self.wrong_lines.items()]
         if self.missing_decisions:
             doubts.append(f"{self.missing_decisions} decisions are missing in journal.jsonl")
@@ -121,7 +123,21 @@ def facts_of(run: Run) -> Facts:
     }
     wrong = {name: file.num_wrong for name, file in files.items() if file.num_wrong}
     problems = tuple(f"{name} cannot be read: {file.problem}" for name, file in files.items() if file.problem)
-    return Facts(run, job, summarize(run), account, wrong, count_missing(decisions), problems)
+    missing, loss_problem = count_missing(decisions), _loss_problem(steps.lines)
+    return Facts(run, job, summarize(run), account, wrong, missing, loss_problem, problems)
+
+
+def _loss_problem(lines: Sequence[Record]) -> str:
+    """In words. Where it is no number to the end, since when."""
+    num_gone = sum(line.get("loss") is None for line in lines)
+    if not num_gone:
+        return ""
+    last = next((line["step"] for line in reversed(lines) if line.get("loss") is not None), None)
+    if last is None:
+        return "no step has a loss that is a number"
+    if last == lines[-1]["step"]:
+        return f"the loss of {num_gone} steps is not a number"
+    return f"the loss is not a number after step {last}"
 
 
 def at_clock(seconds: float) -> str:
