@@ -199,7 +199,7 @@ def check_plan_file(path: Path, job: Job) -> None:
         return
     try:
         text = read_regular(path, _MOST_BYTES).decode("utf-8", errors="replace")
-    except (OSError, ValueError):
+    except OSError:
         text = ""
     if not text.startswith(_HEAD):
         raise BadInputError("--out", str(path), "a new file, or an older plan: this one is neither")

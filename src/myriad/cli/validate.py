@@ -32,7 +32,7 @@ def validate(
             help="Files with the columns of one of the tables that come with Myriad.",
         ),
     ] = None,
-    rows: Annotated[bool, typer.Option("--rows", help="Also print every row.")] = False,
+    rows: Annotated[bool, typer.Option("--rows", help="Print every row, too.")] = False,
     chart: Annotated[
         Path | None,
         typer.Option(metavar="FILE.svg|png", help="Draw predicted against published seconds."),

@@ -59,11 +59,11 @@ def simulate_weeks(wanted: WantedWeeks) -> None:
     changes = sum(1 for _ in sensitivity_changes(setting)) if wanted.sensitivity else 0
     total = wanted.runs * (num_policies() + changes)
     counted = count(1)
-    with share_bar("simulating") as tell:
+    with share_bar("simulating") as show:
 
         def done() -> None:
             number = next(counted)
-            tell(f"run {number} of {total}", number / total)
+            show(f"run {number} of {total}", number / total)
 
         outcomes = compare(setting, done)
         effects = sensitivity(setting, done) if wanted.sensitivity else []

@@ -48,9 +48,9 @@ class Cells:
     """A row of a file; each cell is checked where it is read. All methods raise `BadInputError`."""
 
     place: str
-    """File and line."""
+    """File and line of the row, for errors."""
     values: Mapping[str, str | None]
-    """By column."""
+    """Text of each cell, by the name of its column."""
 
     def text(self, column: str) -> str:
         """Return a cell that is not empty."""
@@ -226,8 +226,6 @@ def _text(name_or_path: str) -> str:
         raise BadInputError("TABLE", name_or_path, "not UTF-8") from None
     except OSError as error:
         raise BadInputError("TABLE", name_or_path, f"cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise BadInputError("TABLE", name_or_path, str(error)) from None
 
 
 def _columns(text: str) -> list[str]:
@@ -260,7 +258,7 @@ def _work(
 
 
 def _spread(gpus: int, tp: int, pp: int) -> int:
-    """Replicas. Raises `BadInputError`."""
+    """Return the number of data-parallel replicas. Raises `BadInputError`."""
     if gpus % (tp * pp):
         raise BadInputError("gpus", gpus, f"a multiple of tp x pp = {tp * pp}")
     return gpus // (tp * pp)
