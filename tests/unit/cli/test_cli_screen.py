@@ -77,7 +77,7 @@ def test_a_log_gets_lines_while_nothing_ends(run, monkeypatch):
     monkeypatch.setattr("myriad.cli.screen.time.monotonic", lambda: clock[0])
     console = Console(file=io.StringIO(), width=80)
     screen = open_screen(console, run, 3)
-    for _ in range(24):  # half a minute
+    for _ in range(26):
         clock[0] += 1.0
         screen.tick()
     run.append_event("start", ranks=1, device="cpu", precision="float32", parameters=1000)
@@ -87,7 +87,7 @@ def test_a_log_gets_lines_while_nothing_ends(run, monkeypatch):
         clock[0] += 1.0
         screen.tick()
     lines = [line for line in drawn(console) if line.startswith("waiting")]
-    starts = [f"waiting for the ranks to start, {seconds} s" for seconds in (6, 12, 18, 24)]
+    starts = [f"waiting for the ranks to start, {seconds} s" for seconds in (6, 12, 18, 25)]
     assert lines == [*starts, "waiting for step 2 to end, 6 s"]
 
 
