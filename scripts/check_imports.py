@@ -21,7 +21,7 @@ FLOORS = (
     ("model", "optim", "data", "comm"),
     ("parallel", "planner", "checkpoint"),
     ("job job_changes job_rules job_values recipes",),
-    ("run",),
+    ("run run_lines",),
     ("train", "resilience", "dashboard"),
     ("cli __main__",),
 )
@@ -29,7 +29,7 @@ FLOORS = (
 
 TORCH_FREE = (
     "errors units config toml_text jsonl processes spin_watch whole_file program network planner job "
-    "job_changes job_rules job_values recipes run dashboard cli"
+    "job_changes job_rules job_values recipes run run_lines dashboard cli"
 )
 
 PURE, KNOWN_TO_PURE = "resilience.decide.", ("resilience.facts", "resilience.causes")

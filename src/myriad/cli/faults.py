@@ -50,8 +50,14 @@ def _run(
         int, typer.Option(metavar="N", min=0, help="N times two at random, at most 2 s apart.")
     ] = 0,
     seed: Annotated[
-        int, typer.Option(metavar="S", min=0, max=2**32 - 1, help="Draws --random and --doubles.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            metavar="S",
+            min=0,
+            max=2**32 - 1,
+            help="Draws --random, --doubles and what a scenario leaves open. Default: 1, or the scenario's.",
+        ),
+    ] = None,
     folder: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Folder for the runs; the undisturbed ones are kept there.")
     ] = Path("runs/faults"),
@@ -81,9 +87,11 @@ def _run(
     if drawn:
         from myriad.resilience.faults.random_faults import random_scenarios
 
-        chosen = list(random_scenarios(random, doubles, seed))
+        chosen = list(random_scenarios(random, doubles, 1 if seed is None else seed))
     else:
         chosen = list(_able() if all_ else ((Path(name).stem, _load(name)) for name in names))
+        if seed is not None:
+            chosen = [(name, scenario.model_copy(update={"seed": seed})) for name, scenario in chosen]
     _check(chosen, oversubscribe)
     reports: list[Report] = []
     try:
@@ -192,6 +200,8 @@ def _list(as_json: _Json = False) -> None:
 
 def _aim_in_words(aim: "Aim") -> str:
     steps = f", or {aim.median_steps:g} median steps if longer" if aim.median_steps else ""
+    if aim.seen == "nothing":
+        return aim.also
     parts = [f"found in {aim.detected_seconds:g} s{steps}"]
     if aim.causes:
         parts.append(f"told as {' or '.join(aim.causes)}")

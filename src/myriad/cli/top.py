@@ -109,7 +109,7 @@ def look_as_json(look: "Look", ranks: list[int]) -> dict[str, Any]:
         "tokens_per_second": look.tokens_per_second,
         "mfu": look.mfu,
         "peak_flops": look.peak_flops,
-        "peak_source": look.start.get("peak_source"),
+        "peak_source": look.peaks.source or None,
         "spans": {
             "attempt": look.spans.attempt,
             "steps": [int(step) for step in found.whole_steps],

@@ -64,7 +64,7 @@ def locate(name: str, key: str = "PATH") -> Location:
     when the place cannot be read."""
     try:
         found = _find(name, key)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no name of a file, as with a zero byte
         raise BadInputError(key, name, f"cannot be read: {error}") from None
     if found is None:
         raise BadInputError(key, name, ALLOWED)
