@@ -428,10 +428,10 @@ class Cluster(RuleBasedStateMachine):
         else:
             self.dies = how
 
-    @rule(after=WHILE, sure=st.integers(0, 9))
+    @rule(after=WHILE, sure=st.integers(0, 6))
     def a_person_stops_it(self, after: float, sure: int) -> None:
         self.advance(after)
-        if sure == 9 and self.end is None:
+        if sure == 6 and self.end is None:
             self.stop_asked = True
             for node in self.nodes.values():
                 node.stop_asked = True
