@@ -2,6 +2,8 @@
 than a line."""
 
 import json
+import math
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -148,3 +150,44 @@ def test_a_checkpoint_that_was_cut_is_compared_with_its_source(
         code, told, _ = call("diff", NAME, str(cut))
         assert (code, told["differences"]) == (0, [])
     assert call("verify", str(tmp_path / "out"))[0] == 0
+
+
+def test_a_difference_that_is_no_number_is_strict_json(call: Callable[..., Any], tmp_path: Path) -> None:
+    for name, values in (("a", torch.tensor([1.0, math.nan])), ("b", torch.tensor([2.0, 3.0]))):
+        kept = {"w": values, "kind": values.to(torch.bfloat16 if name == "a" else torch.float32)}
+        kept |= {"one": torch.tensor(4.0), "none": torch.zeros(0)}
+        parts = [Rectangle(f"model.{k}", tuple(v.shape), (0,) * v.dim(), v) for k, v in kept.items()]
+        save(CheckpointFolder(tmp_path / name), 1, parts, {"step": 1})
+    code, told, _ = call("diff", str(tmp_path / "a"), str(tmp_path / "b"))
+    found = {one["name"]: (one["what"], one["largest"]) for one in told["differences"]}
+    assert code == 1 and found == {"model.w": (None, None), "model.kind": ("bfloat16 and float32", 0.0)}
+
+
+def test_what_an_import_says_to_type_can_be_pasted(
+    call: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("export", NAME, "out")[0] == 0
+    run = tmp_path / "back é #1"
+    assert run_command(["checkpoint", "import", str(tmp_path / "out"), str(run)]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1].partition(": ")[2])
+    assert words[2] == f"{run}/job.toml" and words[words.index("--init-from") + 1] == str(run)
+    assert Run(run).job().data.corpus == str(run / "corpus")
+
+
+@pytest.mark.parametrize("verb", ["export", "import", "reshard"])
+def test_an_interrupt_leaves_nothing_half(
+    call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    assert call("export", NAME, str(tmp_path / "theirs"))[0] == 0
+    before = sorted(tmp_path.iterdir())
+
+    def interrupt(*arguments: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("myriad.checkpoint.hugging_face.save_file", interrupt)
+    monkeypatch.setattr("myriad.checkpoint.store.write_and_check", interrupt)
+    source = str(tmp_path / "theirs") if verb == "import" else NAME
+    code, told, lines = call(verb, source, "out")
+    assert (code, lines) == (130, ["myriad: error: interrupted"]) and told["error"]["exit_code"] == 130
+    left = [path for path in tmp_path.rglob("*") if path.name == "manifest.json" or ".partial" in path.name]
+    assert left == [] and sorted(p for p in tmp_path.iterdir() if p.name != "out") == before
