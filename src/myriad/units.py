@@ -18,6 +18,8 @@ __all__ = [
 ]
 
 _MOST_RANKS = 8
+_LARGEST_WRITTEN = 1e21
+"""A number that is larger has more digits than anybody reads."""
 _FACTORS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -78,6 +80,9 @@ def format_number(value: float, digits: int = 3) -> str:
     """A number with so many significant digits and never an exponent: ``0.00042``, ``3.42``, ``12,300``."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
+    if abs(value) >= _LARGEST_WRITTEN:
+        mantissa, _, power = f"{value:.{digits - 1}e}".partition("e+")
+        return f"{mantissa} x 10^{power}"
     rounded = float(f"{value:.{digits - 1}e}")
     decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
     if decimals <= 0:

@@ -88,14 +88,12 @@ def test_a_run_leaves_the_files_that_others_read(start: Callable[..., Run]) -> N
         assert 0 <= line["data_wait_seconds"] <= line["step_seconds"]
     assert lines[-1]["loss"] < lines[0]["loss"]
     steps, happened = [5, 10, 12], [(event["event"], event.get("step")) for event in run.read_events()]
-    told = {name: [step for event, step in happened if event == name] for name, _ in happened}
-    assert told == {
-        "start": [None],
-        "validation": steps,
-        "checkpoint": steps,
-        "sample": [None],
-        "finish": [12],
-    }
+    steps_of = {name: [step for event, step in happened if event == name] for name, _ in happened}
+    skipped = [fault["step"] for fault in events(run, "fault") if "still being stored" in fault["problem"]]
+    stored = steps_of.pop("checkpoint")
+    assert steps_of.pop("fault", []) == skipped, "on a slow disk, a step is skipped"
+    assert sorted(stored + skipped) == steps and stored[-1] == 12
+    assert steps_of == {"start": [None], "validation": steps, "sample": [None], "finish": [12]}
     assert (happened[0][0], happened[-1][0]) == ("start", "finish"), "a disk may take its time in between"
     (began,) = events(run, "start")
     assert (began["world"], began["device"], began["precision"]) == (1, "cpu", "float32")

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from myriad.checkpoint.dcp import METADATA, make_metadata, make_pieces
+from myriad.checkpoint.dcp import make_pieces
+from myriad.checkpoint.dcp_metadata import METADATA, make_metadata
 from myriad.checkpoint.folder import Checkpoint
 from myriad.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from myriad.checkpoint.piece import Piece

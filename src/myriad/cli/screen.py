@@ -20,7 +20,8 @@ from myriad.cli.progress import Progress
 from myriad.cli.summary import Summary
 from myriad.jsonl import Record
 from myriad.resilience.engines.engine import Observer
-from myriad.run import Run, missing_lines_told
+from myriad.run import Run
+from myriad.run_lines import missing_lines_text
 from myriad.units import format_count, format_seconds
 from myriad.whole_file import write_whole
 
@@ -251,7 +252,7 @@ def loss_series(run: Run) -> tuple[Series, Series]:
     by_step = {
         event["step"]: event["loss"]
         for event in run.read_events()
-        if event.get("event") == "validation" and event.get("loss") is not None
+        if event.get("event") == "validation" and not {"step", "loss"} - event.keys()
     }
     return training, [(float(step), loss) for step, loss in sorted(by_step.items())]
 
@@ -285,8 +286,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     steps = f"{summary.steps} of {summary.steps_planned} in {format_seconds(summary.seconds)}"
     if summary.tokens:
         steps += f", {format_count(summary.tokens)} tokens"
-    if told := missing_lines_told(summary.steps_without_line):
-        steps += f"; {told}"
+    if missing := missing_lines_text(summary.steps_without_line):
+        steps += f"; {missing}"
     rows = [("steps", steps)]
     if summary.validation_loss is not None:
         bits = summary.validation_bits_per_byte

@@ -57,13 +57,13 @@ def train(
         typer.Option(metavar="NAME", help="What starts its nodes; short for --resilience.engine."),
     ] = None,
     submit: Annotated[
-        bool, typer.Option("--submit", help="With the engine slurm, outside a job: hand it to sbatch.")
+        bool, typer.Option("--submit", help="Hand the job to sbatch (engine slurm, outside a Slurm job).")
     ] = False,
     standby: Annotated[
         bool,
         typer.Option(
             "--standby",
-            help="With a run folder: wait here, and drive the run when its driver is lost.",
+            help="Wait beside a run (JOB: its folder), and take over when its driver is lost.",
         ),
     ] = False,
     oversubscribe: Annotated[
@@ -80,7 +80,7 @@ def train(
     Ctrl-C saves and stops; the same command goes on from there.
 
     Keys given with a run that exists change it from the next step on (learning rate, schedule, data, layout,
-    ...). The model, train.seed, train.global_batch and optimizer.name cannot change: see docs/resume.md.
+    ...). The model, train.seed and optimizer.name cannot change: see docs/resume.md.
 
     Exit code: 0 done, 1 the run failed, 2 bad input, 130 stopped by Ctrl-C.
     """
@@ -108,7 +108,9 @@ def train(
     if is_done(folder, resolved.train.steps):
         _refuse_unused(folder, changes, resolved)
         if console:
-            console.print(f"this run is done: all its {resolved.train.steps} steps")
+            steps = resolved.train.steps
+            text = f"{folder.path} is already finished ({steps} of {steps} steps)"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
         _report(folder, console, oversubscribe)
         return
     if not is_queued:
@@ -146,11 +148,11 @@ def train(
 
 
 def _end(run: "Run", ended: str, console: "Console | None", oversubscribe: bool) -> None:
-    """Tells what has become of it, also by the exit code."""
+    """Report how the run ended, also by the exit code."""
     if ended == "left":
         if console:
-            told = f"stands by no more; others train {run.path}"
-            console.print(told, markup=False, highlight=False, soft_wrap=True)
+            text = f"standby ended: another driver trains {run.path}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(_INTERRUPTED)
     if _report(run, console, oversubscribe):
         return
@@ -177,8 +179,8 @@ def _stand_by(run: "Run", job: "Job", console: "Console | None") -> str:
     from myriad.resilience.engines.standby import stand_by
 
     if console:
-        told = f"stands by for {run.path}: drives it when its driver is lost; Ctrl-C ends that"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        text = f"standby for {run.path}: takes over when its driver is lost; Ctrl-C ends the standby"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     screen = open_screen(console, run, job.train.steps)
     try:
         return stand_by(run, job, screen)

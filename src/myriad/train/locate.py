@@ -105,7 +105,7 @@ def _find(name: str, key: str) -> Location | None:
 
 
 def local_path(where: str) -> Path | None:
-    """Of a path or a ``file://`` URL; ``None`` of any other URL."""
+    """Return the local path that a path or a ``file://`` URL names; ``None`` for any other URL."""
     scheme, mark, rest = where.partition("://")
     if mark and scheme != "file":
         return None

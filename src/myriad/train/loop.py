@@ -24,6 +24,7 @@ from myriad.checkpoint.start_over import Past
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.lost_peers import LostPeerError, lost_peers_told
 from myriad.data.loader import LoaderClient
+from myriad.data.sampler import DataPosition
 from myriad.errors import MyriadError, RunFailedError
 from myriad.job import dump_toml
 from myriad.kernels.agreement import proved
@@ -116,7 +117,9 @@ class Trainer:
         self.clock = SaveClock(job.checkpoint, decides=self.is_first)
         self._waited_for_saves = 0.0
         self.resumed: Loaded | None = None
+        self.position = DataPosition(job.train.global_batch)
         self.step = self._resume()
+        self.feed.begin(self.step, self.position)
         self._capture()
         self.engine.before_update = self._before_update
         self._under_way = self.step + 1
@@ -207,6 +210,8 @@ class Trainer:
         step = 0
         if self.resumed is not None:
             step = self.resumed.step
+            samples = self.resumed.progress["data"]["samples"]
+            self.position = DataPosition.resumed(self.job.train.global_batch, step, samples)
             if self.resumed.source == "storage":
                 refuse_other_run(self.run_folder, self.job, step, self.engine)
             self.engine.optimizer.steps_done = self.resumed.progress["optimizer_steps"]
@@ -335,7 +340,8 @@ class Trainer:
             waited = self.feed.wait_seconds - waited
             saved = self.session.waited_seconds - self._waited_for_saves
             self._waited_for_saves += saved
-            line = self.meter.line(self.step, result, rate, seconds, waited, saved, self.recorder)
+            tokens = self.position.samples_before(self.step) * self.job.model.sequence
+            line = self.meter.line(self.step, tokens, result, rate, seconds, waited, saved, self.recorder)
             self.run_folder.append_metrics(line)
         return asked and self._agrees
 
@@ -390,7 +396,7 @@ class Trainer:
         job, grid = self.job, self.groups.grid
         rows = rank_rows(job, grid.index("dp"))
         own = self.feed.rows(self.step, rows.start, rows.stop)
-        return to_batch(job, own, self.step * job.train.global_batch + rows.start, self.device)
+        return to_batch(job, own, self.position.samples_before(self.step) + rows.start, self.device)
 
     def _validate_if_due(self, *, stopping: bool) -> bool:
         """Validate after this step, unless all ranks stop; return whether they do."""
@@ -435,7 +441,7 @@ class Trainer:
             wants = self.session.parting_wants()
         if wants is None:
             return
-        samples = self.step * self.job.train.global_batch
+        samples = self.position.samples_before(self.step)
         progress: dict[str, Any] = {
             "step": self.step,
             "optimizer_steps": self.engine.optimizer.steps_done,

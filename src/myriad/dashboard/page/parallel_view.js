@@ -14,7 +14,7 @@ const GROUP_NAMES = { tp: "Tensor group", pp: "Pipeline group", dp: "Data group"
 
 /** @param {{run: any, query: Record<string, string>, version: number, silent: any[]}} props */
 export function ParallelView({ run, query, version, silent }) {
-  const rank = Math.max(0, Math.min(run.world - 1, Number(query.rank ?? silent[0]?.rank ?? 0) || 0));
+  const rank = Math.max(0, Math.min(run.world - 1, Math.trunc(Number(query.rank ?? silent[0]?.rank ?? 0)) || 0));
   const answer = useAnswer(`${rank}`, () => askJson(`/api/rank/${rank}`), version);
   const about = answer.key === `${rank}` ? answer.value : undefined;
   return html`

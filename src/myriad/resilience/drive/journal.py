@@ -37,11 +37,11 @@ class Journal:
     """The journal of a run."""
 
     def __init__(self, path: Path, tell: Callable[[str, int, int], None] | None = None) -> None:
-        """``tell``: as `LineFile` calls it."""
+        """``tell``: called by `LineFile` when writing begins to fail, and when it works again."""
         self.path = path
         self._file = LineFile(path, tell, sync=True, most_waiting=_MOST_WAITING)
         self._sequence: int | None = None
-        """Of the next line."""
+        """Sequence number of the next line."""
 
     def begin(self, plan: Plan, term: int = 0) -> Record:
         """A new start of the run, by whoever has the lease of that term: earlier decisions are over. Raises
