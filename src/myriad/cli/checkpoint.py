@@ -81,13 +81,16 @@ def _show_rows(run: str, rows: Sequence[dict[str, Any]]) -> None:
 
 def _verify(path: _Path, json: _Json = False) -> None:
     """Read every byte and name every chunk that is not as it was written; exit code 1 when there is one."""
-    from myriad.checkpoint.folder import verify
+    from myriad.checkpoint.folder import is_removed, verify
     from myriad.train.locate import locate
 
     found: dict[str, list[str]] = {}
-    for checkpoint in locate(path).checkpoints():
+    place = locate(path)
+    for checkpoint in place.checkpoints():
         with bytes_bar() as show:
-            found[checkpoint.where] = verify(checkpoint, show=partial(show, checkpoint.name))
+            problems = verify(checkpoint, show=partial(show, checkpoint.name))
+        if not (problems and place.one is None and is_removed(checkpoint)):  # else: pruned meanwhile
+            found[checkpoint.where] = problems
     if json:
         print_json({"path": path, "whole": not any(found.values()), "problems": found})
     else:

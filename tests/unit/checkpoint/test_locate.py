@@ -15,6 +15,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.storage import LocalStorage
 from myriad.checkpoint.store import save
 from myriad.checkpoint.writing import put_and_check
 from myriad.cli.command_line import run_command
@@ -150,6 +151,34 @@ def test_a_checkpoint_that_was_cut_is_compared_with_its_source(
         code, told, _ = call("diff", NAME, str(cut))
         assert (code, told["differences"]) == (0, [])
     assert call("verify", str(tmp_path / "out"))[0] == 0
+
+
+def test_what_a_run_at_work_prunes_meanwhile_is_not_damaged(
+    call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = CheckpointFolder(tmp_path / "kept"), LocalStorage.read
+
+    def fill() -> None:
+        for step in (1, 2, 3):
+            save(folder, step, [Rectangle("model.w", (4,), (0,), torch.ones(4))], {"step": step})
+
+    fill()
+
+    def pruned_as_it_is_read(self: LocalStorage, path: str) -> bytes:
+        if path == "step-2/manifest.json":
+            folder.prune(1, 2)
+            folder.storage.remove("step-2")
+        return read(self, path)
+
+    monkeypatch.setattr(LocalStorage, "read", pruned_as_it_is_read)
+    rows = call("list", str(tmp_path / "kept"))[1]["checkpoints"]
+    assert [(row["step"], row["state"]) for row in rows] == [(1, "complete"), (3, "complete")], rows
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "read", read)
+        fill()
+    code, told, _ = call("verify", str(tmp_path / "kept"))
+    assert (code, told["whole"]) == (0, True) and f"{tmp_path}/kept/step-2" not in told["problems"]
+    assert call("verify", str(tmp_path / "kept" / "step-2"))[0] == 2
 
 
 def test_a_difference_that_is_no_number_is_strict_json(call: Callable[..., Any], tmp_path: Path) -> None:
