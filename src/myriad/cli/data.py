@@ -51,7 +51,7 @@ def _prepare(
         typer.Option("--key", "--jsonl-key", help="Field of JSONL, column of Parquet, that holds the text."),
     ] = "text",
     workers: Annotated[
-        int | None, typer.Option(help="Processes that tokenize. Default: one for each core.")
+        int | None, typer.Option(min=1, help="Processes that tokenize. Default: one for each core.")
     ] = None,
     shard_size: Annotated[str, typer.Option(help='Largest shard, as "256 MiB".')] = "256 MiB",
     json: _Json = False,
