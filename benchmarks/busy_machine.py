@@ -27,7 +27,7 @@ _COMPUTING = 2
 
 @dataclass(frozen=True)
 class Row:
-    """One command."""
+    """Speeds of one command."""
 
     command: str
     unit: str

@@ -81,7 +81,7 @@ _MUST_BE = {
 _FORMS = {
     "^[A-Za-z0-9][A-Za-z0-9._-]*$": "letters, digits, dots, dashes and underscores, a letter or digit first",
 }
-"""Patterns in words."""
+"""What each pattern allows, in words."""
 
 
 def explain(error: ErrorDetails) -> str:

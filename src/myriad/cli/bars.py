@@ -64,7 +64,7 @@ class _Display(Protocol):
 
 class _Nothing:
     def show(self, stage: str, done: float, total: float) -> None:
-        """Show nothing."""
+        """Ignore progress, as with ``--json``."""
 
 
 class _Lines:
@@ -81,7 +81,7 @@ class _Lines:
         self._state = (stage, done, total)
 
     def close(self) -> None:
-        """Write no more."""
+        """End the thread that writes the lines."""
         self._done.set()
         self._thread.join()
 
@@ -119,11 +119,11 @@ class _Bar:
         self._bar.start()
 
     def show(self, stage: str, done: float, total: float) -> None:
-        """Move the bar."""
+        """Redraw the bar with the stage and its share."""
         self._bar.update(self._task, description=stage, completed=done, total=total or None)
 
     def close(self) -> None:
-        """Clear it away."""
+        """Remove the bar from the terminal."""
         self._bar.stop()
 
 

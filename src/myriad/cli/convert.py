@@ -42,7 +42,7 @@ def _export(
     format: Annotated[
         _Format, typer.Option(help="hf: Hugging Face, as transformers' from_pretrained reads it.")
     ] = _Format.hf,
-    dtype: Annotated[_Dtype, typer.Option(help="Of the weights that are written.")] = _Dtype.float32,
+    dtype: Annotated[_Dtype, typer.Option(help="Type of the weights that are written.")] = _Dtype.float32,
     json: _Json = False,
 ) -> None:
     """Write a checkpoint for other people's tools: Llama, Mistral, Arcee or GPT-2, whichever the model is.

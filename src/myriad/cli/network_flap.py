@@ -53,16 +53,17 @@ def flap(
     ] = "lognormal:2:1",
     flaps: Annotated[float, typer.Option(help="Flaps of one link a month (assumed).")] = _FLAPS_PER_MONTH,
     dead: Annotated[
-        float, typer.Option(help="Of one link a month, that it goes down for good (HPN, SIGCOMM 2024).")
+        float,
+        typer.Option(help="Failures of one link a month after which it stays down (HPN, SIGCOMM 2024)."),
     ] = _DEAD_PER_MONTH,
     links: Annotated[
         int | None,
         typer.Option(min=1, help="Links that nothing goes around; off: cables of NICs, one for each port."),
     ] = None,
     queue_pairs: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Of the job, through one link, that are sending.")
+        int, typer.Option(min=1, max=1_000_000, help="Queue pairs of the job that send through one link.")
     ] = _QUEUE_PAIRS,
-    timeout: Annotated[str, typer.Option(metavar="N,N..", help="Also show these timeouts.")] = "14,18,20",
+    timeout: Annotated[str, typer.Option(metavar="N,N..", help="Further timeouts to show.")] = "14,18,20",
     retries: Annotated[int, typer.Option(min=1, max=7, help="Resends of the timeouts to show.")] = 7,
     longer: Annotated[
         str, typer.Option(metavar="A,B", help="A NIC's timers over nominal, at least and at most.")

@@ -80,7 +80,8 @@ def notes(found: Answer, seconds: float | None) -> list[str]:
     habits, least, most = found.habits, *found.best.timers.longer
     lines = [
         "survives: a link down for so long at least (T x retries); ends job: share of flaps; waits: all "
-        "ranks, for one that is survived; gone: noticed that a peer is; ended, lost h: jobs, hours a month",
+        "ranks, for one that is survived; gone: until a dead peer is noticed; ended, "
+        "lost h: jobs, hours a month",
         f"{habits.num_queue_pairs} queue pairs through a link; timers {least:g} to {most:g} times nominal "
         f"(InfiniBand specification, volume 1, 9.7.6.1.3); a new start takes {habits.restart_seconds:g} s",
     ]

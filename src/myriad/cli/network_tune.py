@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from myriad.cli.bars import count_bar
 from myriad.cli.files import check_picture, write_picture
 from myriad.errors import BadInputError
 
@@ -67,7 +68,8 @@ def tune(
         check_picture("--out", out)
     found = load_cluster(cluster, what_if or ())
     habits = habits_of(found, down, Rates(), Care(driver, patience, None))
-    lines = tuning.tune(found, habits)
+    with count_bar("deriving settings from the fabric and its timers"):
+        lines = tuning.tune(found, habits)
     if out is not None:
         _draw(out, found, habits, lines)
     if as_json or export == "json":

@@ -21,7 +21,7 @@ from myriad.train.cluster_file import CLUSTER_NAME
 __all__ = ["Asked", "Wanted"]
 
 _MOST_DIGITS = 18
-"""Of a number that is read whole: a longer one is refused, and so is its beginning."""
+"""Most digits of a number; a longer one is refused as a whole."""
 _SLOWEST = 1000
 """Times as long as other nodes."""
 

@@ -12,7 +12,8 @@ from myriad.resilience.account.accounting import account_of
 from myriad.resilience.account.ledger import KINDS, Kind
 from myriad.resilience.account.moments import in_order
 from myriad.resilience.drive.journal import count_missing
-from myriad.run import Run, StepLines, missing_lines_told
+from myriad.run import Run
+from myriad.run_lines import EventLines, StepLines, missing_lines_text
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -31,15 +32,15 @@ __all__ = [
 MEANING: dict[Kind, str] = {
     "training": "steps that count",
     "lost": "steps to be done again, or left unfinished",
-    "saving": "training stood for a save",
+    "saving": "training paused for a checkpoint",
     "validating": "evaluation",
-    "slow": "a straggler held up the others",
-    "detecting": "nothing went on, and nobody knew",
-    "diagnosing": "the culprit was sought",
-    "restarting": "from a decision to the first step",
-    "planned": "stopped by a person",
-    "waiting": "no node to go on with",
-    "person": "ended, and nobody came yet",
+    "slow": "waiting for a straggler",
+    "detecting": "fault not yet detected",
+    "diagnosing": "diagnosis",
+    "restarting": "from process launch, or the decision to restart, to the first step",
+    "planned": "stopped on request",
+    "waiting": "waiting for a node",
+    "person": "stopped, waiting for an operator",
 }
 FAULT_HEADINGS = ["at", "cause", "culprit", "detected after", "back after", "steps lost", "what"]
 ATTEMPT_HEADINGS = ["attempt", "ranks", "trains from", "first step", "last step", "ended"]
@@ -65,11 +66,11 @@ class Facts:
     @property
     def doubts(self) -> list[str]:
         """What is missing or wrong in the files that all else is said from."""
-        told = [missing_lines_told(self.account.steps_without_line), self.loss_problem]
-        told += [f"{number} lines of {name} are wrong" for name, number in self.wrong_lines.items()]
+        doubts = [missing_lines_text(self.account.steps_without_line), self.loss_problem]
+        doubts += [f"{number} lines of {name} are wrong" for name, number in self.wrong_lines.items()]
         if self.missing_decisions:
-            told.append(f"{self.missing_decisions} decisions are missing in journal.jsonl")
-        return [*filter(None, told), *self.problems]
+            doubts.append(f"{self.missing_decisions} decisions are missing in journal.jsonl")
+        return [*filter(None, doubts), *self.problems]
 
     @property
     def state(self) -> str:
@@ -110,12 +111,12 @@ def facts_of(run: Run) -> Facts:
     """As its files say now. Raises `BadInputError` where there is no run."""
     running = run.is_locked
     job = run.job()
-    steps, events = StepLines(run.metrics_path), JsonlTail(run.events_path)
+    steps, events = StepLines(run.metrics_path), EventLines(run.events_path)
     journal = JsonlTail(run.path / "journal.jsonl")
     decisions = journal.poll()
     moments = in_order(late_events(events.poll()), steps.poll(), decisions)
     account = account_of(moments, time.time() if running else None)
-    files: dict[str, StepLines | JsonlTail] = {
+    files: dict[str, StepLines | EventLines | JsonlTail] = {
         "metrics.jsonl": steps,
         "events.jsonl": events,
         "journal.jsonl": journal,

@@ -18,6 +18,7 @@ from myriad.cli.report_facts import (
 from myriad.cli.screen import loss_series
 from myriad.jsonl import Record
 from myriad.units import format_bytes, format_count, format_number, format_seconds
+from myriad.whole_file import read_text
 
 __all__ = ["html_table", "page"]
 
@@ -93,8 +94,8 @@ def _head(facts: Facts, name: str, metrics: Sequence[Record]) -> Iterator[str]:
     yield f'<h1>{name}<span class="state">{escape(facts.state)}</span></h1>'
     since = f"{at_clock(account.began)} {strftime('%Z')}" if account.began else "not begun"
     wall = format_seconds(account.ledger.wall_seconds)
-    told = "".join(f" · {escape(doubt)}" for doubt in facts.doubts)
-    yield f'<p class="dim">{escape(facts.job.name)} · since {since} · {wall}{told}</p>'
+    doubts = "".join(f" · {escape(doubt)}" for doubt in facts.doubts)
+    yield f'<p class="dim">{escape(facts.job.name)} · since {since} · {wall}{doubts}</p>'
     tiles = [
         ("effective training time", f"{account.effective_ratio:.1%}"),
         ("goodput, tokens/s", format_count(account.goodput)),
@@ -163,7 +164,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, flo
 def _faults(facts: Facts) -> Iterator[str]:
     yield "<h2>Faults</h2>"
     if not facts.account.faults:
-        yield '<p class="dim">no faults</p>'
+        yield '<p class="dim">No faults.</p>'
         return
     shown = facts.account.faults[-_MOST_FAULTS:]
     if older := len(facts.account.faults) - len(shown):
@@ -204,7 +205,7 @@ def _layout(facts: Facts, metrics: Sequence[Record]) -> Iterator[str]:
     if memory := max((line.get("memory_bytes") or 0 for line in metrics), default=0):
         rows.append(["memory of rank 0", format_bytes(memory)])
     yield "<h2>Job</h2>"
-    text = escape(facts.run.job_path.read_text())
+    text = escape(read_text(facts.run.job_path))
     body = html_table(None, [[escape(cell) for cell in row] for row in rows], ())
     yield f'<div class="card">{body}<details><summary>job.toml</summary><pre>{text}</pre></details></div>'
 

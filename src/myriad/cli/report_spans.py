@@ -56,7 +56,7 @@ def _of_what(look: "Look", losses: "Losses", count: int) -> str:
     told += f", {format_number(losses.step_seconds, 4)} s each"
     if look.peak_flops:
         told += f"; peak {format_number(look.peak_flops / 1e12, 4)} TFLOP/s of all ranks"
-        told += f" ({look.start['peak_source']})" if "peak_source" in look.start else ""
+        told += f" ({look.peaks.source})" if look.peaks.source else ""
     if spans.num_dropped:
         told += f"; {spans.num_dropped:,} spans were dropped"
     if not losses.split:
@@ -151,7 +151,7 @@ def _path(found: "Findings", path: "CriticalPath") -> Iterator[str]:
         for rank, s in list(path.by_rank().items())[:_MOST_RANKS_TOLD]
     ]
     yield '<div class="charts">'
-    for headings, cells in ((["class", "on it", "share"], rows), (["most on it", "", "share"], ranks)):
+    for headings, cells in ((["class", "time", "share"], rows), (["rank", "", "share"], ranks)):
         yield f'<div class="card">{html_table(headings, cells, (1, 2))}</div>'
     yield "</div>"
 

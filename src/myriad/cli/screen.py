@@ -20,7 +20,8 @@ from myriad.cli.progress import Progress
 from myriad.cli.summary import Summary
 from myriad.jsonl import Record
 from myriad.resilience.engines.engine import Observer
-from myriad.run import Run, missing_lines_told
+from myriad.run import Run
+from myriad.run_lines import missing_lines_text
 from myriad.units import format_count, format_seconds
 from myriad.whole_file import write_whole
 
@@ -196,6 +197,14 @@ def _event_line(event: Record) -> Text | None:
         other += [f"layers cut at {event['partition']}"] if event.get("partition") else []
         told = f" with {', '.join(other)}" if other else ""
         return Text(f"attempt {event.get('epoch')} begins{told}", style="yellow")
+    if name == "taken_over":
+        told = f"{event.get('url')} was of the run {event.get('run')}, which is not seen from here"
+        return Text(f"{told}; this run stores there from now on", style="yellow")
+    if name == "journal":
+        return Text(str(event.get("problem")), style="yellow")
+    if name == "older_state":
+        newer = f"step {event.get('newer_step')} is in {event.get('url')}"
+        return Text(f"goes on from step {step}; {newer} (--checkpoint.url)", style="yellow")
     if name == "start_over":
         return Text(f"begins at step 1 again: {event.get('steps_done')} steps were done", style="yellow")
     if name == "restart_from_scratch" and step is not None:
@@ -243,7 +252,7 @@ def loss_series(run: Run) -> tuple[Series, Series]:
     by_step = {
         event["step"]: event["loss"]
         for event in run.read_events()
-        if event.get("event") == "validation" and event.get("loss") is not None
+        if event.get("event") == "validation" and not {"step", "loss"} - event.keys()
     }
     return training, [(float(step), loss) for step, loss in sorted(by_step.items())]
 
@@ -277,8 +286,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     steps = f"{summary.steps} of {summary.steps_planned} in {format_seconds(summary.seconds)}"
     if summary.tokens:
         steps += f", {format_count(summary.tokens)} tokens"
-    if told := missing_lines_told(summary.steps_without_line):
-        steps += f"; {told}"
+    if missing := missing_lines_text(summary.steps_without_line):
+        steps += f"; {missing}"
     rows = [("steps", steps)]
     if summary.validation_loss is not None:
         bits = summary.validation_bits_per_byte

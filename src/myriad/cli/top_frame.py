@@ -10,7 +10,7 @@ from rich.text import Text
 
 from myriad.cli.loss_colours import COLOURS, USEFUL
 from myriad.dashboard.event_text import event_text
-from myriad.run import missing_lines_told
+from myriad.run_lines import missing_lines_text
 from myriad.units import format_count, format_number
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _figures(look: "Look") -> Iterator[str]:
         yield f"{format_count(speed)} tokens/s"
     if (mfu := look.mfu) is not None:
         peak = f" of {format_number(look.peak_flops / 1e12, 4)} TFLOP/s" if look.peak_flops else ""
-        source = f" ({look.start['peak_source']})" if look.peak_flops and "peak_source" in look.start else ""
+        source = f" ({look.peaks.source})" if look.peaks.source else ""
         yield f"MFU {mfu:.1%}{peak}{source}"
     layout = look.job.layout
     axes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("dp", "pp", "tp"))
@@ -174,8 +174,8 @@ def _told_of_spans(look: "Look") -> str:
         parts.append(f"{spans.num_unreadable} files cannot be read")
     if not len(spans.records):
         parts = []
-    if told := missing_lines_told(look.steps.without_line):
-        parts.append(told)
+    if missing := missing_lines_text(look.steps.without_line):
+        parts.append(missing)
     if look.num_wrong_lines:
         parts.append(f"{look.num_wrong_lines} lines of metrics.jsonl and events.jsonl are wrong")
     return " · ".join(parts)

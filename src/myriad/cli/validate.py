@@ -32,7 +32,7 @@ def validate(
             help="Files with the columns of one of the tables that come with Myriad.",
         ),
     ] = None,
-    rows: Annotated[bool, typer.Option("--rows", help="Also print every row.")] = False,
+    rows: Annotated[bool, typer.Option("--rows", help="Print every row, too.")] = False,
     chart: Annotated[
         Path | None,
         typer.Option(metavar="FILE.svg|png", help="Draw predicted against published seconds."),
@@ -164,7 +164,7 @@ def _print(results: "Sequence[TableResult]", *, rows: bool) -> None:
 
 
 _LEGEND = """\
-mean, worst, bias (! all of one sign): errors of the time, zero-shot.
+mean, worst, bias: mean, largest and mean signed error of the time (!: all of one sign), zero-shot.
 ranks: rank correlation. fitted: mean error with factors fitted to other rows;
 left out: to the rows of other models.
 90 %: interval from the other tables' errors, each one voice; held: rows of this

@@ -40,7 +40,7 @@ def _watch(
         typer.Option(
             metavar="TEXT",
             envvar="MYRIAD_COLLECTOR_TOKEN",
-            help="That others must know; made up and printed when left out.",
+            help="Access token that remote clients need. Default: generated and printed.",
         ),
     ] = None,
     collect: Annotated[
@@ -56,7 +56,7 @@ def _watch(
         typer.Option(metavar="URL", help="Instead of RUN: show what a server shows that runs elsewhere."),
     ] = None,
     memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="For spans and their sums; the oldest steps make room.")
+        str, typer.Option(metavar="SIZE", help="Memory for spans and their sums; the oldest steps make room.")
     ] = "2 GiB",
     open_page: Annotated[
         bool, typer.Option("--open/--no-open", help="Open the page in this machine's browser.")
@@ -65,7 +65,9 @@ def _watch(
         bool, typer.Option("--json", help="One JSON object on standard output, for programs.")
     ] = False,
 ) -> None:
-    """Show a run in the browser, while it trains or afterwards. Only reads: a run never notices.
+    """Show a run in the browser, while it trains or afterwards.
+
+    It reads the run folder; only the button "Trace" of the page slows a run down, at the traced ranks.
 
     Also collects: nodes may send their spans to URL/api/spans instead of writing them into the run's folder.
     For Prometheus it is the run's exporter: URL/metrics. Ctrl-C ends it.

@@ -57,11 +57,11 @@ def simulate_weeks(wanted: WantedWeeks) -> None:
     changes = sum(1 for _ in sensitivity_changes(setting)) if wanted.sensitivity else 0
     total = wanted.runs * (num_policies() + changes)
     counted = count(1)
-    with share_bar("simulating") as tell:
+    with share_bar("simulating") as show:
 
         def done() -> None:
             number = next(counted)
-            tell(f"run {number} of {total}", number / total)
+            show(f"run {number} of {total}", number / total)
 
         outcomes = compare(setting, done)
         effects = sensitivity(setting, done) if wanted.sensitivity else []
@@ -155,7 +155,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _ratio_rows(outcomes: "Sequence[Outcome]") -> list[list[str]]:
-    rows = [["effective training time", "mean", "p5", "p95", "attempts a run", "spare node days a run"]]
+    rows = [["effective training time", "mean", "p5", "p95", "attempts a run", "idle spare node-days a run"]]
     for one in outcomes:
         low, high = one.interval
         attempts = sum(ledger.attempt for ledger in one.ledgers) / len(one.ledgers)

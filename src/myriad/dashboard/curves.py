@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.jsonl import Record
+from myriad.run_lines import Peaks
 
 __all__ = ["COLUMNS", "Curves"]
 
@@ -39,13 +40,15 @@ class Curves:
                 value = line.get(name)
                 column.append(float("nan") if value is None else value)
 
-    def thinned(self, points: int) -> dict[str, list[float]]:
-        """About so many steps at most, the first and the last among them."""
+    def thinned(self, points: int, peaks: Peaks) -> dict[str, list[float | None]]:
+        """Return about ``points`` steps at most, with the first and the last, and their MFU by ``peaks``."""
         # Another thread may add a step meanwhile, or take some away: all columns end where the shortest does.
         copies = {name: np.array(column) for name, column in self._columns.items()}
         length = min(map(len, copies.values()))
         places = _places({name: column[:length] for name, column in copies.items()}, length, points)
-        return {name: column[places].tolist() for name, column in copies.items()}
+        found = {name: column[places].tolist() for name, column in copies.items()}
+        lines = (dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True))
+        return found | {"mfu": [peaks.mfu(line) for line in lines]}
 
 
 def _places(columns: dict[str, npt.NDArray[np.float64]], length: int, points: int) -> npt.NDArray[np.int64]:

@@ -17,8 +17,9 @@ from myriad.dashboard.insight.findings import ranks_of
 from myriad.dashboard.insight.ranks import Ranks
 from myriad.dashboard.run_look import attempt_of
 from myriad.errors import MyriadError
-from myriad.jsonl import JsonlTail, Record, late_events
-from myriad.run import Run, StepCount, StepLines, count_steps
+from myriad.jsonl import Record, late_events
+from myriad.run import Run
+from myriad.run_lines import EventLines, Peaks, StepCount, StepLines, count_steps
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -42,6 +43,8 @@ class RunFiles:
     """One a step, in order, without those that a resumed attempt has replaced."""
     curves: Curves = field(init=False)
     events: list[Record] = field(init=False)
+    peaks: Peaks = field(init=False)
+    """Behind the MFU of each step."""
     layout_since_ns: int = field(init=False)
     """Since when ranks have their places in the grid; 0: always."""
     is_gone: bool = field(init=False, default=False)
@@ -55,9 +58,9 @@ class RunFiles:
     def _begin(self, job: "Job") -> None:
         self.job = self._own_job = job
         self._has_looked, self._first_line = False, b""
-        self._steps, self._events_tail = StepLines(self.run.metrics_path), JsonlTail(self.run.events_path)
+        self._steps, self._events_tail = StepLines(self.run.metrics_path), EventLines(self.run.events_path)
         self.metrics, self.curves, self.events = self._steps.lines, Curves(), []
-        self.layout_since_ns = 0
+        self.peaks, self.layout_since_ns = Peaks(), 0
         self.num_runs += 1
 
     @property
@@ -79,6 +82,8 @@ class RunFiles:
             self.events.clear()
         self.curves.add(lines)
         self.events[:] = late_events(self.events + events) if events else self.events
+        if events:
+            self.peaks = Peaks(self.events)
         if begins := [event for event in events if event.get("event") in _BEGINS]:
             self._follow_job(begins)
         self._has_looked = True
@@ -112,7 +117,7 @@ class RunFiles:
 
     @property
     def num_wrong_lines(self) -> int:
-        """Of steps and events, that are torn, wrong or have a wrong figure."""
+        """Number of lines of steps and events that are torn, wrong or have a wrong figure."""
         return self._steps.num_wrong + self._events_tail.num_wrong
 
     @property

@@ -45,9 +45,9 @@ class Cells:
     """A row of a file; each cell is checked where it is read. All methods raise `BadInputError`."""
 
     place: str
-    """File and line."""
+    """File and line of the row, for errors."""
     values: Mapping[str, str | None]
-    """By column."""
+    """Text of each cell, by the name of its column."""
 
     def text(self, column: str) -> str:
         """Return a cell that is not empty."""
@@ -243,7 +243,7 @@ def _work(
 
 
 def _spread(gpus: int, tp: int, pp: int) -> int:
-    """Replicas. Raises `BadInputError`."""
+    """Return the number of data-parallel replicas. Raises `BadInputError`."""
     if gpus % (tp * pp):
         raise BadInputError("gpus", gpus, f"a multiple of tp x pp = {tp * pp}")
     return gpus // (tp * pp)

@@ -108,7 +108,8 @@ def _keys(problem: Problem, seconds: Array, total: Array, objective: Objective) 
 
 
 def _num_cells(plot: Plot) -> int:
-    """Of which only the best variants are handed on: schedules of a single pipeline rank are variants."""
+    """Return the number of cells; only the best variant of each goes on, and a single pipeline rank's
+    schedules are variants."""
     return len(plot.micro_batches) * (1 if plot.pp == 1 else len(plot.schedules))
 
 

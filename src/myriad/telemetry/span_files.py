@@ -22,6 +22,7 @@ import numpy as np
 
 from myriad.telemetry.batch import BatchError, SpanBatch, check_names
 from myriad.telemetry.records import RECORD, Records
+from myriad.whole_file import opened_to_read
 
 if TYPE_CHECKING:
     import pyarrow as arrow
@@ -186,7 +187,8 @@ def _opened(path: Path) -> Iterator[Any]:
 
     try:
         with (
-            path.open("rb") as file,
+            opened_to_read(path) as handle,
+            open(handle, "rb", closefd=False) as file,
             parquet.ParquetFile(file, read_dictionary=["name"], page_checksum_verification=True) as reader,
         ):
             _check(reader)

@@ -48,6 +48,12 @@ def test_help_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+def test_sampling_does_not_wait_for_the_import_of_what_writes_checkpoints():
+    """torch.distributed.checkpoint imports sympy: about a second."""
+    code = "import sys, myriad.train.sample; sys.exit('torch.distributed.checkpoint' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["trian"], ["sample", "nowhere"], ["sample", ".", "--tokens", "0"], ["train", "tiny", "--run", "a/b"]],

@@ -16,6 +16,7 @@ from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.watched import Watched
 from myriad.job import load_job
 from myriad.run import Run
+from myriad.run_lines import Peaks
 
 
 @pytest.fixture
@@ -63,14 +64,14 @@ def test_one_bad_step_of_a_million_is_in_the_chart() -> None:
     ]
     lines[70_001]["loss"], lines[123_457]["loss"], lines[150_003]["step_seconds"] = 9.0, None, 77.0
     curves.add(lines)
-    found = curves.thinned(2000)
+    found = curves.thinned(2000, Peaks())
     assert len(found["step"]) <= 2000 and (found["step"][0], found["step"][-1]) == (1, 200_000)
     at = {step: place for place, step in enumerate(found["step"])}
     assert found["loss"][at[70_002]] == 9.0 and found["step_seconds"][at[150_004]] == 77.0
     assert found["loss"][at[123_458]] != found["loss"][at[123_458]]
     curves.add([{"step": 5, "loss": 1.0}])
-    assert curves.thinned(2000)["step"] == [1, 2, 3, 4, 5]
-    assert Curves().thinned(2) == {name: [] for name in found}
+    assert curves.thinned(2000, Peaks())["step"] == [1, 2, 3, 4, 5]
+    assert Curves().thinned(2, Peaks()) == {name: [] for name in found}
 
 
 @pytest.mark.parametrize("points", [2, 3, 7, 50])
@@ -78,7 +79,7 @@ def test_one_bad_step_of_a_million_is_in_the_chart() -> None:
 def test_charts_get_about_as_many_points_as_they_ask_for(points: int, length: int) -> None:
     curves = Curves()
     curves.add({"step": step, "loss": 1.0 / step} for step in range(1, length + 1))
-    steps = curves.thinned(points)["step"]
+    steps = curves.thinned(points, Peaks())["step"]
     assert steps[0] == 1 and steps[-1] == length and steps == sorted(set(steps))
     assert len(steps) <= max(points, 6)
 
@@ -112,7 +113,7 @@ def test_a_run_that_is_removed_and_trained_again_is_another_run(tmp_path: Path) 
     follower.poll()
     files = watched.files
     assert not files.is_gone and [event["event"] for event in files.events] == ["start"]
-    assert files.curves.thinned(9)["loss"] == [3.0] * 3
+    assert files.curves.thinned(9, Peaks())["loss"] == [3.0] * 3
     assert files.job.train.steps == 7 and watched.store.world == watched.ranks.world == 1
     assert watched.state == "training"
 

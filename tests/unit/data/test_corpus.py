@@ -58,16 +58,18 @@ def test_any_split_of_the_rows_over_readers_reads_the_same_batch(
         mixture=(CorpusShare(path=str(corpus), weight=2), CorpusShare(path=str(corpus), weight=1))
     )
     opened = open_corpora(config, SEQUENCE)
-    whole = read_batch(opened, opened.sampler(3), step, 24, range(24))
+    whole = read_batch(opened, opened.sampler(3), range(24 * step, 24 * step + 24))
     edges = [0, *sorted(cuts), 24]
-    parts = [read_batch(opened, opened.sampler(3), step, 24, range(a, b)) for a, b in pairwise(edges)]
+    parts = [
+        read_batch(opened, opened.sampler(3), range(24 * step + a, 24 * step + b)) for a, b in pairwise(edges)
+    ]
     assert np.array_equal(np.concatenate(parts), whole)
 
 
 def test_the_text_comes_back_from_the_batch(corpus: Path) -> None:
     opened = open_corpora(DataConfig(corpus=str(corpus)), SEQUENCE)
     assert opened.tokenizer is not None and opened.vocabulary == opened.tokenizer.vocabulary
-    batch = read_batch(opened, opened.sampler(1), 0, 4, range(4))
+    batch = read_batch(opened, opened.sampler(1), range(4))
     all_text = {path.read_text() for path in corpus.with_name("corpus-text").iterdir()}
     piece = opened.tokenizer.decode(batch[0]).split("<|endoftext|>")[0].strip("\ufffd")
     assert piece and any(piece in text for text in all_text)
@@ -130,7 +132,7 @@ def test_a_token_outside_the_vocabulary_names_the_shard(tmp_path: Path) -> None:
     path.write_bytes(b"\xff" * path.stat().st_size)
     opened = open_corpora(DataConfig(corpus=str(corpus)), SEQUENCE)
     with pytest.raises(BadInputError, match="train-00000"):
-        read_batch(opened, opened.sampler(1), 0, 4, range(4))
+        read_batch(opened, opened.sampler(1), range(4))
 
 
 def test_corpora_made_with_one_tokenizer_mix(corpus: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ _DECISIONS = (
 def run(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
     """What it is."""
     files, store, ranks = watched.files, watched.store, watched.ranks
-    steps, peak = store.steps(), files.last("start", "peak")
+    steps = store.steps()
     layout = {axis: getattr(ranks.layout, axis) for axis in ("dp", "pp", "cp", "tp", "ep", "virtual_stages")}
     return {
         "name": files.run.path.resolve().name,
@@ -43,8 +43,8 @@ def run(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[st
         "last_step": watched.last_step,
         "first_seconds": None if store.first_ns is None else store.first_ns * 1e-9,
         "predicted": watched.plan is not None,
-        "peak_flops": number(peak.get("peak_flops")),
-        "peak_source": peak.get("peak_source"),
+        "peak_flops": files.peaks.flops_per_second,
+        "peak_source": files.peaks.source or None,
         "dropped": dropped(watched),
         "problems": [*store.counts.problems, *files.problems],
         "clock_error_seconds": store.clock_error_seconds,
@@ -102,7 +102,7 @@ def overview(watched: Watched, query: Mapping[str, str]) -> dict[str, Any]:
     account, events = watched.account, watched.files.events
     first = max(0, len(events) - _MOST_EVENTS)
     return {
-        **watched.files.curves.thinned(points),
+        **watched.files.curves.thinned(points, watched.files.peaks),
         "ledger": account.get("classes", {}),
         "ettr": account.get("effective_ratio"),
         "goodput": account.get("goodput_tokens_per_second"),
