@@ -15,6 +15,7 @@ from myriad.dashboard.run_files import RunFiles
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.watched import Watched
 from myriad.job import load_job
+from myriad.jsonl import JsonlTail
 from myriad.run import Run
 from myriad.run_lines import Peaks, StepCount, count_steps
 
@@ -92,6 +93,14 @@ def test_a_clock_that_jumps_back_loses_no_step() -> None:
     assert count_steps(lines, [start, again]) == StepCount(100, 0)
     more = [*lines[:100], {"step": 101, "time": 1e9 + 201}]
     assert count_steps(more, [start, again]) == StepCount(101, 0)
+
+
+def test_lines_share_their_keys(tmp_path: Path) -> None:
+    """Each line with strings of its own would double the memory of a page that shows a long run."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"tokens_per_second": 1}\n' * 2)
+    (one,), (other,) = JsonlTail(path).poll()
+    assert one == "tokens_per_second" and one is other
 
 
 def new_run(path: Path, *keys: str, loss: float) -> Run:
