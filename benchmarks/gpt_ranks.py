@@ -147,7 +147,8 @@ def _open_data(job: Job, engine: Engine, *, ahead: bool) -> tuple[Load, Callable
     sampler = corpora.sampler(job.train.seed)
 
     def load(step: int) -> Batch:
-        tokens = read_batch(corpora, sampler, step, job.train.global_batch, rows)
+        first = step * job.train.global_batch
+        tokens = read_batch(corpora, sampler, range(first + rows.start, first + rows.stop))
         return _batch(job, tokens, step, rows)
 
     return load, lambda: None

@@ -23,7 +23,7 @@ FLOORS = (
     ("job job_changes job_rules job_values recipes",),
     ("run run_lines",),
     ("train", "resilience", "dashboard"),
-    ("cli",),
+    ("cli __main__",),
 )
 """Lowest first; a string is a room: a folder, a file, or a few that belong together."""
 

@@ -60,17 +60,19 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         "the same tokenizer",
     ),
     ResumeRule(
+        ("train.global_batch",),
+        True,
+        "holds from the next step; each state says how many samples came before it, and the next one "
+        "follows: none is left out or repeated. Learning rate and its schedule stay, counted in steps",
+    ),
+    ResumeRule(
         ("train.precision",),
         True,
         "holds from the next step; parameters and moments are stored in float32 in every precision",
     ),
     ResumeRule(("model.*",), False, "the parameters have the shapes and the meaning that it gives them"),
     ResumeRule(("optimizer.name",), False, "moments of one optimizer mean something else to another"),
-    ResumeRule(
-        ("train.global_batch", "train.seed"),
-        False,
-        "the position in the data is step x train.global_batch in the order of train.seed",
-    ),
+    ResumeRule(("train.seed",), False, "it gives the order of the samples"),
     ResumeRule(("data.vocabulary",), False, "the model has learned the tokens of one tokenizer"),
     ResumeRule(
         ("comm.compress_gradients", "comm.compress_parameters", "comm.sync_every",

@@ -14,7 +14,7 @@ is shown by the last peak that is known for the same ranks and device (`Peaks`),
 """
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ __all__ = [
     "StepLines",
     "count_steps",
     "event_line",
-    "missing_lines_told",
+    "missing_lines_text",
     "step_line",
 ]
 
@@ -113,8 +113,6 @@ class StepLines:
         self.lines: list[Record] = []
         """One list, that grows."""
         self._num_wrong = 0
-        self._keys: tuple[str, ...] = ()
-        """Of the newest line."""
 
     @property
     def num_wrong(self) -> int:
@@ -143,13 +141,7 @@ class StepLines:
     def _take(self, line: Record) -> Record | None:
         right = step_line(line)
         self._num_wrong += right is not line
-        return None if right is None else self._with_shared_keys(right)
-
-    def _with_shared_keys(self, line: Record) -> Record:
-        """The same line. Lines have the same keys: of a million of them each would else keep its own."""
-        if tuple(line) != self._keys:
-            self._keys = tuple(line)
-        return dict(zip(self._keys, line.values(), strict=True))
+        return right
 
 
 def step_line(line: Record) -> Record | None:
@@ -174,6 +166,11 @@ class EventLines:
     def num_wrong(self) -> int:
         """Lines that are torn, of no event, or have a field of a wrong type."""
         return self._num_wrong + self._tail.num_wrong
+
+    @property
+    def offset(self) -> int:
+        """Bytes of the file that were read."""
+        return self._tail.offset
 
     @property
     def problem(self) -> str:
@@ -226,8 +223,11 @@ def count_steps(lines: Sequence[Record], events: Sequence[Record]) -> StepCount:
         if name == "start":
             resumed = _count(event.get("resumed_from"))
             after = bisect_right(lines, resumed, key=_step_of)
-            lost.append((after, bisect_left(lines, at, lo=after, key=_time_of)))
-            done = resumed if at >= newest else done
+            # Step by step: a clock that jumped back leaves lines whose times are in no order.
+            later = range(after, len(lines))
+            lost.append((after, next((i for i in later if _time_of(lines[i]) >= at), len(lines))))
+            if at >= newest and all(_time_of(lines[i]) <= at for i in later):
+                done = resumed
         elif at >= newest:
             done = max(done, _count(event.get("step")))
     first, end = bisect_right(lines, 0, key=_step_of), bisect_right(lines, done, key=_step_of)
@@ -238,7 +238,7 @@ def count_steps(lines: Sequence[Record], events: Sequence[Record]) -> StepCount:
     return StepCount(done, max(0, done - num_lines))
 
 
-def missing_lines_told(num_steps: int) -> str:
+def missing_lines_text(num_steps: int) -> str:
     """What people are told of `StepCount.without_line`; "" where there are none."""
     return f"{num_steps} steps trained without a metrics line" if num_steps else ""
 

@@ -72,9 +72,7 @@ def loss_of(weights: Kept, run: Run) -> float:
         for name, parameter in layer.named_parameters():
             parameter.copy_(weights.read(definition.tied.get(f"{prefix}.{name}", f"{prefix}.{name}")))
     corpora, batch = open_corpora(job.data, job.model.sequence), job.train.global_batch
-    rows = torch.from_numpy(
-        read_batch(corpora, corpora.sampler(job.train.seed), 0, batch, range(batch))
-    ).long()
+    rows = torch.from_numpy(read_batch(corpora, corpora.sampler(job.train.seed), range(batch))).long()
     x = rows[:, :-1]
     for layer in layers:
         x = layer(x, Context(targets=rows[:, 1:]))

@@ -23,7 +23,8 @@ TWO = [
     "checkpoint.linger_seconds=0",
 ]
 CHANGES = ["optimizer.learning_rate=3e-3", "optimizer.decay=linear", "optimizer.beta2=0.9",
-           "optimizer.clip_norm=off", "optimizer.weight_decay=0", "train.steps=24"]  # fmt: skip
+           "optimizer.clip_norm=off", "optimizer.weight_decay=0", "train.steps=24",
+           "train.global_batch=6"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,8 @@ def test_a_changed_job_gives_the_bits_of_a_run_that_changed_at_that_step(
     assert_same_run(run, other)
     rates = [line["learning_rate"] for line in run.read_metrics()]
     assert rates[15] > 1.2 * rates[14], "it falls from another height"
+    tokens = [line["tokens"] // run.job().model.sequence for line in run.read_metrics()]
+    assert tokens == [*range(8, 121, 8), *range(126, 175, 6)], "the samples of each step follow on"
     flip(CheckpointFolder(other.checkpoints_path).of_step(24) / "__1_0.distcp")
     flip(CheckpointFolder(other.checkpoints_path).of_step(20) / "__1_0.distcp")
     assert train(other) == [0, 0], "from step 15 again, with what was changed there"

@@ -1,40 +1,26 @@
-"""What makes our files ones of torch.distributed.checkpoint: the envelope around each piece, and
-``.metadata``.
+"""What makes our files ones of torch.distributed.checkpoint: the envelope around each piece.
 
 A file of DCP holds one ``torch.save`` archive after the other. An archive is a zip whose one large member is
 the tensor's bytes, uncompressed; the rest of it depends on shape and type alone. So torch writes it once,
-without data (``skip_data``), and the bytes before and after the data are kept. ``.metadata`` says where every
-piece is; since nothing in it changes from save to save, it is made once as well.
+without data (``skip_data``), and the bytes before and after the data are kept. `dcp_metadata` makes the file
+that says where every piece is.
 """
 
 import io
 import os
-import pickle
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from myriad.checkpoint.piece import Piece, Shape, files_of_rank, place_in_file
+from myriad.checkpoint.piece import Piece, Shape
 from myriad.model.rectangle import Rectangle
 
-__all__ = ["METADATA", "dtype_name", "make_metadata", "make_pieces"]
-
-METADATA = ".metadata"
+__all__ = ["dtype_name", "make_pieces"]
 
 _ALIGNMENT = 64
 """Of pieces in a snapshot."""
@@ -102,21 +88,3 @@ def _around_data(path: Path) -> tuple[bytes, bytes]:
         head = file.read(start)
         file.seek(start + data.file_size)
         return head, file.read(os.path.getsize(path))
-
-
-def make_metadata(pieces_of_rank: Sequence[Sequence[Piece]]) -> bytes:
-    """The content of ``.metadata`` for files of all ranks' pieces."""
-    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    where: dict[MetadataIndex, _StorageInfo] = {}
-    files = (files_of_rank(rank, own) for rank, own in enumerate(pieces_of_rank))
-    for file, pieces in chain.from_iterable(files):
-        for piece, start in place_in_file(pieces):
-            if piece.tensor not in tensors:
-                properties = TensorProperties(dtype=getattr(torch, piece.dtype))
-                tensors[piece.tensor] = TensorStorageMetadata(properties, torch.Size(piece.full_shape), [])
-            kept = tensors[piece.tensor]
-            assert isinstance(kept, TensorStorageMetadata)
-            index = MetadataIndex(piece.tensor, torch.Size(piece.offsets), len(kept.chunks))
-            kept.chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape)))
-            where[index] = _StorageInfo(file, start, piece.file_bytes)
-    return pickle.dumps(Metadata(tensors, storage_data=where))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import myriad
-from myriad.checkpoint.dcp import METADATA, make_metadata, make_pieces
+from myriad.checkpoint.dcp import make_pieces
 from myriad.checkpoint.folder import Checkpoint, CheckpointFolder, open_checkpoint
 from myriad.checkpoint.load import Candidate, LoadWorld, load_candidate
 from myriad.checkpoint.manifest import FileRecord, Manifest
@@ -105,6 +105,8 @@ def _commit(
     progress: Mapping[str, Any],
     layout: Mapping[str, Any],
 ) -> None:
+    from myriad.checkpoint.dcp_metadata import METADATA, make_metadata  # here: readers do not wait for it
+
     files = {name: record for own in records for name, record in own.items()}
     metadata = make_metadata(pieces_of_rank)
     files[METADATA] = put_and_check(checkpoint.storage, checkpoint.at(METADATA), metadata)

@@ -13,7 +13,7 @@ from myriad.resilience.account.ledger import KINDS, Kind
 from myriad.resilience.account.moments import in_order
 from myriad.resilience.drive.journal import count_missing
 from myriad.run import Run
-from myriad.run_lines import EventLines, StepLines, missing_lines_told
+from myriad.run_lines import EventLines, StepLines, missing_lines_text
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -32,15 +32,15 @@ __all__ = [
 MEANING: dict[Kind, str] = {
     "training": "steps that count",
     "lost": "steps to be done again, or left unfinished",
-    "saving": "training stood for a save",
+    "saving": "training paused for a checkpoint",
     "validating": "evaluation",
-    "slow": "a straggler held up the others",
-    "detecting": "nothing went on, and nobody knew",
-    "diagnosing": "the culprit was sought",
-    "restarting": "from a decision to the first step",
-    "planned": "stopped by a person",
-    "waiting": "no node to go on with",
-    "person": "ended, and nobody came yet",
+    "slow": "waiting for a straggler",
+    "detecting": "fault not yet detected",
+    "diagnosing": "diagnosis",
+    "restarting": "from process launch, or the decision to restart, to the first step",
+    "planned": "stopped on request",
+    "waiting": "waiting for a node",
+    "person": "stopped, waiting for an operator",
 }
 FAULT_HEADINGS = ["at", "cause", "culprit", "detected after", "back after", "steps lost", "what"]
 ATTEMPT_HEADINGS = ["attempt", "ranks", "trains from", "first step", "last step", "ended"]
@@ -61,17 +61,19 @@ class Facts:
     """File to its lines that are torn, or hold what they should not; none: there is no such line."""
     missing_decisions: int = 0
     """Lines that journal.jsonl should have."""
+    loss_problem: str = ""
+    """Steps whose loss is not a number; "": there are none."""
     problems: tuple[str, ...] = ()
     """Files that cannot be read, and why."""
 
     @property
     def doubts(self) -> list[str]:
         """What is missing or wrong in the files that all else is said from."""
-        told = [missing_lines_told(self.account.steps_without_line)]
-        told += [f"{number} lines of {name} are wrong" for name, number in self.wrong_lines.items()]
+        doubts = [missing_lines_text(self.account.steps_without_line), self.loss_problem]
+        doubts += [f"{number} lines of {name} are wrong" for name, number in self.wrong_lines.items()]
         if self.missing_decisions:
-            told.append(f"{self.missing_decisions} decisions are missing in journal.jsonl")
-        return [*filter(None, told), *self.problems]
+            doubts.append(f"{self.missing_decisions} decisions are missing in journal.jsonl")
+        return [*filter(None, doubts), *self.problems]
 
     @property
     def state(self) -> str:
@@ -125,10 +127,22 @@ def facts_of(run: Run) -> Facts:
     }
     wrong = {name: file.num_wrong for name, file in files.items() if file.num_wrong}
     problems = tuple(f"{name} cannot be read: {file.problem}" for name, file in files.items() if file.problem)
+    missing, loss_problem = count_missing(decisions), _loss_problem(steps.lines)
     summary = summarize(run, steps.lines, all_events)
-    return Facts(
-        run, job, summary, account, steps.lines, all_events, wrong, count_missing(decisions), problems
-    )
+    return Facts(run, job, summary, account, steps.lines, all_events, wrong, missing, loss_problem, problems)
+
+
+def _loss_problem(lines: Sequence[Record]) -> str:
+    """In words. Where it is no number to the end, since when."""
+    num_gone = sum(line.get("loss") is None for line in lines)
+    if not num_gone:
+        return ""
+    last = next((line["step"] for line in reversed(lines) if line.get("loss") is not None), None)
+    if last is None:
+        return "no step has a loss that is a number"
+    if last == lines[-1]["step"]:
+        return f"the loss of {num_gone} steps is not a number"
+    return f"the loss is not a number after step {last}"
 
 
 def at_clock(seconds: float) -> str:

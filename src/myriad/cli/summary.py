@@ -27,7 +27,7 @@ class Summary:
     steps: int
     """Done, by their numbers."""
     steps_without_line: int
-    """Of them, those of which metrics.jsonl has no line."""
+    """Steps among ``steps_done`` that have no line in metrics.jsonl."""
     steps_planned: int
     saved_step: int | None
     """Step of the newest checkpoint."""

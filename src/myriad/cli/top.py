@@ -35,7 +35,7 @@ def _top(
         str | None,
         typer.Option(
             metavar="RANKS",
-            help="Tell how long a step would take if these ranks, like 3 or 0-7,12, were as quick as others.",
+            help="Show how long a step would take if these ranks (3 or 0-7,12) were as quick as others.",
         ),
     ] = None,
     as_json: Annotated[

@@ -102,9 +102,11 @@ class RunCollector(Collector):
         for line in self._metrics.poll():
             if (checked := step_line(line)) is not None and (step := checked["step"]) > 0:
                 num_steps = max(1, step - self._last.get("step", 0))  # of some there may be no line
+                tokens, known = _number(checked.get("tokens")), _number(self._last.get("tokens"))
+                is_next = step > self._last.get("step", 0) and tokens > known  # else: an attempt went back
                 self._last = checked
                 self._steps += num_steps
-                self._tokens += _number(checked.get("tokens")) / step * num_steps
+                self._tokens += tokens - known if is_next else tokens / step * num_steps
         for event in self._events.poll():
             self._peaks.add(event)
             self._take(str(event.get("event")), event)

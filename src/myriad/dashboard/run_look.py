@@ -62,7 +62,7 @@ class Look:
     at_work: bool = False
     """Somebody has it, here or on another machine."""
     num_wrong_lines: int = 0
-    """Of metrics.jsonl and events.jsonl, that are torn, wrong or have a wrong figure."""
+    """Number of lines of metrics.jsonl and events.jsonl that are torn, wrong or have a wrong figure."""
     no_room_at: float = 0.0
     """When rank 0 last tried in vain to add a line; 0: it was not in vain."""
 

@@ -142,15 +142,12 @@ class Corpora:
 def read_batch(
     corpora: Corpora,
     sampler: Sampler,
-    step: int,
-    global_batch: int,
-    rows: range,
+    samples: range,
     out: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
-    """[len(rows), sequence + 1] tokens: some rows of the global batch of one step."""
-    batch = np.empty((len(rows), corpora.sequence + 1), np.int32) if out is None else out
-    base = step * global_batch
-    for row, sample in enumerate(sampler.samples(base + rows.start, base + rows.stop)):
+    """[len(samples), sequence + 1] tokens of the samples with these global numbers."""
+    batch = np.empty((len(samples), corpora.sequence + 1), np.int32) if out is None else out
+    for row, sample in enumerate(sampler.samples(samples.start, samples.stop)):
         corpora.read(sample, batch[row])
     return batch
 

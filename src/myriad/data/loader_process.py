@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from myriad.data.corpus import Corpora, open_corpora, read_batch
 from myriad.data.loader import LoaderSpec
 from myriad.data.ring import Ring
-from myriad.data.sampler import Sampler
+from myriad.data.sampler import DataPosition, Sampler
 from myriad.errors import BadInputError, MyriadError
 
 __all__ = ["main"]
@@ -57,7 +57,8 @@ def _serve(ring: Ring, spec: LoaderSpec, corpora: Corpora, owner: int) -> None:
         step = ring.next_to_fill()
         slot = None if step is None else ring.begin(step)
         if step is not None and slot is not None:
-            _fill(slot, step, spec, corpora, sampler)
+            position = DataPosition(spec.global_batch, ring.first_sample)
+            _fill(slot, position.samples_before(step), spec, corpora, sampler)
             ring.commit(step)
             sleep = _SHORTEST_SLEEP_SECONDS
         elif not _sleep(sleep):
@@ -66,11 +67,12 @@ def _serve(ring: Ring, spec: LoaderSpec, corpora: Corpora, owner: int) -> None:
             sleep = min(2 * sleep, _LONGEST_SLEEP_SECONDS)
 
 
-def _fill(slot: NDArray[np.int32], step: int, spec: LoaderSpec, corpora: Corpora, sampler: Sampler) -> None:
+def _fill(slot: NDArray[np.int32], first: int, spec: LoaderSpec, corpora: Corpora, sampler: Sampler) -> None:
+    """``first``: the first sample of the step."""
     filled = 0
     for start, stop in spec.rows:
         rows = slot[filled : filled + stop - start]
-        read_batch(corpora, sampler, step, spec.global_batch, range(start, stop), rows)
+        read_batch(corpora, sampler, range(first + start, first + stop), rows)
         filled += stop - start
 
 

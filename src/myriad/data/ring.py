@@ -31,9 +31,10 @@ __all__ = ["Geometry", "Ring", "rendezvous_paths"]
 _MAGIC = 0x4D59524941440001
 _PREFIX = "myriad-loader-"
 _ERROR_BYTES = 2048
-_OWNER_PID, _OWNER_START, _PROGRESS, _ERROR_LENGTH = 1, 2, 7, 8
-_FIXED = 9
+_OWNER_PID, _OWNER_START, _PROGRESS, _ERROR_LENGTH, _FIRST_SAMPLE = 1, 2, 7, 8, 9
+_FIXED = 10
 _EMPTY = -1
+_NOT_ASKED = -1
 
 
 class Geometry(NamedTuple):
@@ -78,8 +79,9 @@ class Ring:
         self._fence_lock = threading.Lock()
 
     @classmethod
-    def create(cls, name: str, geometry: Geometry, first_step: int) -> tuple["Ring", int]:
-        """A new ring under the name, and its descriptor for the writer; readers start at ``first_step``."""
+    def create(cls, name: str, geometry: Geometry, first_step: int | None) -> tuple["Ring", int]:
+        """A new ring under the name, and its descriptor for the writer; readers start at ``first_step``, or
+        the writer waits until every reader has asked for a step."""
         _remove_stale()
         for path in rendezvous_paths(name):
             path.unlink(missing_ok=True)
@@ -134,6 +136,11 @@ class Ring:
         self._asked[reader] = step
         self._fence()
 
+    def set_first_sample(self, sample: int) -> None:
+        """Set the number of step 0's first sample; only the ring's owner does, before it asks for a step."""
+        self._words[_FIRST_SAMPLE] = sample
+        self._fence()
+
     def is_ready(self, step: int) -> bool:
         """Whether the step lies whole in its slot."""
         ready = int(self._held[step % self.geometry.num_slots]) == step
@@ -150,6 +157,8 @@ class Ring:
     def next_to_fill(self) -> int | None:
         """The next step to prepare, if a slot is free for it."""
         asked = self._asked.tolist()
+        if _NOT_ASKED in asked:
+            return None
         for step in range(min(asked), min(asked) + self.geometry.num_slots):
             held = int(self._held[step % self.geometry.num_slots])
             if held != step and held not in asked:
@@ -175,6 +184,11 @@ class Ring:
         self._words[_PROGRESS] += 1
 
     # Either
+
+    @property
+    def first_sample(self) -> int:
+        """Number of step 0's first sample: not 0 where earlier steps had batches of another size."""
+        return int(self._words[_FIRST_SAMPLE])
 
     @property
     def progress(self) -> int:
@@ -221,15 +235,17 @@ def _folders() -> list[Path]:
     return [shared, temporary] if shared.is_dir() else [temporary]
 
 
-def _create_file(path: Path, geometry: Geometry, first_step: int) -> int:
+def _create_file(path: Path, geometry: Geometry, first_step: int | None) -> int:
     """Complete before it has its name, so that whoever finds it can use it."""
     descriptor, partial = tempfile.mkstemp(prefix=_own_prefix(), suffix=".partial", dir=path.parent)
     try:
         start = process_start_ticks(os.getpid())
         header = np.zeros(geometry.words, np.int64)
-        header[:_FIXED] = [_MAGIC, os.getpid(), start or 0, *geometry, 0, 0]
+        header[:_FIXED] = [_MAGIC, os.getpid(), start or 0, *geometry, 0, 0, 0]
         header[_FIXED : _FIXED + geometry.num_slots] = _EMPTY
-        header[_FIXED + geometry.num_slots :].reshape(2, -1)[0] = first_step
+        header[_FIXED + geometry.num_slots :].reshape(2, -1)[0] = (
+            _NOT_ASKED if first_step is None else first_step
+        )
         os.pwrite(descriptor, header.tobytes(), 0)
         os.posix_fallocate(descriptor, 0, geometry.num_bytes)
         os.rename(partial, path)

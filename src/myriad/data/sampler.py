@@ -1,7 +1,8 @@
-"""Which sample comes when: a pure function of (seed, index), with ``index = step * global_batch + row``.
+"""Which sample comes when: a pure function of (seed, index), where ``index`` counts the samples of a run.
 
-No state and no index arrays: any step is reached in O(1), and every layout and number of readers sees one
-order.
+No state and no index arrays: any sample is reached in O(1), and every layout and number of readers sees one
+order. A step takes the next train.global_batch of them; how many came before it is part of the run's state,
+as the batch may have changed (``index = step * global_batch + row`` where it has not).
 
     index --mixture--> (corpus, position in that corpus's own stream) --permutation of its epoch--> sample
 
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Sample", "Sampler", "permute"]
+__all__ = ["DataPosition", "Sample", "Sampler", "permute"]
 
 _ROUNDS = 6
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -31,6 +32,23 @@ class Sample(NamedTuple):
 
     corpus: int
     position: int
+
+
+class DataPosition(NamedTuple):
+    """Which samples the steps of an attempt take: they follow those before the state that it began with."""
+
+    global_batch: int
+    first_sample: int = 0
+    """Number of step 0's first sample: not 0 where earlier steps had batches of another size."""
+
+    @classmethod
+    def resumed(cls, global_batch: int, step: int, samples: int) -> "DataPosition":
+        """After a state of ``step`` steps, which had taken ``samples`` samples."""
+        return cls(global_batch, samples - step * global_batch)
+
+    def samples_before(self, step: int) -> int:
+        """Samples that ``step`` steps have taken, which is also the number of the next one."""
+        return self.first_sample + step * self.global_batch
 
 
 class Sampler:

@@ -195,10 +195,17 @@ def _opened(path: Path) -> Iterator[Any]:
             yield reader
     except BatchError:
         raise
+    except KeyError as error:  # of a file without a column that is named when it is opened
+        raise BatchError(f"has no column {_column(error)}") from None
     except (arrow.ArrowException, ValueError, EOFError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's; without a number it is what a damaged page is told by
         raise BatchError(f"no whole file of spans: {_first_line(error)}") from None
+
+
+def _column(error: KeyError) -> str:
+    name = error.args[0] if error.args else ""
+    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
 
 def _facts(reader: Any) -> tuple[int, float]:

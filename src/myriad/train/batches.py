@@ -59,7 +59,8 @@ class Validation:
 
     def _read(self, index: int, rows: range) -> NDArray[np.int32]:
         assert self._sampler is not None
-        return read_batch(self._corpora, self._sampler, index, self._job.train.global_batch, rows)
+        first = index * self._job.train.global_batch
+        return read_batch(self._corpora, self._sampler, range(first + rows.start, first + rows.stop))
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A mean loss in nats per token as bits per byte of text; ``None`` where the tokenizer is not

@@ -14,7 +14,8 @@ __all__ = ["open_feed"]
 
 
 def open_feed(run: Run, job: Job, grid: RankGrid, place: Place) -> LoaderClient:
-    """Joins this node's loader, which holds the rows that any rank of the node needs."""
+    """Joins this node's loader, which holds the rows that any rank of the node needs; it waits for
+    `LoaderClient.begin`."""
     first = place.rank - place.local_rank
     ranks_per_replica = job.layout.world // job.layout.dp
     replicas = range(first // ranks_per_replica, (first + place.local_world - 1) // ranks_per_replica + 1)
@@ -31,7 +32,9 @@ def open_feed(run: Run, job: Job, grid: RankGrid, place: Place) -> LoaderClient:
         spec,
         place.local_rank,
         place.local_world,
+        first_step=None,
         on_restart=lambda problem: run.append_event("fault", rank=place.rank, problem=problem),
+        patience=job.resilience.patience,
     )
 
 

@@ -24,6 +24,7 @@ from myriad.checkpoint.start_over import Past
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.lost_peers import LostPeerError, lost_peers_told
 from myriad.data.loader import LoaderClient
+from myriad.data.sampler import DataPosition
 from myriad.errors import MyriadError, RunFailedError
 from myriad.job import dump_toml
 from myriad.kernels.agreement import proved
@@ -45,7 +46,7 @@ from myriad.train.build import Place, find_place, pick_device, settle_links, sta
 from myriad.train.feed import open_feed
 from myriad.train.garbage import GarbageSchedule
 from myriad.train.initial import fill_initial, refuse_other_run
-from myriad.train.inputs import open_inputs
+from myriad.train.inputs import keep_tokenizer, note_corpus, open_inputs, refuse_other_tokenizer
 from myriad.train.memory_budget import within_budget
 from myriad.train.metrics import StepMeter
 from myriad.train.own_spans import open_ring
@@ -89,7 +90,7 @@ class Trainer:
         self.progress = own_row()
         self._epoch = int(os.environ.get("MYRIAD_EPOCH", "0"))
         """Number of this attempt, from the driver; 0: there is none."""
-        open_inputs(job, _LOG.info)
+        self._open_inputs()
         self.device = pick_device(job.train.device, job.train.threads, self.place)
         self._spin_watch = watch_spinning(torch.get_num_threads()) if self.device.type == "cpu" else None
         self.dtype = resolve_precision(job.train.precision, self.device)
@@ -116,7 +117,9 @@ class Trainer:
         self.clock = SaveClock(job.checkpoint, decides=self.is_first)
         self._waited_for_saves = 0.0
         self.resumed: Loaded | None = None
+        self.position = DataPosition(job.train.global_batch)
         self.step = self._resume()
+        self.feed.begin(self.step, self.position)
         self._capture()
         self.engine.before_update = self._before_update
         self._under_way = self.step + 1
@@ -126,6 +129,19 @@ class Trainer:
         """Whose batches the driver has found to give no finite numbers, wherever they are computed, or which
         led to a spike."""
         self.spikes = SpikeWatch(job, self._event)
+
+    def _open_inputs(self) -> None:
+        """Check what the job reads. `myriad train` has compared the tokenizer with the run's; where another
+        launcher (torchrun) has started the ranks, they do."""
+        run, job = self.run_folder, self.job
+        corpora = open_inputs(job, _LOG.info)
+        if self._epoch:
+            return
+        refuse_other_tokenizer(run, job, corpora)
+        if self.place.rank == 0:
+            keep_tokenizer(run, corpora)
+            for change in note_corpus(run, corpora):
+                _LOG.warning("changed: %s", change)
 
     def _open_recorder(self) -> Recorder:
         device = cuda_clock() if self.device.type == "cuda" else None
@@ -194,6 +210,8 @@ class Trainer:
         step = 0
         if self.resumed is not None:
             step = self.resumed.step
+            samples = self.resumed.progress["data"]["samples"]
+            self.position = DataPosition.resumed(self.job.train.global_batch, step, samples)
             if self.resumed.source == "storage":
                 refuse_other_run(self.run_folder, self.job, step, self.engine)
             self.engine.optimizer.steps_done = self.resumed.progress["optimizer_steps"]
@@ -211,10 +229,16 @@ class Trainer:
 
     def _tell_past(self, past: Past) -> None:
         """What of earlier attempts does not count from here on."""
+        if other := self.session.taken_from:
+            self._event("taken_over", url=self.job.checkpoint.url, run=other)
         if gone := self.session.set_aside_wrong:
             newest = os.environ.get("MYRIAD_NEWEST_STEP")
             problem = f"states after step {newest} are not gone on from: replicas differed, or a spike came"
             self._event("fault", step=int(newest or 0), problem=problem, set_aside=gone)
+        here, step = self.run_folder.checkpoints(self.job), 0 if self.resumed is None else self.resumed.step
+        newer = [(where, known) for where, known in past.stored_in if known > step and where != here]
+        if newer:
+            self._event("older_state", step=step, newer_step=newer[0][1], url=newer[0][0])
         if self.resumed is None and past.done_step:
             self._event("start_over", steps_done=past.done_step, allowed=past.may_start_over)
         elif self.resumed is not None and past.may_start_over:
@@ -271,7 +295,9 @@ class Trainer:
 
     def _announce(self) -> None:
         job = self.job
-        resumed = {"resumed_from": self.step} if self.step else {}
+        resumed: dict[str, Any] = {"resumed_from": self.step} if self.step else {}
+        if self._skipped_steps:  # so that they are known where the driver's journal is lost
+            resumed["skipped_steps"] = sorted(self._skipped_steps)
         self._event(
             "start",
             world=self.place.world,
@@ -314,7 +340,8 @@ class Trainer:
             waited = self.feed.wait_seconds - waited
             saved = self.session.waited_seconds - self._waited_for_saves
             self._waited_for_saves += saved
-            line = self.meter.line(self.step, result, rate, seconds, waited, saved, self.recorder)
+            tokens = self.position.samples_before(self.step) * self.job.model.sequence
+            line = self.meter.line(self.step, tokens, result, rate, seconds, waited, saved, self.recorder)
             self.run_folder.append_metrics(line)
         return asked and self._agrees
 
@@ -369,7 +396,7 @@ class Trainer:
         job, grid = self.job, self.groups.grid
         rows = rank_rows(job, grid.index("dp"))
         own = self.feed.rows(self.step, rows.start, rows.stop)
-        return to_batch(job, own, self.step * job.train.global_batch + rows.start, self.device)
+        return to_batch(job, own, self.position.samples_before(self.step) + rows.start, self.device)
 
     def _validate_if_due(self, *, stopping: bool) -> bool:
         """Validate after this step, unless all ranks stop; return whether they do."""
@@ -414,7 +441,7 @@ class Trainer:
             wants = self.session.parting_wants()
         if wants is None:
             return
-        samples = self.step * self.job.train.global_batch
+        samples = self.position.samples_before(self.step)
         progress: dict[str, Any] = {
             "step": self.step,
             "optimizer_steps": self.engine.optimizer.steps_done,

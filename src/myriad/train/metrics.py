@@ -26,6 +26,7 @@ class StepMeter:
     def line(
         self,
         step: int,
+        tokens: int,
         result: StepResult,
         learning_rate: float,
         seconds: float,
@@ -33,8 +34,8 @@ class StepMeter:
         checkpoint_wait: float,
         recorder: Recorder,
     ) -> dict[str, float | None]:
-        """``step`` counts steps done; the time is that of its end. A batch that was skipped has no loss, and
-        says ``skipped``."""
+        """``step`` and ``tokens`` count those done; the time is that of the step's end. A batch that
+        was skipped has no loss, and says ``skipped``."""
         totals = recorder.take_totals()
         return {
             "time": time.time(),
@@ -42,7 +43,7 @@ class StepMeter:
             "loss": _finite(result.loss),
             "grad_norm": _finite(result.grad_norm),
             "learning_rate": learning_rate,
-            "tokens": step * self.tokens_per_step,
+            "tokens": tokens,
             "tokens_per_second": self.tokens_per_step / seconds,
             "step_seconds": seconds,
             "mfu": self.flops_per_step / seconds / self.peak_flops,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from myriad.checkpoint.folder import Checkpoint
 from myriad.checkpoint.store import load_model
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError, RunFailedError
@@ -14,7 +15,7 @@ from myriad.model.gpt import GPT, build_full
 from myriad.run import Run
 from myriad.spin_watch import watch_spinning
 from myriad.train.inputs import tokenizer_of
-from myriad.train.locate import locate, newest_whole
+from myriad.train.locate import Location, locate, newest_whole
 from myriad.train.weights import job_of
 
 __all__ = ["Sampler", "continue_text", "open_run", "open_sampler", "settle_threads"]
@@ -71,14 +72,13 @@ def open_sampler(name: str, *, own_process: bool = False) -> Sampler:
     verifies. ``own_process``: this process does nothing else, so its threads are set for generation. Raises
     `BadInputError` where there is none."""
     found = locate(name, "run")
-    checkpoint = newest_whole(found, every_byte=True)
+    checkpoint, values = _load_newest(found)
     job = job_of(checkpoint, found.run)
     if job is None:
         raise BadInputError("run", name, "must hold a job.toml, which says what the model is")
     if own_process:
         settle_threads(job.model.num_parameters())
     layers = build_full(job.model, job.train.seed)
-    values = load_model(checkpoint.where)
     tied = GPT(job.model, job.train.seed).tied
     names = ["embedding", *(f"blocks.{i}" for i in range(job.model.layers)), "head"]
     with torch.no_grad():
@@ -96,6 +96,17 @@ def open_sampler(name: str, *, own_process: bool = False) -> Sampler:
             f"{job.data.corpus}: no tokenizer.json beside the corpus, so no text can be made"
         )
     return Sampler(layers.eval(), tokenizer, job.model.sequence)
+
+
+def _load_newest(found: Location) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
+    """The newest checkpoint whose model can be read. The bytes that are read are verified, so all files are
+    verified only where that fails, to find an older one that is whole."""
+    checkpoint = newest_whole(found, every_byte=False)
+    try:
+        return checkpoint, load_model(checkpoint.where)
+    except RunFailedError:
+        checkpoint = newest_whole(found, every_byte=True)
+        return checkpoint, load_model(checkpoint.where)
 
 
 def continue_text(run: Run, prompt: str, tokens: int = 120) -> str:

@@ -16,7 +16,9 @@ from tiny_corpora import make_corpus
 from myriad.data.config import CorpusShare, DataConfig
 from myriad.data.corpus import open_corpora, read_batch
 from myriad.data.loader import LoaderClient, LoaderSpec
+from myriad.data.sampler import DataPosition
 from myriad.errors import RunFailedError
+from myriad.processes import process_state
 
 SEQUENCE, BATCH, SEED = 16, 12, 5
 
@@ -38,10 +40,12 @@ def spec(corpus: Path, request: pytest.FixtureRequest) -> LoaderSpec:
     )
 
 
-def expected(spec: LoaderSpec, step: int) -> np.ndarray:
+def expected(spec: LoaderSpec, step: int, first_sample: int = 0) -> np.ndarray:
     opened = open_corpora(spec.data, SEQUENCE, spec.split)
     sampler = opened.sampler(SEED)
-    return np.concatenate([read_batch(opened, sampler, step, BATCH, range(*rows)) for rows in spec.rows])
+    first = first_sample + step * BATCH
+    rows = [range(first + start, first + stop) for start, stop in spec.rows]
+    return np.concatenate([read_batch(opened, sampler, samples) for samples in rows])
 
 
 def loader_pid(client: LoaderClient) -> int:
@@ -72,6 +76,17 @@ def test_any_step_in_any_order_is_the_batch_of_that_step(spec: LoaderSpec) -> No
     assert not is_running(pid)
 
 
+def test_a_run_whose_batch_has_changed_goes_on_with_the_sample_that_follows(spec: LoaderSpec) -> None:
+    """Step 1 was reached with batches of 5: nothing that was prepared before it was known may be used."""
+    with LoaderClient(spec, first_step=None) as client:
+        client.begin(1, DataPosition.resumed(BATCH, step=1, samples=5))
+        for step in (1, 2, 3):
+            assert np.array_equal(client.get(step), expected(spec, step, 5 - BATCH)), step
+        os.kill(loader_pid(client), signal.SIGKILL)
+        for step in (4, 5, 6, 7):
+            assert np.array_equal(client.get(step), expected(spec, step, 5 - BATCH)), step
+
+
 def test_the_loader_never_imports_torch(spec: LoaderSpec) -> None:
     with LoaderClient(spec) as client:
         client.get(0)
@@ -98,6 +113,41 @@ def test_a_stopped_loader_is_replaced_and_no_rank_waits_for_ever(spec: LoaderSpe
         for step in range(1, 12):
             assert np.array_equal(client.get(step), expected(spec, step)), step
         assert client.restarts == 1 and not is_running(stopped)
+
+
+def test_a_hung_loader_is_replaced_and_no_rank_is_restarted_for_it(spec: LoaderSpec) -> None:
+    told: list[str] = []
+    with LoaderClient(spec, on_restart=told.append, patience=0.2) as client:
+        client.get(0)
+        hung = loader_pid(client)
+        command = [sys.executable, "-m", "myriad.resilience.faults.freeze", str(hung), str(os.getpid())]
+        with subprocess.Popen(command) as freezer:
+            while process_state(hung) != "t":
+                assert freezer.poll() is None, "this machine does not let a process be traced"
+            for step in range(1, 12):
+                assert np.array_equal(client.get(step), expected(spec, step)), step
+        assert client.restarts == 1 and not is_running(hung)
+        assert len(told) == 1 and "did nothing for 1 s while a rank waited and was killed" in told[0]
+
+
+def test_a_slow_loader_is_waited_for(spec: LoaderSpec) -> None:
+    """It has a tenth of the time: it is stopped 100 ms in each 110 ms, and so whenever it is looked at."""
+    with LoaderClient(spec, patience=0.3) as client:
+        client.get(0)
+        command = [
+            sys.executable,
+            "-m",
+            "myriad.resilience.faults.slow",
+            str(loader_pid(client)),
+            "0.11",
+            "0.1",
+        ]
+        with subprocess.Popen([*command, str(os.getpid())]) as slower:
+            for step in range(1, 8):
+                assert np.array_equal(client.get(10**6 * step), expected(spec, 10**6 * step)), step
+            assert slower.poll() is None
+            slower.terminate()
+        assert client.restarts == 0
 
 
 def test_a_loader_killed_before_its_first_batch_is_replaced(spec: LoaderSpec) -> None:

@@ -36,7 +36,7 @@ def test_a_new_run_keeps_its_whole_job(run):
      "comm.hierarchy=node", "comm.timeout_seconds=60", "comm.network_bandwidth=1e9",
      "train.cuda_graphs=true", "train.memory_budget=1 GiB", "optimizer.learning_rate=2e-3",
      "optimizer.clip_norm=off", "optimizer.warmup_steps=9", "data.corpus=elsewhere",
-     "train.precision=float8"],
+     "train.precision=float8", "train.global_batch=16"],
 )  # fmt: skip
 def test_a_resume_may_change_this_and_the_old_value_is_an_event(run, override):
     run.create_or_resume(load_job("tiny"))
@@ -53,7 +53,7 @@ def test_a_resume_may_change_this_and_the_old_value_is_an_event(run, override):
 
 
 @pytest.mark.parametrize(
-    "override", ["optimizer.name=lamb", "train.seed=7", "model.layers=3", "train.global_batch=16"]
+    "override", ["optimizer.name=lamb", "train.seed=7", "model.layers=3", "data.vocabulary=300"]
 )
 def test_what_a_resume_cannot_change_is_refused_with_both_values_and_nothing_is_touched(run, override):
     run.create_or_resume(load_job("tiny"))
@@ -98,6 +98,16 @@ def test_a_damaged_job_file_is_refused_with_the_copy_to_restore(run, damage):
     assert "\n" not in str(caught.value)
     run.job_path.write_text('name = "mine"\n')
     assert run.job().name == "mine", "a person may write a short one, for torchrun"
+
+
+def test_a_job_file_of_another_version_is_named_with_the_key_that_is_not_known(run):
+    run.create_or_resume(load_job("tiny"))
+    text = run.job_path.read_text()
+    run.job_path.write_text(text.replace("[train]\n", "[train]\nof_later = 3\n", 1))
+    words = rf"run = '{run.job_path}': has train.of_later = 3: unknown key.*another version"
+    with pytest.raises(BadInputError, match=words) as caught:
+        run.job()
+    assert "\n" not in str(caught.value)
 
 
 def test_the_permission_to_start_over_holds_for_one_start_and_is_never_kept(run):

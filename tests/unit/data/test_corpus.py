@@ -12,6 +12,7 @@ from tiny_corpora import make_corpus, options
 from myriad.data.config import CorpusShare, DataConfig
 from myriad.data.corpus import Corpus, open_corpora, open_corpus, read_batch
 from myriad.data.indexed import IndexedShard, IndexedWriter, token_type
+from myriad.data.sampler import DataPosition
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 
@@ -40,6 +41,36 @@ def test_shards_are_read_as_one_stream(
     assert out.tolist() == stream[start : start + len(out)].tolist()
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    sequence=st.integers(1, 20),
+    attempts=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 5)), min_size=1),
+    seed=st.integers(0, 2**32),
+)
+def test_an_epoch_predicts_every_token_once_in_any_layout_and_after_any_resume(
+    tmp_path_factory: pytest.TempPathFactory, sequence: int, attempts: list[tuple[int, int, int]], seed: int
+) -> None:
+    """Each attempt has replicas, rows of each and steps of its own; replicas read their rows alone."""
+    prefix = tmp_path_factory.mktemp("corpus") / "text"
+    with IndexedWriter(prefix, token_type(70000)) as writer:
+        writer.add(np.arange(300))
+    opened = open_corpora(DataConfig(corpus=str(prefix)), sequence)
+    read: list[int] = []
+    samples, step = 0, 0
+    while samples < opened.num_samples:
+        for replicas, rows, steps in attempts:
+            position = DataPosition.resumed(replicas * rows, step, samples)
+            for now in range(step, step + steps):
+                first = position.samples_before(now)
+                for replica in range(replicas):
+                    own = range(first + replica * rows, first + (replica + 1) * rows)
+                    read += read_batch(opened, opened.sampler(seed), own)[:, 1:].flatten().tolist()
+            step, samples = step + steps, position.samples_before(step + steps)
+    predicted = opened.num_samples * sequence
+    assert sorted(read[:predicted]) == list(range(1, predicted + 1))
+    assert 300 - 1 - predicted < sequence, "the rest is shorter than a sample"
+
+
 def test_neighbouring_samples_share_the_token_between_them(corpus: Path) -> None:
     opened = open_corpora(DataConfig(corpus=str(corpus)), SEQUENCE)
     rows = np.empty((2, SEQUENCE + 1), np.int32)
@@ -58,16 +89,18 @@ def test_any_split_of_the_rows_over_readers_reads_the_same_batch(
         mixture=(CorpusShare(path=str(corpus), weight=2), CorpusShare(path=str(corpus), weight=1))
     )
     opened = open_corpora(config, SEQUENCE)
-    whole = read_batch(opened, opened.sampler(3), step, 24, range(24))
+    whole = read_batch(opened, opened.sampler(3), range(24 * step, 24 * step + 24))
     edges = [0, *sorted(cuts), 24]
-    parts = [read_batch(opened, opened.sampler(3), step, 24, range(a, b)) for a, b in pairwise(edges)]
+    parts = [
+        read_batch(opened, opened.sampler(3), range(24 * step + a, 24 * step + b)) for a, b in pairwise(edges)
+    ]
     assert np.array_equal(np.concatenate(parts), whole)
 
 
 def test_the_text_comes_back_from_the_batch(corpus: Path) -> None:
     opened = open_corpora(DataConfig(corpus=str(corpus)), SEQUENCE)
     assert opened.tokenizer is not None and opened.vocabulary == opened.tokenizer.vocabulary
-    batch = read_batch(opened, opened.sampler(1), 0, 4, range(4))
+    batch = read_batch(opened, opened.sampler(1), range(4))
     all_text = {path.read_text() for path in corpus.with_name("corpus-text").iterdir()}
     piece = opened.tokenizer.decode(batch[0]).split("<|endoftext|>")[0].strip("\ufffd")
     assert piece and any(piece in text for text in all_text)
@@ -130,7 +163,7 @@ def test_a_token_outside_the_vocabulary_names_the_shard(tmp_path: Path) -> None:
     path.write_bytes(b"\xff" * path.stat().st_size)
     opened = open_corpora(DataConfig(corpus=str(corpus)), SEQUENCE)
     with pytest.raises(BadInputError, match="train-00000"):
-        read_batch(opened, opened.sampler(1), 0, 4, range(4))
+        read_batch(opened, opened.sampler(1), range(4))
 
 
 def test_corpora_made_with_one_tokenizer_mix(corpus: Path, tmp_path: Path) -> None:

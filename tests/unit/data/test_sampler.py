@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myriad.data.sampler import Sampler, permute
+from myriad.data.sampler import DataPosition, Sampler, permute
 
 SIZES = st.integers(1, 400)
 SEEDS = st.integers(0, 2**64 - 1)
@@ -95,3 +95,23 @@ def test_the_order_is_the_one_that_earlier_runs_were_trained_on() -> None:
 
 
 EXPECTED = [(1, 44), (0, 632), (0, 869), (1, 62), (0, 642), (0, 985)]
+
+
+@given(
+    attempts=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7), st.integers(0, 12)), min_size=1),
+)
+def test_no_sample_is_left_out_or_repeated_whatever_batches_and_resumes_there_were(
+    attempts: list[tuple[int, int, int]],
+) -> None:
+    """Each attempt has a batch of its own, trains some steps, and loses the newest of all steps."""
+    states = [0]
+    """Samples that the state after each step had taken, in the order of the run that remains."""
+    taken: list[range] = []
+    for global_batch, steps, lost in attempts:
+        begun = len(states) - 1
+        position = DataPosition.resumed(global_batch, begun, states[-1])
+        for step in range(begun, begun + steps):
+            taken.append(range(position.samples_before(step), position.samples_before(step) + global_batch))
+            states.append(taken[-1].stop)
+        del states[max(1, len(states) - lost) :], taken[max(0, len(taken) - lost) :]
+    assert [sample for samples in taken for sample in samples] == list(range(states[-1]))
