@@ -16,6 +16,7 @@ What the lines mean is the matter of `run_lines`.
 """
 
 import contextlib
+import difflib
 import fcntl
 import logging
 import os
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from myriad.job import Job
     from myriad.job_changes import JobChange
 
-__all__ = ["Run"]
+__all__ = ["Run", "nearest_run"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -250,6 +251,13 @@ class Run:
     def log_path(self, rank: int, attempt: int) -> Path:
         """Everything that one rank printed in one attempt."""
         return self.logs_path / f"rank-{rank}-attempt-{attempt}.log"
+
+
+def nearest_run(name: str) -> str:
+    """Return "; did you mean NAME?" with the run under runs/ whose name is nearest, "" where none is near."""
+    known = [path.parent.name for path in Path("runs").glob("*/job.toml")]
+    near = difflib.get_close_matches(Path(name).name, known, 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 @contextlib.contextmanager
