@@ -59,7 +59,11 @@ def flap(
     ] = _DEAD_PER_MONTH,
     links: Annotated[
         int | None,
-        typer.Option(min=1, help="Links that nothing goes around; off: cables of NICs, one for each port."),
+        typer.Option(
+            min=1,
+            max=10_000_000,
+            help="Links that nothing goes around; off: cables of NICs, one for each port.",
+        ),
     ] = None,
     queue_pairs: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="Queue pairs of the job that send through one link.")
@@ -149,12 +153,14 @@ def habits_of(cluster: "Cluster", down: str, rates: Rates, care: Care) -> "Habit
     from myriad.resilience.decide.health import TOLERATED_SECONDS
     from myriad.resilience.weeks.times import load_times
 
-    positive = {"--flaps": rates.flaps_per_month, "--dead": rates.dead_per_month, "--patience": care.patience}
-    for name, value in (positive | {"--restart": care.restart_seconds or 0.0}).items():
-        if not 0 <= value < inf or (name == "--patience" and value == 0):
-            raise BadInputError(
-                name, value, "a number above 0, or 0 for none" if name != "--patience" else "above 0"
-            )
+    for name, value, least, most in (
+        ("--flaps", rates.flaps_per_month, 0, 1_000_000),
+        ("--dead", rates.dead_per_month, 0, 1_000_000),
+        ("--patience", care.patience, 0.001, 1_000_000),
+        ("--restart", care.restart_seconds or 0.0, 0, 10_000_000),
+    ):
+        if not least <= value <= most:
+            raise BadInputError(name, value, f"{least:g} to {most:,}")
     if cluster.nodes == 1 and rates.num_links is None:
         allowed = "more than one node, or --links: inside a node no cable goes down"
         raise BadInputError(f"{cluster.name}: nodes", 1, allowed)
