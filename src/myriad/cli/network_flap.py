@@ -58,7 +58,9 @@ def flap(
     ] = _DEAD_PER_MONTH,
     links: Annotated[
         int | None,
-        typer.Option(min=1, help="Links that nothing goes around; off: cables of NICs, one for each port."),
+        typer.Option(
+            min=1, max=10**9, help="Links without another way around. Off: one for each port of a NIC."
+        ),
     ] = None,
     queue_pairs: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="Queue pairs of the job that send through one link.")
@@ -130,6 +132,10 @@ class Rates:
     num_queue_pairs: int = _QUEUE_PAIRS
 
 
+_MOST = 1_000_000
+"""Faults of a link a month, and seconds: more have no meaning."""
+
+
 @dataclass(frozen=True)
 class Care:
     """Of the job."""
@@ -147,10 +153,9 @@ def habits_of(cluster: "Cluster", down: str, rates: Rates, care: Care) -> "Habit
 
     positive = {"--flaps": rates.flaps_per_month, "--dead": rates.dead_per_month, "--patience": care.patience}
     for name, value in (positive | {"--restart": care.restart_seconds or 0.0}).items():
-        if not 0 <= value < inf or (name == "--patience" and value == 0):
-            raise BadInputError(
-                name, value, "a number above 0, or 0 for none" if name != "--patience" else "above 0"
-            )
+        if not 0 <= value <= _MOST or (name == "--patience" and value == 0):
+            least = "a number above 0" if name == "--patience" else "a number above 0, or 0 for none"
+            raise BadInputError(name, value, f"{least}, at most {_MOST:,}")
     if cluster.nodes == 1 and rates.num_links is None:
         allowed = "more than one node, or --links: inside a node no cable goes down"
         raise BadInputError(f"{cluster.name}: nodes", 1, allowed)
