@@ -119,8 +119,8 @@ def _cases(folder: Path, steps: int) -> list[Case]:
 
 def _prepare(folder: Path) -> None:
     """Make what commands read: two runs, and 3 MB of text."""
-    _seconds("train", "tiny", "--run", str(folder / "run"), "--train.steps", "2")
-    _seconds("train", "tiny", "--run", str(folder / "small"), "--train.steps", "2", *_SMALL)
+    _seconds("train", "tiny", "--run", str(folder / "run"), "--train.steps", "4")
+    _seconds("train", "tiny", "--run", str(folder / "small"), "--train.steps", "4", *_SMALL)
     texts = folder / "texts"
     texts.mkdir()
     sources = sorted(Path(os.__file__).parent.glob("*.py"))[:120]

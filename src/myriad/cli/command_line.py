@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -182,6 +183,8 @@ def _fail(error: BaseException, message: str, code: int, *, as_json: bool) -> in
     if as_json:
         found: dict[str, object] = {"message": message, "exit_code": code}
         if isinstance(error, BadInputError):
-            found |= {"key": error.key, "value": error.value, "allowed": error.allowed}
+            is_finite = not isinstance(error.value, float) or math.isfinite(error.value)
+            value = error.value if is_finite else str(error.value)  # JSON has no NaN
+            found |= {"key": error.key, "value": value, "allowed": error.allowed}
         typer.echo(json.dumps({"error": found}, default=str))
     return code

@@ -41,7 +41,9 @@ def _prepare(
         Path | None,
         typer.Option(help="A tokenizer.json or a folder with one. Default: trained on the input."),
     ] = None,
-    vocabulary: Annotated[int, typer.Option(help="Tokens of the tokenizer that is trained.")] = 32768,
+    vocabulary: Annotated[
+        int, typer.Option(min=257, max=2**24, help="Tokens of the tokenizer that is trained.")
+    ] = 32768,
     validation: Annotated[
         float,
         typer.Option(help="Share of the documents that is held out, 0 to 1; of a few, the end of the text."),
@@ -94,7 +96,7 @@ def _verify(folder: _Folder, json: _Json = False) -> None:
 def _info(
     corpus: Annotated[str, typer.Argument(help="A prepared folder, a Megatron prefix, or `embedded`.")],
     samples: Annotated[int, typer.Option(min=0, help="Documents to show the beginning of.")] = 3,
-    vocabulary: Annotated[int, typer.Option(help="Tokens, for `embedded`.")] = 4096,
+    vocabulary: Annotated[int, typer.Option(min=257, max=2**24, help="Tokens, for `embedded`.")] = 4096,
     json: _Json = False,
 ) -> None:
     """Show a corpus's sizes and the beginnings of a few documents."""

@@ -93,6 +93,10 @@ def _run(
         if seed is not None:
             chosen = [(name, scenario.model_copy(update={"seed": seed})) for name, scenario in chosen]
     _check(chosen, oversubscribe)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError("--folder", str(folder), f"must be a folder ({error.strerror})") from None
     reports: list[Report] = []
     try:
         with count_bar("scenarios") as show:

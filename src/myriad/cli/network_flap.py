@@ -62,7 +62,7 @@ def flap(
         typer.Option(
             min=1,
             max=10_000_000,
-            help="Links that nothing goes around; off: cables of NICs, one for each port.",
+            help="Links without another way around. Off: one for each port of a NIC.",
         ),
     ] = None,
     queue_pairs: Annotated[
@@ -136,6 +136,9 @@ class Rates:
     dead_per_month: float = _DEAD_PER_MONTH
     num_links: int | None = None
     num_queue_pairs: int = _QUEUE_PAIRS
+
+
+"""Faults of a link a month, and seconds: more have no meaning."""
 
 
 @dataclass(frozen=True)

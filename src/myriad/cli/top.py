@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["look_as_json", "ranks_asked", "register"]
 
-_LEAST_SECONDS = 0.2
+_LEAST_SECONDS, _MOST_SECONDS = 0.2, 3600
 _MOST_STEPS = 1000
 
 
@@ -52,8 +52,8 @@ def _top(
     from myriad.dashboard.run_look import RunWatch
     from myriad.run import Run
 
-    if every < _LEAST_SECONDS:
-        raise BadInputError("--every", every, f"at least {_LEAST_SECONDS} seconds")
+    if not _LEAST_SECONDS <= every <= _MOST_SECONDS:
+        raise BadInputError("--every", every, f"{_LEAST_SECONDS} to {_MOST_SECONDS:,} seconds")
     if not 1 <= steps <= _MOST_STEPS:
         raise BadInputError("--steps", steps, f"1 to {_MOST_STEPS}")
     watch = RunWatch(Run(existing_run(run)), steps)

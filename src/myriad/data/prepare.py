@@ -10,6 +10,7 @@ Killed at any instant, the same command goes on with the finished pieces. Pieces
 the inputs alone, so the number of workers changes nothing in the bytes.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -34,6 +35,8 @@ __all__ = ["PrepareOptions", "Progress", "prepare"]
 
 _WORK_FOLDER = ".prepare"
 _RECIPE = 1
+_NO_PLACE = (errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
+"""Errors of a place where no folder can be made: the command cannot continue there."""
 _DIFFERENCES = {
     "sources": "inputs, or they changed since",
     "tokenizer": "tokenizer or --vocabulary",
@@ -167,6 +170,9 @@ def _writable(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in _NO_PLACE:
+            allowed = f"cannot be written: {error.strerror}"
+            raise BadInputError("--output", str(output), allowed) from None
         raise RunFailedError(f"{output}: {error.strerror or error}; the same command continues") from None
 
 

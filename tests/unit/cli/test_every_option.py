@@ -61,7 +61,7 @@ def _refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> dict[s
     """The error of a call that must be refused, as JSON has it."""
     assert run_command([*arguments, "--json"]) == 2, arguments
     out, err = capsys.readouterr()
-    error = json.loads(out)["error"]
+    error = json.loads(out, parse_constant=pytest.fail)["error"]  # NaN is no JSON
     assert err == f"myriad: error: {error['message']}\n" and err.count("\n") == 1, arguments
     assert not any(leak in err for leak in _LEAKS), err
     return error
@@ -111,3 +111,26 @@ def test_help_fits_the_terminal_and_explains_each_option(
         "Whom",
     )  # a help says what the option is or does
     assert [name for name, text in helps.items() if text.partition(" ")[0] in fragments] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("data prepare texts --output /dev/null/corpus", "--output"),
+        ("data prepare texts --output corpus --vocabulary 99999999999", "--vocabulary"),
+        ("data info embedded --samples -1", "--samples"),
+        ("faults run kill-rank --oversubscribe --folder /dev/null/runs", "--folder"),
+        ("network flap --flaps 1e23", "--flaps"),
+        ("network place tiny --seed 99999999999999999999999", "--seed"),
+        ("top run --every nan", "--every"),
+    ],
+)
+def test_what_once_failed_late_or_badly_is_refused(
+    line: str, key: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a few words to train a tokenizer on")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "job.toml").touch()
+    assert _refused(capsys, line.split())["key"] == key
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "texts"]
