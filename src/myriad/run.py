@@ -79,7 +79,11 @@ class Run:
         from myriad.job import load_job  # here: whoever watches ranks needs the paths alone, and quickly
 
         self.check_job_file()
-        return load_job(str(self.job_path))
+        try:
+            return load_job(str(self.job_path))
+        except BadInputError as error:  # names a key, which nobody has typed
+            allowed = f"has {error}; another version of Myriad may have written it"
+            raise BadInputError("run", str(self.job_path), allowed) from None
 
     def check_job_file(self) -> None:
         """Refuse a job.toml that is not whole: a missing section would silently become its defaults. One that

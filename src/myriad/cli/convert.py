@@ -1,6 +1,5 @@
 """``myriad checkpoint export``, ``import`` and ``reshard``: checkpoints in other formats and other cuts."""
 
-import json as json_format
 import shlex
 from enum import StrEnum
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from myriad.cli.bars import bytes_bar
+from myriad.cli.json_output import print_json
 from myriad.cli.overrides import OverrideCommand
 from myriad.cli.runs import CHECKPOINTS
 from myriad.errors import BadInputError
@@ -55,7 +55,7 @@ def _export(
     with spinning_watched():
         done = export_hugging_face(path, out, dtype.value)
     if json:
-        typer.echo(json_format.dumps(done))
+        print_json(done)
         return
     typer.echo(f"{out}: {done['model_type']}, {done['parameters']:,} parameters in {done['dtype']}")
     if done["why_no_tokenizer"]:
@@ -75,14 +75,14 @@ def _import(
     with spinning_watched():
         done = import_hugging_face(folder, run)
     if json:
-        typer.echo(json_format.dumps(done))
+        print_json(done)
         return
     tokenizer = "with its tokenizer" if done["tokenizer"] else "without a tokenizer: no text can be made"
     typer.echo(f"{run}: {done['parameters']:,} parameters, {tokenizer}")
     if done["other_end"]:
         typer.echo(f"note: {done['other_end']}")
-    path, job = shlex.quote(str(run)), shlex.quote(f"{run}/job.toml")
-    typer.echo(f"train from it: myriad train {job} --run NAME --init-from {path} --data.corpus CORPUS")
+    job, weights = shlex.quote(f"{run}/job.toml"), shlex.quote(str(run))
+    typer.echo(f"train from it: myriad train {job} --run NAME --init-from {weights} --data.corpus CORPUS")
 
 
 def _reshard(
@@ -108,6 +108,6 @@ def _reshard(
     with bytes_bar() as show, spinning_watched():
         done = reshard_checkpoint(path, out, overrides, partial(show, "cutting"))
     if json:
-        typer.echo(json_format.dumps(done))
+        print_json(done)
         return
     typer.echo(f"{done['out']}: step {done['step']} in {done['ranks']} files")

@@ -75,7 +75,7 @@ def import_hugging_face(folder: Path, out: Path) -> dict[str, Any]:
     weights = HuggingFaceWeights(folder)
     assert weights.model is not None, "config.json says what the model is"
     named = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", out.name)
-    data = DataConfig(corpus=str(out / "corpus"))
+    data = DataConfig(corpus=str(out.absolute() / "corpus"))
     job = Job(name=out.name if named else "imported", model=weights.model, data=data).check()
     has_tokenizer = (folder / TOKENIZER_FILE).is_file()
     other_end = _check_tokenizer(folder, weights.model.vocabulary) if has_tokenizer else None

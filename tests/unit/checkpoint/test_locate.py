@@ -2,6 +2,8 @@
 than a line."""
 
 import json
+import math
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +15,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.storage import LocalStorage
 from myriad.checkpoint.store import save
 from myriad.checkpoint.writing import put_and_check
 from myriad.cli.command_line import run_command
@@ -148,3 +151,72 @@ def test_a_checkpoint_that_was_cut_is_compared_with_its_source(
         code, told, _ = call("diff", NAME, str(cut))
         assert (code, told["differences"]) == (0, [])
     assert call("verify", str(tmp_path / "out"))[0] == 0
+
+
+def test_what_a_run_at_work_prunes_meanwhile_is_not_damaged(
+    call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = CheckpointFolder(tmp_path / "kept"), LocalStorage.read
+
+    def fill() -> None:
+        for step in (1, 2, 3):
+            save(folder, step, [Rectangle("model.w", (4,), (0,), torch.ones(4))], {"step": step})
+
+    fill()
+
+    def pruned_as_it_is_read(self: LocalStorage, path: str) -> bytes:
+        if path == "step-2/manifest.json":
+            folder.prune(1, 2)
+            folder.storage.remove("step-2")
+        return read(self, path)
+
+    monkeypatch.setattr(LocalStorage, "read", pruned_as_it_is_read)
+    rows = call("list", str(tmp_path / "kept"))[1]["checkpoints"]
+    assert [(row["step"], row["state"]) for row in rows] == [(1, "complete"), (3, "complete")], rows
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "read", read)
+        fill()
+    code, told, _ = call("verify", str(tmp_path / "kept"))
+    assert (code, told["whole"]) == (0, True) and f"{tmp_path}/kept/step-2" not in told["problems"]
+    assert call("verify", str(tmp_path / "kept" / "step-2"))[0] == 2
+
+
+def test_a_difference_that_is_no_number_is_strict_json(call: Callable[..., Any], tmp_path: Path) -> None:
+    for name, values in (("a", torch.tensor([1.0, math.nan])), ("b", torch.tensor([2.0, 3.0]))):
+        kept = {"w": values, "kind": values.to(torch.bfloat16 if name == "a" else torch.float32)}
+        kept |= {"one": torch.tensor(4.0), "none": torch.zeros(0)}
+        parts = [Rectangle(f"model.{k}", tuple(v.shape), (0,) * v.dim(), v) for k, v in kept.items()]
+        save(CheckpointFolder(tmp_path / name), 1, parts, {"step": 1})
+    code, told, _ = call("diff", str(tmp_path / "a"), str(tmp_path / "b"))
+    found = {one["name"]: (one["what"], one["largest"]) for one in told["differences"]}
+    assert code == 1 and found == {"model.w": (None, None), "model.kind": ("bfloat16 and float32", 0.0)}
+
+
+def test_what_an_import_says_to_type_can_be_pasted(
+    call: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("export", NAME, "out")[0] == 0
+    run = tmp_path / "back é #1"
+    assert run_command(["checkpoint", "import", str(tmp_path / "out"), str(run)]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1].partition(": ")[2])
+    assert words[2] == f"{run}/job.toml" and words[words.index("--init-from") + 1] == str(run)
+    assert Run(run).job().data.corpus == str(run / "corpus")
+
+
+@pytest.mark.parametrize("verb", ["export", "import", "reshard"])
+def test_an_interrupt_leaves_nothing_half(
+    call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    assert call("export", NAME, str(tmp_path / "theirs"))[0] == 0
+    before = sorted(tmp_path.iterdir())
+
+    def interrupt(*arguments: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("myriad.checkpoint.hugging_face.save_file", interrupt)
+    monkeypatch.setattr("myriad.checkpoint.store.write_and_check", interrupt)
+    source = str(tmp_path / "theirs") if verb == "import" else NAME
+    code, told, lines = call(verb, source, "out")
+    assert (code, lines) == (130, ["myriad: error: interrupted"]) and told["error"]["exit_code"] == 130
+    left = [path for path in tmp_path.rglob("*") if path.name == "manifest.json" or ".partial" in path.name]
+    assert left == [] and sorted(p for p in tmp_path.iterdir() if p.name != "out") == before
