@@ -144,6 +144,20 @@ def test_a_server_that_is_not_there_is_named_with_what_was_waited_for(server, st
     assert "(waited for a first answer; " in error_of(lambda: open_store(nowhere))
 
 
+def test_ranks_that_start_again_wait_for_a_server_that_is_being_restarted(
+    server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a server that is away for a quarter of a minute uses up the restarts of the run."""
+    monkeypatch.setattr(redis_store, "_RETRY_SECONDS", 0.2)
+    server.kill()
+    error_of(lambda: open_store(server.url))
+    monkeypatch.setenv("MYRIAD_EPOCH", "2")
+    restart = threading.Timer(1.0, server.start)
+    restart.start()
+    open_store(server.url).set("key", "value")
+    restart.join()
+
+
 def test_a_server_that_takes_no_more_clients_says_so(server):
     server.client.config_set("maxclients", 1)
     assert "max number of clients reached" in error_of(lambda: [open_store(server.url) for _ in range(3)])

@@ -97,7 +97,7 @@ def _row(report: Report, grade: Grade) -> tuple[str, ...]:
         report.scenario,
         grade.fault,
         _seconds(grade.detected_seconds),
-        f"{grade.aim_seconds:.3g} s",
+        f"{grade.aim_seconds:.3g} s" if grade.aim_seconds else "-",
         told,
         culprit,
         _seconds(grade.trains_seconds),

@@ -8,13 +8,15 @@ again after a lost connection, it is not done twice.
 Keys live under the name of one attempt of one run and expire a day after they were last written, so runs,
 and attempts of one run, never meet in one server, and nothing has to be tidied up.
 
-A lost connection is tried again for `_RETRY_SECONDS`; a server that has come back without the run's keys is
-an error, as nobody would ever write them again.
+A lost connection is tried again for `_RETRY_SECONDS`, and a first one for `_RESTART_SECONDS` where ranks are
+started again: a server that is being restarted must not use up the restarts of the run. A server that has
+come back without the run's keys is an error, as nobody would ever write them again.
 
 torch calls a Python store by the names of `torch._C._distributed_c10d`'s C++ trampoline: some of them are in
 camel case there (`deleteKey`, `getNumKeys`).
 """
 
+import os
 import random
 import time
 import uuid
@@ -34,7 +36,7 @@ from myriad.errors import RunFailedError
 __all__ = ["RedisStore"]
 
 _KEEP_SECONDS = 24 * 3600
-_RETRY_SECONDS = 3.0
+_RETRY_SECONDS, _RESTART_SECONDS = 3.0, 30.0
 _WAIT_SECONDS = 5.0
 """One blocking read; a longer wait is several, so that a server that is gone without a word is noticed."""
 
@@ -99,7 +101,10 @@ class RedisStore(Store):
         scripts = {"add": _ADD, "append": _APPEND, "compare_set": _COMPARE_SET}
         self._scripts = {name: self._client.register_script(_READ + body) for name, body in scripts.items()}
         mark = f"myriad/{attempt}\0mark/{uuid.uuid4().hex}"
+        is_restart = int(os.environ.get("MYRIAD_EPOCH", "1")) > 1
+        self._retry_seconds = _RESTART_SECONDS if is_restart else _RETRY_SECONDS
         self._call("a first answer", lambda: self._client.set(mark, 1, ex=_KEEP_SECONDS))
+        self._retry_seconds = _RETRY_SECONDS
         self._mark = mark
 
     def __str__(self) -> str:
@@ -124,10 +129,9 @@ class RedisStore(Store):
             try:
                 return ask()
             except (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError) as error:
-                if time.monotonic() - started > _RETRY_SECONDS:
-                    raise RunFailedError(
-                        f"{self} does not answer (waited for {what}; tried for {_RETRY_SECONDS:g} s): {error}"
-                    ) from None
+                if time.monotonic() - started > self._retry_seconds:
+                    tried = f"(waited for {what}; tried for {self._retry_seconds:g} s)"
+                    raise RunFailedError(f"{self} does not answer {tried}: {error}") from None
                 time.sleep(delay * (0.5 + random.random()))
                 delay = min(2 * delay, 1.0)
             except redis.RedisError as error:
