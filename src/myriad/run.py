@@ -16,6 +16,7 @@ What the lines mean is the matter of `run_lines`.
 """
 
 import contextlib
+import difflib
 import fcntl
 import logging
 import os
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from myriad.job import Job
     from myriad.job_changes import JobChange
 
-__all__ = ["Run"]
+__all__ = ["Run", "nearest_run"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,7 +79,11 @@ class Run:
         from myriad.job import load_job  # here: whoever watches ranks needs the paths alone, and quickly
 
         self.check_job_file()
-        return load_job(str(self.job_path))
+        try:
+            return load_job(str(self.job_path))
+        except BadInputError as error:  # names a key, which nobody has typed
+            allowed = f"has {error}; another version of Myriad may have written it"
+            raise BadInputError("run", str(self.job_path), allowed) from None
 
     def check_job_file(self) -> None:
         """Refuse a job.toml that is not whole: a missing section would silently become its defaults. One that
@@ -246,6 +251,13 @@ class Run:
     def log_path(self, rank: int, attempt: int) -> Path:
         """Everything that one rank printed in one attempt."""
         return self.logs_path / f"rank-{rank}-attempt-{attempt}.log"
+
+
+def nearest_run(name: str) -> str:
+    """Return "; did you mean NAME?" with the run under runs/ whose name is nearest, "" where none is near."""
+    known = [path.parent.name for path in Path("runs").glob("*/job.toml")]
+    near = difflib.get_close_matches(Path(name).name, known, 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 @contextlib.contextmanager

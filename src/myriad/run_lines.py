@@ -14,7 +14,7 @@ is shown by the last peak that is known for the same ranks and device (`Peaks`),
 """
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,8 +217,11 @@ def count_steps(lines: Sequence[Record], events: Sequence[Record]) -> StepCount:
         if name == "start":
             resumed = _count(event.get("resumed_from"))
             after = bisect_right(lines, resumed, key=_step_of)
-            lost.append((after, bisect_left(lines, at, lo=after, key=_time_of)))
-            done = resumed if at >= newest else done
+            # Step by step: a clock that jumped back leaves lines whose times are in no order.
+            later = range(after, len(lines))
+            lost.append((after, next((i for i in later if _time_of(lines[i]) >= at), len(lines))))
+            if at >= newest and all(_time_of(lines[i]) <= at for i in later):
+                done = resumed
         elif at >= newest:
             done = max(done, _count(event.get("step")))
     first, end = bisect_right(lines, 0, key=_step_of), bisect_right(lines, done, key=_step_of)

@@ -8,6 +8,7 @@ from itertools import groupby
 __all__ = [
     "format_bytes",
     "format_count",
+    "format_duration",
     "format_number",
     "format_ranges",
     "format_ranks",
@@ -15,6 +16,7 @@ __all__ = [
     "parse_bytes",
     "parse_ranges",
     "parse_rate",
+    "time_unit",
 ]
 
 _MOST_RANKS = 8
@@ -105,6 +107,17 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_duration(seconds: float) -> str:
+    """As `format_seconds`, from two days on as ``7.8 days``."""
+    days = seconds / 86400
+    return format_seconds(seconds) if days < 2 else f"{format_number(days)} days"
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Return the unit in which times of this order are read, and its seconds."""
+    return ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("us", 1e-6)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

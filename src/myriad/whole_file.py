@@ -18,6 +18,7 @@ __all__ = [
     "opened_to_read",
     "parse_json",
     "read_json",
+    "read_regular",
     "read_text",
     "remove_drafts",
     "sync_folder",
@@ -92,12 +93,17 @@ def read_text(path: Path) -> str:
     return _read(path).decode(errors="replace")
 
 
-def _read(path: Path) -> bytes:
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Return what a regular file of at most so many bytes holds. Raises ``OSError``."""
     with opened_to_read(path) as handle, open(handle, "rb", closefd=False) as file:
-        data = file.read(_MOST_JSON_BYTES + 1)
-    if len(data) > _MOST_JSON_BYTES:
-        raise OSError(errno.EFBIG, f"has more than {_MOST_JSON_BYTES} bytes")
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"has more than {most_bytes} bytes")
     return data
+
+
+def _read(path: Path) -> bytes:
+    return read_regular(path, _MOST_JSON_BYTES)
 
 
 def read_json(path: Path) -> Any:

@@ -13,6 +13,7 @@ from myriad.cli import convert
 from myriad.cli.bars import bytes_bar
 from myriad.cli.json_output import print_json
 from myriad.cli.runs import CHECKPOINTS, existing_run
+from myriad.spin_watch import spinning_watched
 from myriad.units import format_bytes
 
 __all__ = ["register"]
@@ -110,7 +111,8 @@ def _diff(first: _One, second: _One, json: _Json = False) -> None:
     from myriad.checkpoint.difference import compare_checkpoints
 
     where = [path.where for path in paths]
-    found = list(compare_checkpoints(*where))
+    with spinning_watched():
+        found = list(compare_checkpoints(*where))
     if json:
         print_json({"paths": where, "differences": [asdict(one) for one in found]})
     else:

@@ -13,6 +13,7 @@ from myriad.cli.json_output import print_json
 from myriad.cli.overrides import OverrideCommand
 from myriad.cli.runs import CHECKPOINTS
 from myriad.errors import BadInputError
+from myriad.spin_watch import spinning_watched
 
 __all__ = ["register"]
 
@@ -51,7 +52,8 @@ def _export(
     A model that is none of them is refused, and nothing is written."""
     from myriad.train.convert import export_hugging_face
 
-    done = export_hugging_face(path, out, dtype.value)
+    with spinning_watched():
+        done = export_hugging_face(path, out, dtype.value)
     if json:
         print_json(done)
         return
@@ -70,7 +72,8 @@ def _import(
     """Make a run of Hugging Face weights: to sample from, and to train from with --init-from."""
     from myriad.train.convert import import_hugging_face
 
-    done = import_hugging_face(folder, run)
+    with spinning_watched():
+        done = import_hugging_face(folder, run)
     if json:
         print_json(done)
         return
@@ -102,7 +105,7 @@ def _reshard(
     for override in overrides:
         if not override.startswith("layout."):
             raise BadInputError(override.partition("=")[0], override.partition("=")[2], "only layout.* keys")
-    with bytes_bar() as show:
+    with bytes_bar() as show, spinning_watched():
         done = reshard_checkpoint(path, out, overrides, partial(show, "cutting"))
     if json:
         print_json(done)

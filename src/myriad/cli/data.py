@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from myriad.cli.bars import bytes_bar
+from myriad.cli.bars import bytes_bar, count_bar
 
 if TYPE_CHECKING:
     from myriad.data.corpus import Corpus
@@ -51,7 +51,7 @@ def _prepare(
         typer.Option("--key", "--jsonl-key", help="Field of JSONL, column of Parquet, that holds the text."),
     ] = "text",
     workers: Annotated[
-        int | None, typer.Option(help="Processes that tokenize. Default: one for each core.")
+        int | None, typer.Option(min=1, help="Processes that tokenize. Default: one for each core.")
     ] = None,
     shard_size: Annotated[str, typer.Option(help='Largest shard, as "256 MiB".')] = "256 MiB",
     json: _Json = False,
@@ -93,14 +93,15 @@ def _verify(folder: _Folder, json: _Json = False) -> None:
 
 def _info(
     corpus: Annotated[str, typer.Argument(help="A prepared folder, a Megatron prefix, or `embedded`.")],
-    samples: Annotated[int, typer.Option(help="Documents to show the beginning of.")] = 3,
+    samples: Annotated[int, typer.Option(min=0, help="Documents to show the beginning of.")] = 3,
     vocabulary: Annotated[int, typer.Option(help="Tokens, for `embedded`.")] = 4096,
     json: _Json = False,
 ) -> None:
     """Show a corpus's sizes and the beginnings of a few documents."""
     from myriad.data.corpus import open_corpus
 
-    opened = open_corpus(corpus, "train", vocabulary)
+    with count_bar("opening the corpus"):  # the embedded one is made at its first use
+        opened = open_corpus(corpus, "train", vocabulary)
     texts = _samples(opened, samples)
     if opened.manifest is not None:
         summary, lines = _summary(opened.manifest), _summary_lines(str(opened.path), opened.manifest)

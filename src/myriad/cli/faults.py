@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from myriad.cli.bars import count_bar
 from myriad.errors import BadInputError, MyriadError
 
 if TYPE_CHECKING:
@@ -94,8 +95,10 @@ def _run(
     _check(chosen, oversubscribe)
     reports: list[Report] = []
     try:
-        for name, scenario in chosen:
-            reports.append(_try(name, scenario, folder))
+        with count_bar("scenarios") as show:
+            for number, (name, scenario) in enumerate(chosen):
+                show(name, number, len(chosen))
+                reports.append(_try(name, scenario, folder))
     except KeyboardInterrupt:
         if reports:
             _tell_all(reports, drawn, None, as_json=as_json)

@@ -73,8 +73,8 @@ def ecmp(
     One switch: exact, as balls thrown into bins. A cluster (--cluster): rings of nodes, port by port, routed
     and shared over its fabric for each draw of hash seeds.
 
-    Slowest: what the slowest flow has of its rate; a collective is as quick as that. Held up: flows that have
-    less than all. Conflict: probability that any has.
+    Slowest: share of its rate that the slowest flow gets; a collective is as quick as that flow. Slowed:
+    flows that get less than their full rate. Conflict: probability that any flow does.
     """
     if out is not None:
         check_picture("--out", out)
@@ -196,7 +196,7 @@ def _print_rows(facts: dict[str, Any], title: str, rows: "Sequence[Row]", as_jso
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     grid.add_column("", no_wrap=True)
     has_range = any(row.low_ratio < row.high_ratio for row in rows)
-    names = ("slowest", *(("p5", "p95") if has_range else ()), "mean", "held up", "conflict")
+    names = ("slowest", *(("p5", "p95") if has_range else ()), "mean", "slowed", "conflict")
     for name in names:
         grid.add_column(name, justify="right", no_wrap=True)
     for row in rows:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from myriad.cli.files import check_picture, write_picture
+from myriad.cli.files import check_output, check_picture, write_picture
 from myriad.cli.json_output import print_json
 from myriad.cli.overrides import OverrideCommand
 from myriad.errors import BadInputError
@@ -88,6 +88,8 @@ def place(
         check_picture("--out", out)
     if to is not None and export is None:
         raise BadInputError("--to", str(to), "goes with --export")
+    if to is not None:
+        check_output("--to", to)
     found_cluster, loaded = _read(cluster, what_if or (), jobs, OverrideCommand.of(context))
     hosts = _names(names, found_cluster.nodes)
     every = [costs_of(job, found_cluster) for job in loaded]

@@ -68,10 +68,11 @@ def tune(
         check_picture("--out", out)
     found = load_cluster(cluster, what_if or ())
     habits = habits_of(found, down, Rates(), Care(driver, patience, None))
-    with count_bar("deriving settings from the fabric and its timers"):
+    with count_bar("comparing settings") as progress:
         lines = tuning.tune(found, habits)
-    if out is not None:
-        _draw(out, found, habits, lines)
+        if out is not None:
+            progress("drawing", 0, 0)
+            _draw(out, found, habits, lines)
     if as_json or export == "json":
         typer.echo(_as_json(found, lines, only_set=not as_json))
     elif export is None:

@@ -221,7 +221,7 @@ def _best(
         before = None
         if asked.plain is not None:
             before = answer(problem.with_cluster(asked.plain), simulations=simulations, progress=progress)
-        progress("explaining", 0, 1)
+        progress("explaining", 0, 0)
         told = tell(
             asked.job,
             found,
@@ -306,6 +306,7 @@ def _fewest(asked: "Asked", days: float, console: "Console | None") -> dict[str,
         except BadInputError as error:
             raise BadInputError("--days", days, error.allowed) from None
     if console is not None:
-        title = f"{problem.cluster.world} accelerators do {steps} steps in {days:g} days"
+        world = problem.cluster.world
+        title = f"{world:,} accelerator{'s' * (world > 1)}: {steps:,} steps within {days:g} days"
         show_ranking(console, problem, [("1", found)], steps, title=title)
     return {"days": days, **figures(problem, found, steps).as_json()}

@@ -94,6 +94,9 @@ class Asked:
             if node >= cluster.nodes:
                 allowed = f"the cluster has the nodes 0 to {cluster.nodes - 1}"
                 raise BadInputError("--straggler", f"node={node}:{factor:g}x", allowed)
+            if cluster.nodes == 1:
+                allowed = "more than one node to order; `myriad simulate --straggler` predicts what one costs"
+                raise BadInputError("--straggler", f"node={node}:{factor:g}x", allowed)
         return cls(wanted.job, wanted.written, cluster, plain, sizes, dict(wanted.stragglers))
 
 

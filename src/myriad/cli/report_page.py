@@ -215,7 +215,8 @@ def html_table(headings: Sequence[str] | None, rows: Sequence[Sequence[str]], ri
 
     def row(cells: Sequence[str], tag: str) -> str:
         inside = (
-            f"<{tag}{' class=n' if place in right else ''}>{cell}</{tag}>" for place, cell in enumerate(cells)
+            f"<{tag if cell else 'td'}{' class=n' if place in right else ''}>{cell}</{tag if cell else 'td'}>"
+            for place, cell in enumerate(cells)
         )
         return "<tr>" + "".join(inside) + "</tr>"
 

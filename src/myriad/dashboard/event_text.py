@@ -221,6 +221,16 @@ def _takeover(event: Record) -> str:
     return f"{event.get('driver')} drives the run" + (f"; before it did {before}" if before else "")
 
 
+def _taken_over(event: Record) -> str:
+    whose = f"{event.get('url')} was of the run {event.get('run')}, which is not seen from here"
+    return f"{whose}; this run stores there from now on"
+
+
+def _older_state(event: Record) -> str:
+    newer = _shown(event, "newer_step", lambda step: f"; step {step:,.0f} is in {event.get('url')}")
+    return f"an older state was loaded{newer} (--checkpoint.url)"
+
+
 def _weights(event: Record) -> str:
     differs = event.get("differs")
     items = differs.items() if isinstance(differs, Mapping) else ()
@@ -274,8 +284,10 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "import": _import,
     "interrupted": lambda event: "stopped by a person",
     "job_changed": _job_changed,
+    "journal": _problem,
     "logger": _problem,
     "move": _move,
+    "older_state": _older_state,
     "peak": _peak,
     "quarantine": _machine,
     "refusal": _machine,
@@ -292,6 +304,7 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "start": _start,
     "start_over": _start_over,
     "superseded": _problem,
+    "taken_over": _taken_over,
     "takeover": _takeover,
     "telemetry": _telemetry,
     "trace": _trace,

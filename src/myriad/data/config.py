@@ -24,7 +24,7 @@ class DataConfig(Config):
     data prepare``, or the prefix of Megatron's .bin and .idx."""
     mixture: tuple[CorpusShare, ...] = ()
     """Several corpora by weight, instead of one."""
-    vocabulary: int = Field(4096, ge=260)
+    vocabulary: int = Field(4096, ge=260, le=1 << 24)
     """Tokens of the tokenizer trained for the embedded corpus; other corpora bring their own."""
     validation_batches: int = Field(8, ge=0)
     """Batches of held-out text in one validation."""

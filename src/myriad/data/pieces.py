@@ -17,10 +17,13 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from myriad.data.holding_out import HoldingOut
 from myriad.data.indexed import IndexedWriter, token_type
 from myriad.data.manifest import Split
-from myriad.data.sources import Piece
+from myriad.data.sources import LONGEST_TEXT_BYTES, Piece
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import RunFailedError
 
@@ -161,15 +164,40 @@ def _tokenize(
         for batch in _batches(piece, work, skipped):
             if stop.is_set():
                 raise _Stopped
-            encoded = tokenizer.encode_batch([document for _, document in batch])
+            encoded = _encode(tokenizer, [document for _, document in batch])
             for (split, document), tokens in zip(batch, encoded, strict=True):
-                writers[split].add([*tokens, tokenizer.end_of_document])
+                writers[split].add(tokens)
                 text_bytes[split] += len(document.encode())
     path = work.folder / f"{piece.number:06}.json"
     partial = path.with_suffix(".json.partial")
     partial.write_text(json.dumps({"text_bytes": text_bytes, "skipped": skipped}))
     partial.replace(path)
     return PieceResult(piece.number, text_bytes, dict(skipped))
+
+
+def _encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Iterator[NDArray[np.int32]]:
+    """Tokens of each document with its end. A long one is encoded in parts: its encoding takes some 170 times
+    the memory of its text."""
+    short = iter(tokenizer.encode_batch([one for one in documents if len(one) <= LONGEST_TEXT_BYTES]))
+    end = np.array([tokenizer.end_of_document], np.int32)
+    for document in documents:
+        if len(document) <= LONGEST_TEXT_BYTES:
+            parts = [np.array(next(short), np.int32)]
+        else:
+            parts = [np.array(tokenizer.encode(part), np.int32) for part in _parts(document)]
+        yield np.concatenate([*parts, end])
+
+
+def _parts(document: str) -> Iterator[str]:
+    """A long text in order, cut at line ends, else at blanks, else anywhere."""
+    start = 0
+    while len(document) - start > LONGEST_TEXT_BYTES:
+        last = start + LONGEST_TEXT_BYTES
+        cuts = (document.rfind(mark, start, last) + 1 for mark in ("\n", " "))
+        stop = next((cut for cut in cuts if cut > start), last)
+        yield document[start:stop]
+        start = stop
+    yield document[start:]
 
 
 def _batches(piece: Piece, work: PieceWork, skipped: Counter[str]) -> Iterator[list[tuple[Split, str]]]:

@@ -15,10 +15,12 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import xxhash
 
 from myriad.data.holding_out import HoldingOut, holding_out
 from myriad.data.indexed import IndexedShard, IndexedWriter, token_type
@@ -32,6 +34,15 @@ __all__ = ["PrepareOptions", "Progress", "prepare"]
 
 _WORK_FOLDER = ".prepare"
 _RECIPE = 1
+_DIFFERENCES = {
+    "sources": "inputs, or they changed since",
+    "tokenizer": "tokenizer or --vocabulary",
+    "key": "--key",
+    "validation": "--validation",
+    "shard_bytes": "--shard-size in bytes",
+}
+"""Keys of a corpus's plan, in words."""
+_MOST_LISTED_SOURCES = 1000
 _PIECE_BYTES = 16 << 20
 _TOKENIZER_SAMPLE_BYTES = 64 << 20
 _TOKENIZER_SAMPLE_PIECES = 1024
@@ -107,7 +118,11 @@ def _check_options(options: PrepareOptions) -> None:
 
 def _identity(sources: Sequence[SourceFile], options: PrepareOptions) -> dict[str, Any]:
     """All that the corpus's bytes depend on."""
-    own = options.tokenizer and Tokenizer.load(options.tokenizer).fingerprint
+    own = None
+    if options.tokenizer:
+        brought = Tokenizer.load(options.tokenizer)
+        brought.check_complete()
+        own = brought.fingerprint
     return {
         "recipe": _RECIPE,
         "sources": [list(source) for source in sources],
@@ -118,12 +133,32 @@ def _identity(sources: Sequence[SourceFile], options: PrepareOptions) -> dict[st
     }
 
 
+def _short(identity: dict[str, Any]) -> dict[str, Any]:
+    """For a manifest, which every rank reads: a hash in place of thousands of sources."""
+    sources = identity["sources"]
+    if len(sources) <= _MOST_LISTED_SOURCES:
+        return identity
+    digest = xxhash.xxh3_128(json.dumps(sources).encode()).hexdigest()
+    return {**identity, "sources": {"files": len(sources), "xxh3_128": digest}}
+
+
 def _same_or_refuse(output: Path, identity: dict[str, Any]) -> Manifest:
     manifest = read_manifest(output)
-    if manifest.plan != identity:
-        allowed = "holds another corpus (or its inputs changed since); another folder, or remove this one"
-        raise BadInputError("--output", str(output), allowed)
+    if manifest.plan not in (identity, _short(identity)):
+        allowed = f"holds another corpus ({_differences(manifest.plan, identity)}); another folder, or remove"
+        raise BadInputError("--output", str(output), f"{allowed} this one")
     return manifest
+
+
+def _differences(made: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """In what two corpora differ, in words."""
+    found = []
+    for key, name in _DIFFERENCES.items():
+        before, now = made.get(key), wanted[key]
+        if before != now:
+            plain = not isinstance(before, list | dict) and not isinstance(now, list | dict)
+            found.append(f"{name} {before} instead of {now}" if plain else f"other {name}")
+    return ", ".join(found) or "made in another way"
 
 
 @contextmanager
@@ -150,17 +185,18 @@ def _work_folder(output: Path, identity: dict[str, Any]) -> Iterator[Path]:
         except BlockingIOError:
             raise BadInputError("--output", str(output), "is being prepared by another process") from None
         if plan.is_file() and json.loads(plan.read_text()) != identity:
-            _empty_or_refuse(output, work)
+            _empty_or_refuse(output, work, identity)
         _write_atomically(plan, json.dumps(identity))
         yield work
     finally:
         os.close(descriptor)
 
 
-def _empty_or_refuse(output: Path, work: Path) -> None:
+def _empty_or_refuse(output: Path, work: Path, identity: Mapping[str, Any]) -> None:
     """Another corpus's work is thrown away where no piece of it is finished: a key was wrong, or a file."""
     if any(work.glob("[0-9]*.json")):
-        allowed = "was begun with other inputs or options; the same again, another folder, or remove this one"
+        other = _differences(json.loads((work / "plan.json").read_text()), identity)
+        allowed = f"was begun as another corpus ({other}); the same again, another folder, or remove this one"
         raise BadInputError("--output", str(output), allowed)
     (work / TOKENIZER_FILE).unlink(missing_ok=True)
 
@@ -247,6 +283,7 @@ def _piece_progress(
         finished.add(result.number)
         progress(Progress("tokenizing", sum(sizes[number] for number in finished), total))
 
+    progress(Progress("tokenizing", 0, total))  # one piece may take long
     return done
 
 
@@ -277,7 +314,7 @@ def _merge(
         text_bytes={split: sum(result.text_bytes[split] for result in results) for split in SPLITS},
         skipped=_skipped(results),
         files={name: hash_file(output / name) for name in names},
-        plan=identity,
+        plan=_short(identity),
     )
 
 

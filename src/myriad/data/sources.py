@@ -14,14 +14,20 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import IO, Any, Literal, NamedTuple
 
 import fsspec
+import fsspec.compression
 import fsspec.core
+import fsspec.utils
 
+from myriad.data.http_input import HttpInput, http_info, is_http
 from myriad.errors import BadInputError, MyriadError
+from myriad.units import format_bytes
 
 __all__ = [
+    "LONGEST_LINE_BYTES",
     "LONGEST_TEXT_BYTES",
     "Piece",
     "SourceFile",
@@ -33,6 +39,8 @@ __all__ = [
 
 LONGEST_TEXT_BYTES = 1 << 20
 """A longer text file is more than one document."""
+LONGEST_LINE_BYTES = 1 << 28
+"""Of JSONL: a line is in memory as a whole, and what is longer is hardly one document."""
 
 Kind = Literal["text", "jsonl", "parquet"]
 
@@ -44,6 +52,7 @@ _KINDS: dict[str, Kind] = {
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
+_HTTP_BLOCK_BYTES = 1 << 20
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -85,8 +94,12 @@ def find_sources(inputs: Sequence[str]) -> list[SourceFile]:
 
 def _expand(given: str) -> list[SourceFile]:
     try:
+        if not given:
+            raise BadInputError("INPUT", given, "a file, a folder, a glob or a URL")
         fs, path = fsspec.core.url_to_fs(given)
-        if any(mark in path for mark in "*?["):
+        if is_http(path) and _suffix(path) in _KINDS and "*" not in path:
+            paths = [path]
+        elif any(mark in path for mark in "*?[") and not fs.isfile(path):  # a name may have such marks
             paths = sorted(name for name in fs.glob(path) if fs.isfile(name))
         elif _suffix(path) in _KINDS and fs.isfile(path):  # to ask HTTP for a folder downloads the file
             paths = [path]
@@ -108,7 +121,7 @@ def _expand(given: str) -> list[SourceFile]:
 
 
 def _source(fs: Any, path: str) -> SourceFile:
-    info = fs.info(path)
+    info = http_info(path) if is_http(path) else fs.info(path)
     if info["type"] != "file":  # reading a pipe or a device may never end
         raise BadInputError("INPUT", path, "is a pipe or a device; a regular file, or a folder of them")
     if path.endswith(".zst") and "zstd" not in fsspec.available_compressions():
@@ -118,7 +131,7 @@ def _source(fs: Any, path: str) -> SourceFile:
 
 
 def _suffix(path: str) -> str:
-    name = path.rpartition("/")[2]
+    name = (path.partition("?")[0] if is_http(path) else path).rpartition("/")[2]
     for ending in _COMPRESSED:
         name = name.removesuffix(ending)
     return "." + name.rpartition(".")[2].lower()
@@ -161,7 +174,7 @@ def _cut(source: SourceFile, key: str, piece_bytes: int) -> Iterator[tuple[Span,
 
 
 def _cut_parquet(source: SourceFile, key: str, piece_bytes: int) -> Iterator[tuple[Span, int]]:
-    with fsspec.open(source.url, "rb") as file:
+    with _open(source.url, unpack=False) as file:
         metadata = _parquet(file, source.url, key).metadata
         sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
     start, size = 0, 0
@@ -211,13 +224,14 @@ def _name(url: str) -> str:
 
 def _not_utf8(span: Span, offset: int, error: UnicodeDecodeError) -> BadInputError:
     place = f"byte {offset + error.start} is {error.object[error.start]:#04x}"
-    allowed = f"not UTF-8 ({place}): convert it, as by iconv -f ISO-8859-1 -t UTF-8, or leave it out"
+    likely = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "ISO-8859-1"
+    allowed = f"not UTF-8 ({place}): convert it, as by iconv -f {likely} -t UTF-8, or leave it out"
     return BadInputError("INPUT", _name(span.url), allowed)
 
 
 def _lines(span: Span, limit: int) -> Iterator[tuple[int, bytes]]:
     """``(offset, line)`` for each line that starts in the span; a line over ``limit`` bytes in parts."""
-    with fsspec.open(span.url, "rb", compression="infer") as raw, io.BufferedReader(raw) as file:
+    with _open(span.url) as file:
         position = span.start
         if span.start:
             file.seek(span.start - 1)
@@ -230,6 +244,22 @@ def _lines(span: Span, limit: int) -> Iterator[tuple[int, bytes]]:
             yield position, line
             position += len(line)
             whole = line.endswith(b"\n")
+
+
+@contextmanager
+def _open(url: str, *, unpack: bool = True) -> Iterator[IO[bytes]]:
+    """The bytes of a file; compressed ones unpacked."""
+    compression = fsspec.utils.infer_compression(url) if unpack else None
+    with ExitStack() as opened:
+        if is_http(url):
+            raw: Any = opened.enter_context(io.BufferedReader(HttpInput(url), _HTTP_BLOCK_BYTES))
+        elif url.startswith("file://"):  # five times as fast, which counts for many small files
+            raw = opened.enter_context(open(_name(url), "rb", buffering=0))
+        else:
+            raw = opened.enter_context(fsspec.open(url, "rb"))
+        if compression is not None:
+            raw = opened.enter_context(fsspec.compression.compr[compression](raw, mode="rb"))
+        yield opened.enter_context(io.BufferedReader(raw))
 
 
 def _skip_line(file: IO[bytes]) -> int:
@@ -267,16 +297,19 @@ def _decode(decoder: codecs.IncrementalDecoder, span: Span, offset: int, line: b
 
 
 def _read_jsonl(span: Span, key: str) -> Iterator[str | None]:
-    for offset, line in _lines(span, -1):
+    for offset, line in _lines(span, LONGEST_LINE_BYTES + 1):
+        if len(line) > LONGEST_LINE_BYTES:
+            longest = f"at most {format_bytes(LONGEST_LINE_BYTES)}: one document a line{_array_hint(line)}"
+            raise BadInputError("INPUT", _name(span.url), f"line at byte {offset} is longer; {longest}")
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            place = f"line at byte {offset} is not JSON: {error}"
-            raise BadInputError("INPUT", _name(span.url), place) from None
+            record = json.loads(line.decode().removeprefix("\ufeff"))
         except UnicodeDecodeError as error:
             raise _not_utf8(span, offset, error) from None
+        except (ValueError, RecursionError) as error:  # also: an integer of over 4,300 digits
+            place = f"line at byte {offset} is not JSON that can be read: {error}{_array_hint(line)}"
+            raise BadInputError("INPUT", _name(span.url), place) from None
         if not isinstance(record, dict) or not isinstance(record.get(key, 0), str | None):
             raise _no_text(span, offset, key, record)
         if (text := record[key]) is not None and (half := _HALF_PAIR.search(text)):
@@ -285,18 +318,32 @@ def _read_jsonl(span: Span, key: str) -> Iterator[str | None]:
         yield text
 
 
+def _array_hint(line: bytes) -> str:
+    return "; one record a line, as jq -c '.[]' makes of an array" if line.lstrip().startswith(b"[") else ""
+
+
 def _no_text(span: Span, offset: int, key: str, record: object) -> BadInputError:
     fields = record.items() if isinstance(record, dict) else ()
     others = " or ".join(f"--key {name}" for name, value in fields if isinstance(value, str))
     allowed = f"line at byte {offset} has no text under the key {key!r}" + (f"; {others}?" if others else "")
+    allowed += _array_hint(b"[" if isinstance(record, list) else b"")
     return BadInputError("INPUT", _name(span.url), allowed)
 
 
 def _read_parquet(span: Span, key: str) -> Iterator[str | None]:
-    with fsspec.open(span.url, "rb") as file:
+    import pyarrow as arrow
+
+    with _open(span.url, unpack=False) as file:
         groups = list(range(span.start, span.stop or 0))
-        for batch in _parquet(file, span.url, key).iter_batches(256, row_groups=groups, columns=[key]):
-            yield from batch.column(0).to_pylist()
+        opened = _parquet(file, span.url, key)
+        try:
+            for batch in opened.iter_batches(256, row_groups=groups, columns=[key]):
+                yield from batch.column(0).to_pylist()
+        except UnicodeDecodeError as error:
+            text = f"text that is not UTF-8 ({error}), in row groups {span.start} to {groups[-1]}"
+            raise BadInputError("INPUT", _name(span.url), f"column {key} holds {text}") from None
+        except arrow.ArrowException as error:
+            raise BadInputError("INPUT", _name(span.url), f"damaged Parquet file: {error}") from None
 
 
 def _parquet(file: IO[bytes], url: str, key: str) -> Any:
@@ -309,10 +356,11 @@ def _parquet(file: IO[bytes], url: str, key: str) -> Any:
     except arrow.ArrowInvalid as error:
         raise BadInputError("INPUT", _name(url), f"not a Parquet file: {error}") from None
     schema = opened.schema_arrow
-    if key not in schema.names:
-        raise BadInputError("--key", key, f"{url} has the columns {', '.join(schema.names)}")
+    if schema.names.count(key) != 1:
+        has = f"{_name(url)} has the columns {', '.join(schema.names)}"
+        raise BadInputError("--key", key, f"one column of the file: {has}")
     kind = schema.field(key).type
     values = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if values not in (arrow.string(), arrow.large_string(), arrow.string_view()):
-        raise BadInputError("--key", key, f"column of {kind} in {url}; a column of text")
+        raise BadInputError("--key", key, f"column of {kind} in {_name(url)}; a column of text")
     return opened

@@ -23,7 +23,14 @@ from tokenizers import Tokenizer as Backend
 
 from myriad.errors import BadInputError
 
-__all__ = ["END_OF_DOCUMENT", "LONGEST_WORD", "TOKENIZER_FILE", "WORD_PATTERN", "Tokenizer"]
+__all__ = [
+    "END_OF_DOCUMENT",
+    "LARGEST_VOCABULARY",
+    "LONGEST_WORD",
+    "TOKENIZER_FILE",
+    "WORD_PATTERN",
+    "Tokenizer",
+]
 
 LONGEST_WORD = 64
 """Characters of one kind (letters, punctuation, white space) after which a word is cut."""
@@ -40,6 +47,8 @@ WORD_PATTERN = "|".join(
 )
 """Words of a text, for BPE; every character is in one of them."""
 
+LARGEST_VOCABULARY = 1 << 24
+"""Bound of token numbers; the largest vocabularies in use have about 2^18."""
 END_OF_DOCUMENT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -54,6 +63,8 @@ class Tokenizer:
         """``source`` is how the user named it, for messages."""
         self._backend = backend
         self.source = source
+        backend.no_truncation()  # a tokenizer.json of a model with short inputs would drop the rest of a text
+        backend.no_padding()
         self.end_of_document = self._find_end()
         """The token after each document."""
         special = [token for token in self._added().values() if token.special]
@@ -71,8 +82,9 @@ class Tokenizer:
 
         ``progress`` gets the stage and the characters read so far; other threads run while it trains."""
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        if vocabulary <= len(alphabet):
-            allowed = f"at least {len(alphabet) + 1}: the bytes and the end of a document"
+        if not len(alphabet) < vocabulary <= LARGEST_VOCABULARY:
+            least = f"at least {len(alphabet) + 1}, the bytes and the end of a document"
+            allowed = f"{least}; at most {LARGEST_VOCABULARY}"
             raise BadInputError("vocabulary", vocabulary, allowed)
         backend = Backend(models.BPE())
         words = pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated")
@@ -99,7 +111,21 @@ class Tokenizer:
             backend = Backend.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
             raise BadInputError("tokenizer", str(file), f"not a readable {TOKENIZER_FILE}: {error}") from None
+        if (
+            largest := max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+        ) >= LARGEST_VOCABULARY:
+            allowed = f"token numbers below {LARGEST_VOCABULARY:,}; it has number {largest:,}"
+            raise BadInputError("tokenizer", str(file), allowed)
         return cls(backend, str(file))
+
+    def check_complete(self) -> None:
+        """Raises `BadInputError` for byte-level BPE without a token for each byte: it drops text silently."""
+        if not self._byte_level or getattr(self._backend.model, "unk_token", None) is not None:
+            return
+        known = self._backend.get_vocab(with_added_tokens=False)
+        if missing := [byte for byte in pre_tokenizers.ByteLevel.alphabet() if byte not in known]:
+            allowed = f"a token for each byte: {len(missing)} have none, so text with them would be lost"
+            raise BadInputError("tokenizer", self.source, allowed)
 
     def save(self, folder: Path) -> Path:
         """Writes ``tokenizer.json`` into ``folder``."""

@@ -42,7 +42,8 @@ def verify_corpus(folder: Path, done: Callable[[int, int], None] = lambda _, __:
 def _check_bytes(folder: Path, manifest: Manifest, done: Callable[[int, int], None]) -> list[Problem]:
     total, read = sum(record.size_bytes for record in manifest.files.values()), 0
     problems: list[Problem] = []
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+    try:
         names = list(manifest.files)
         checks = pool.map(_check_file, (folder / name for name in names), manifest.files.values())
         for name, what in zip(names, checks, strict=True):
@@ -50,6 +51,10 @@ def _check_bytes(folder: Path, manifest: Manifest, done: Callable[[int, int], No
             done(read, total)
             if what:
                 problems.append(Problem(name, what))
+    finally:
+        pool.shutdown(
+            cancel_futures=True
+        )  # a Ctrl-C does not wait for files that no thread has begun to read
     return problems
 
 

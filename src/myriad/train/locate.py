@@ -16,7 +16,7 @@ from myriad.checkpoint.folder import REPLACED, Checkpoint, CheckpointFolder, ope
 from myriad.checkpoint.manifest import MANIFEST
 from myriad.checkpoint.storage import open_storage
 from myriad.errors import BadInputError
-from myriad.run import Run
+from myriad.run import Run, nearest_run
 
 __all__ = ["ALLOWED", "Location", "local_path", "locate", "newest_whole"]
 
@@ -67,7 +67,7 @@ def locate(name: str, key: str = "PATH") -> Location:
     except (OSError, ValueError) as error:  # ValueError: no name of a file, as with a zero byte
         raise BadInputError(key, name, f"cannot be read: {error}") from None
     if found is None:
-        raise BadInputError(key, name, ALLOWED)
+        raise BadInputError(key, name, ALLOWED + nearest_run(name))
     return found
 
 

@@ -15,8 +15,9 @@ from myriad.dashboard.run_files import RunFiles
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.watched import Watched
 from myriad.job import load_job
+from myriad.jsonl import JsonlTail
 from myriad.run import Run
-from myriad.run_lines import Peaks
+from myriad.run_lines import Peaks, StepCount, count_steps
 
 
 @pytest.fixture
@@ -82,6 +83,24 @@ def test_charts_get_about_as_many_points_as_they_ask_for(points: int, length: in
     steps = curves.thinned(points, Peaks())["step"]
     assert steps[0] == 1 and steps[-1] == length and steps == sorted(set(steps))
     assert len(steps) <= max(points, 6)
+
+
+def test_a_clock_that_jumps_back_loses_no_step() -> None:
+    """By an hour, at step 60 of 120: the run has begun after its newest line."""
+    lines = [{"step": step, "time": 1e9 + step - (3600 if step > 60 else 0)} for step in range(1, 121)]
+    start, again = {"event": "start", "time": 1e9}, {"event": "start", "time": 1e9 + 200, "resumed_from": 100}
+    assert count_steps(lines, [start]) == StepCount(120, 0)
+    assert count_steps(lines, [start, again]) == StepCount(100, 0)
+    more = [*lines[:100], {"step": 101, "time": 1e9 + 201}]
+    assert count_steps(more, [start, again]) == StepCount(101, 0)
+
+
+def test_lines_share_their_keys(tmp_path: Path) -> None:
+    """Each line with strings of its own would double the memory of a page that shows a long run."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"tokens_per_second": 1}\n' * 2)
+    (one,), (other,) = JsonlTail(path).poll()
+    assert one == "tokens_per_second" and one is other
 
 
 def new_run(path: Path, *keys: str, loss: float) -> Run:

@@ -12,6 +12,7 @@ from tiny_corpora import make_corpus, options
 from myriad.data.config import CorpusShare, DataConfig
 from myriad.data.corpus import Corpus, open_corpora, open_corpus, read_batch
 from myriad.data.indexed import IndexedShard, IndexedWriter, token_type
+from myriad.data.sampler import DataPosition
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 
@@ -38,6 +39,36 @@ def test_shards_are_read_as_one_stream(
     out = np.empty(data.draw(st.integers(1, len(stream) - start)), np.int32)
     Corpus(folder, shards, None).read(start, out)
     assert out.tolist() == stream[start : start + len(out)].tolist()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sequence=st.integers(1, 20),
+    attempts=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 5)), min_size=1),
+    seed=st.integers(0, 2**32),
+)
+def test_an_epoch_predicts_every_token_once_in_any_layout_and_after_any_resume(
+    tmp_path_factory: pytest.TempPathFactory, sequence: int, attempts: list[tuple[int, int, int]], seed: int
+) -> None:
+    """Each attempt has replicas, rows of each and steps of its own; replicas read their rows alone."""
+    prefix = tmp_path_factory.mktemp("corpus") / "text"
+    with IndexedWriter(prefix, token_type(70000)) as writer:
+        writer.add(np.arange(300))
+    opened = open_corpora(DataConfig(corpus=str(prefix)), sequence)
+    read: list[int] = []
+    samples, step = 0, 0
+    while samples < opened.num_samples:
+        for replicas, rows, steps in attempts:
+            position = DataPosition.resumed(replicas * rows, step, samples)
+            for now in range(step, step + steps):
+                first = position.samples_before(now)
+                for replica in range(replicas):
+                    own = range(first + replica * rows, first + (replica + 1) * rows)
+                    read += read_batch(opened, opened.sampler(seed), own)[:, 1:].flatten().tolist()
+            step, samples = step + steps, position.samples_before(step + steps)
+    predicted = opened.num_samples * sequence
+    assert sorted(read[:predicted]) == list(range(1, predicted + 1))
+    assert 300 - 1 - predicted < sequence, "the rest is shorter than a sample"
 
 
 def test_neighbouring_samples_share_the_token_between_them(corpus: Path) -> None:

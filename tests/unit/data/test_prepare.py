@@ -13,6 +13,7 @@ from myriad.data import prepare as module
 from myriad.data.corpus import open_corpus
 from myriad.data.manifest import Split, read_manifest
 from myriad.data.prepare import prepare
+from myriad.data.tokenizer import Tokenizer
 from myriad.data.verify import verify_corpus
 from myriad.errors import BadInputError, RunFailedError
 
@@ -102,6 +103,18 @@ def test_the_same_again_changes_nothing(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in corpus.iterdir()} == before
 
 
+def test_the_manifest_of_many_files_stays_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank reads it: with 100,000 files in it that took a second."""
+    listed = make_corpus(tmp_path)
+    monkeypatch.setattr(module, "_MOST_LISTED_SOURCES", 3)
+    assert prepare([str(tmp_path / "corpus-text")], listed, options()) == read_manifest(listed), "as before"
+    for _ in range(2):
+        made = prepare([str(tmp_path / "corpus-text")], tmp_path / "short", options())
+        assert made.plan["sources"]["files"] > 3
+    with pytest.raises(BadInputError, match="other inputs, or they changed since"):
+        prepare([str(next((tmp_path / "corpus-text").iterdir()))], tmp_path / "short", options())
+
+
 @pytest.mark.parametrize("change", [{"validation": 0.5}, {"vocabulary": 310}, {"shard_bytes": 1 << 20}])
 def test_another_corpus_in_the_folder_is_left_as_it_is(tmp_path: Path, change: dict[str, object]) -> None:
     corpus = make_corpus(tmp_path)
@@ -109,6 +122,23 @@ def test_another_corpus_in_the_folder_is_left_as_it_is(tmp_path: Path, change: d
     with pytest.raises(BadInputError, match="another corpus"):
         prepare([str(tmp_path / "corpus-text")], corpus, options(**change))
     assert content(corpus) == before
+
+
+def test_a_long_record_is_encoded_in_parts_and_stays_one_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoding takes some 170 times the memory of its text."""
+    monkeypatch.setattr(pieces, "LONGEST_TEXT_BYTES", 50)
+    texts = ["short", "x" * 170, "\n".join(f"line {i} of many" for i in range(30)), "", "after"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    longest: list[int] = []
+    encode = Tokenizer.encode_batch
+    monkeypatch.setattr(
+        Tokenizer, "encode_batch", lambda self, some: longest.extend(map(len, some)) or encode(self, some)
+    )
+    made = prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", options(validation=0))
+    assert made.num_documents("train") == 4 and max(longest) <= 50
+    assert text_of(tmp_path / "out", "train") == "".join(texts)
 
 
 def test_a_folder_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
@@ -141,7 +171,9 @@ def test_an_unfinished_corpus_goes_on_with_what_is_finished(
         prepare(source, tmp_path / "out", options())
     with pytest.raises(BadInputError, match=r"no manifest\.json"):
         open_corpus(str(tmp_path / "out"), "train")
-    with pytest.raises(BadInputError, match="begun with other"):
+    with pytest.raises(
+        BadInputError, match=r"begun as another corpus \(--validation 0\.\d instead of 0\.\d\)"
+    ):
         prepare(source, tmp_path / "out", options(validation=0.3))
     prepare(source, tmp_path / "out", options())
     assert sorted(tokenized) == [0, 1, 2, 3, *range(3, max(tokenized) + 1)]

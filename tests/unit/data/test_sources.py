@@ -3,9 +3,11 @@
 import gzip
 import json
 import os
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import ClassVar
 
 import fsspec
 import pyarrow as arrow
@@ -14,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from myriad.data import sources
+from myriad.data import http_input, sources
 from myriad.data.sources import cut_pieces, find_sources, read_documents
 from myriad.errors import BadInputError
 
@@ -136,12 +138,23 @@ def test_a_packed_file_that_nothing_here_unpacks_is_not_read_as_text(
 
 
 class _Shelf(BaseHTTPRequestHandler):
-    """Serves 600 records; under ``short`` fewer bytes than it promises."""
+    """Serves 600 records; under ``short`` fewer bytes than it promises, under ``silent`` nothing, and under
+    ``busy`` nothing to the first two requests."""
+
+    hung: ClassVar[list[str]] = []
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def do_GET(self) -> None:
+        if "busy" in self.path and self.command == "GET":
+            self.hung.append(self.path)
+            if len(self.hung) < 3:
+                time.sleep(1.0)
+                return
+        if "silent" in self.path:
+            time.sleep(1.0)
+            return
         if "old" in self.path:
             self.send_response(302)
             self.send_header("Location", "/a.jsonl")
@@ -158,16 +171,62 @@ class _Shelf(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def test_a_url_is_read_line_by_line_and_a_broken_download_is_named() -> None:
+def test_a_url_is_read_line_by_line_and_a_broken_download_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp", reason="what fsspec reads http with")
+    monkeypatch.setattr(http_input, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(http_input, "SILENCE_SECONDS", 0.2)
     with ThreadingHTTPServer(("127.0.0.1", 0), _Shelf) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         shelf = f"http://127.0.0.1:{server.server_port}"
-        for name in ("a.jsonl", "old.jsonl"):
+        for name in ("a.jsonl", "old.jsonl", "a.jsonl?token=x", "busy.jsonl"):
             assert read_all([f"{shelf}/{name}"]) == ["from far away"] * 600
         with pytest.raises(BadInputError, match=r"short\.jsonl.*cannot be read"):
             read_all([f"{shelf}/short.jsonl"])
+        with pytest.raises(BadInputError, match=r"silent\.jsonl.*no byte came for 0\.2 s, 3 times"):
+            read_all([f"{shelf}/silent.jsonl"])
+        assert _Shelf.hung[:3] == ["/busy.jsonl"] * 3
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.json", b'[{"text": "one"}]', "one record a line, as jq"),
+        ("a.json", b'[\n{"text": "one"}\n]', "one record a line, as jq"),
+        ("a.jsonl", b'{"text": ' + b"[" * 10**5, "not JSON that can be read"),
+        ("a.jsonl", b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "not JSON that can be read"),
+        ("a.jsonl", b'{"text": "' + b"a" * 3000 + b'"}', r"byte 0 is longer; at most 2\.0 KiB"),
+        ("a.txt", "text".encode("utf-16"), "iconv -f UTF-16"),
+        ("a.jsonl", '{"text": "one"}'.encode("utf-16"), "iconv -f UTF-16"),
+    ],
+)
+def test_a_record_that_cannot_be_read_is_one_line_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, says: str
+) -> None:
+    monkeypatch.setattr(sources, "LONGEST_LINE_BYTES", 2048 if says.startswith("byte 0") else 1 << 28)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInputError, match=says):
+        read_all([str(tmp_path / name)])
+
+
+def test_a_damaged_column_of_parquet_is_refused(tmp_path: Path) -> None:
+    offsets, data = arrow.py_buffer(bytes([0, 0, 0, 0, 2, 0, 0, 0])), arrow.py_buffer(b"\xff\xfe")
+    bad = arrow.Array.from_buffers(arrow.string(), 1, [None, offsets, data])
+    parquet.write_table(arrow.table({"text": bad}), tmp_path / "bad.parquet")
+    parquet.write_table(arrow.table([bad, bad], names=["text", "text"]), tmp_path / "two.parquet")
+    parquet.write_table(arrow.table({"text": ["word " * 999]}), tmp_path / "cut.parquet", compression="gzip")
+    whole = (tmp_path / "cut.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[:60] + b"\0" * 8 + whole[68:])
+    for name, says in (("bad", "not UTF-8"), ("two", "one column"), ("cut", "cannot be read")):
+        with pytest.raises(BadInputError, match=says):
+            read_all([str(tmp_path / f"{name}.parquet")])
+
+
+def test_a_name_with_the_marks_of_a_glob_is_a_name_where_there_is_such_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a[1].txt").write_text("text")
+    assert read_all([str(tmp_path / "a[1].txt")]) == ["text"]
+    with pytest.raises(BadInputError, match="a file, a folder, a glob or a URL"):
+        find_sources([""])
 
 
 def test_a_column_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:

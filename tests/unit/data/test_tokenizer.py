@@ -1,6 +1,7 @@
 """If these fail, text does not survive tokenization, or bits per byte are counted wrong."""
 
 import base64
+import json
 import random
 from pathlib import Path
 
@@ -97,6 +98,38 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path: Path, content:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(BadInputError, match=str(tmp_path)):
         Tokenizer.load(tmp_path)
+
+
+def changed(folder: Path, **keys: object) -> Path:
+    """A tokenizer.json with other keys."""
+    content = json.loads(Tokenizer.train(lines(20), 300).as_text())
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**content, **{key: value for key, value in keys.items() if key in content}}))
+    return path
+
+
+def test_what_a_tokenizer_cuts_off_or_fills_up_for_its_model_is_not_done_to_a_corpus(tmp_path: Path) -> None:
+    """Each document had 5 tokens, or 512, and nothing said so."""
+    whole = Tokenizer.train(lines(20), 300)
+    text = "a text of more than five tokens"
+    cut = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    fill = {"strategy": {"Fixed": 512}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+            "pad_type_id": 0, "pad_token": END_OF_DOCUMENT}  # fmt: skip
+    for key, value in (("truncation", cut), ("padding", fill)):
+        assert Tokenizer.load(changed(tmp_path, **{key: value})).encode(text) == whole.encode(text)
+
+
+def test_a_tokenizer_that_would_lose_text_or_memory_is_refused(tmp_path: Path) -> None:
+    model = json.loads(Tokenizer.train(lines(20), 300).as_text())["model"]
+    few = {token: number for token, number in model["vocab"].items() if token not in "xyz"}
+    path = changed(tmp_path, model={**model, "vocab": few, "merges": []})
+    with pytest.raises(BadInputError, match="3 have none, so text with them would be lost"):
+        Tokenizer.load(path).check_complete()
+    path = changed(tmp_path, model={**model, "vocab": {**model["vocab"], "x": 2**31}})
+    with pytest.raises(BadInputError, match="it has number 2,147,483,648"):
+        Tokenizer.load(path)
+    with pytest.raises(BadInputError, match="at most 16777216"):
+        Tokenizer.train(lines(20), 10**11)
 
 
 def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:

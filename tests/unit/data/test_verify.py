@@ -1,10 +1,12 @@
 """If these fail, a damaged corpus is trained on, or the wrong shard is blamed."""
 
+import time
 from pathlib import Path
 
 import pytest
 from tiny_corpora import make_corpus
 
+from myriad.data import verify
 from myriad.data.indexed import IndexedWriter, token_type
 from myriad.data.verify import verify_corpus
 from myriad.errors import BadInputError
@@ -56,3 +58,22 @@ def test_progress_ends_at_all_bytes(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_corpus_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"no manifest\.json"):
         verify_corpus(tmp_path)
+
+
+def test_an_interrupt_does_not_wait_for_files_that_are_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus, begun = make_corpus(tmp_path), list[str]()
+
+    def check(path: Path, _: object) -> None:
+        begun.append(path.name)
+        time.sleep(0.02)
+
+    def interrupt(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify, "_check_file", check)
+    monkeypatch.setattr(verify.os, "cpu_count", lambda: 1)
+    with pytest.raises(KeyboardInterrupt):
+        verify_corpus(corpus, interrupt)
+    assert len(begun) < 4 < len(list(corpus.glob("*"))), begun

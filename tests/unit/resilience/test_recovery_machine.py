@@ -88,7 +88,7 @@ class Cluster(RuleBasedStateMachine):
         self.started: list[StartAttempt] = []
         self.held_until = 0.0
         """The driver is stopped."""
-        self.faults, self.hung = 0, False
+        self.faults, self.hung, self.stop_asked = 0, False, False
         self.troubled: set[int] = set()
         """Numbers of nodes with which something was wrong, and which were replaced."""
         """Of ranks and executors, that were their own."""
@@ -110,6 +110,7 @@ class Cluster(RuleBasedStateMachine):
         if not actions or self.end is not None:
             return
         dies, self.dies = self.dies, None
+        self.faults += dies == "dies before it acts"
         if dies != "acts before the journal":
             self.journal = plain(self.decider.state)
         if dies != "dies before it acts":
@@ -124,6 +125,7 @@ class Cluster(RuleBasedStateMachine):
             for number, ranks in action.placement.items():
                 self.send(number, ("start", action.epoch, ranks))
         elif isinstance(action, StopRanks):
+            assert self.faults or self.hung or self.stop_asked, f"nothing was wrong with them: {action}"
             for number in self.nodes:
                 self.send(number, ("end", action.epoch, ()))
         elif isinstance(action, TurnRanks):
@@ -133,6 +135,7 @@ class Cluster(RuleBasedStateMachine):
             was_cause = "cause" in action.evidence and action.node in self.troubled  # its machine, that is
             assert self.nodes[action.node].troubled or was_cause, f"nothing was wrong with it: {action}"
             assert self.hung or self.faults > 1 or "cause" not in action.evidence, f"too early: {action}"
+            assert len(self.decider.nodes) >= NODES or "cause" not in action.evidence, f"no spare: {action}"
             self.replace(action.node, REPLACE_SECONDS)
         elif isinstance(action, EndRun):
             self.end = action
@@ -167,6 +170,7 @@ class Cluster(RuleBasedStateMachine):
     def next_driver(self) -> None:
         self.failed_over = True
         self.held_until = 0.0
+        self.faults += any(node.orders for node in self.nodes.values())  # they are lost
         for node in self.nodes.values():
             node.troubled = True
             self.disconnect(node, self.now + RECONNECT_SECONDS + node.lag)
@@ -182,7 +186,8 @@ class Cluster(RuleBasedStateMachine):
         self.born += 1
         if number in self.nodes and self.nodes[number].troubled:
             self.troubled.add(number)
-        self.nodes[number] = Node(number, self.born, connects_at=self.now + after)
+        known = self.stop_asked if self.born > NODES + SPARES else False
+        self.nodes[number] = Node(number, self.born, connects_at=self.now + after, stop_asked=known)
 
     def send(self, number: int, order: tuple[str, int, tuple[int, ...]]) -> None:
         node = self.nodes.get(number)
@@ -304,7 +309,7 @@ class Cluster(RuleBasedStateMachine):
     def train(self, node: Node) -> None:
         """A step a second, where all ranks of the attempt are at work."""
         for number, rank in list(node.ranks.items()):
-            if rank.dies_at is not None and self.now >= rank.dies_at:
+            if rank.dies_at is not None and self.now >= rank.dies_at and not rank.hangs:
                 self.exit(node, number, 1, "peer")
         peers = [
             rank
@@ -403,7 +408,9 @@ class Cluster(RuleBasedStateMachine):
         self.advance(after)
         if self.end is None and number in self.nodes:
             was = self.nodes[number].connected
-            self.replace(number, 60.0 if with_driver else REPLACE_SECONDS)
+            state = self.decider.state
+            needed = with_driver and state.phase == "running" and number in state.placement
+            self.replace(number, 1e9 if needed else 60.0 if with_driver else REPLACE_SECONDS)
             self.trouble(self.nodes[number])
             if with_driver:
                 self.next_driver()
@@ -421,10 +428,11 @@ class Cluster(RuleBasedStateMachine):
         else:
             self.dies = how
 
-    @rule(after=WHILE, sure=st.integers(0, 9))
+    @rule(after=WHILE, sure=st.integers(0, 6))
     def a_person_stops_it(self, after: float, sure: int) -> None:
         self.advance(after)
-        if sure == 9 and self.end is None:
+        if sure == 6 and self.end is None:
+            self.stop_asked = True
             for node in self.nodes.values():
                 node.stop_asked = True
             self.hear(StopAsked(-1))
@@ -440,19 +448,30 @@ class Cluster(RuleBasedStateMachine):
             return
         self.dies, self.held_until = None, min(self.held_until, self.now + TICK_SECONDS)
         for node in self.nodes.values():
-            node.lag, node.cut_at, node.silent_until = 0.0, None, 0.0
+            node.lag = 0.0
         self.advance(5.0)  # what is on its way arrives
         limit = self.now + SETTLE_SECONDS * self.plan.patience
         while self.end is None and not self.is_at_work():
             assert self.now < limit, f"waits for ever: {self.decider.state}"
+            self.heal()
             self.advance(1.0)
         if self.end is None:
             self.finish()
 
+    def heal(self) -> None:
+        """Nodes that the driver cannot know to be needed; it must replace the others itself."""
+        state = self.decider.state
+        for number, node in self.nodes.items():
+            needed = state.phase in ("running", "ending") and number in state.placement
+            if not needed and number not in self.decider._presence:
+                node.cut_at, node.silent_until = None, 0.0
+                node.connects_at = min(node.connects_at, self.now)
+
     def is_at_work(self) -> bool:
         state, at_work = self.decider.state, set()
         for node in self.nodes.values():
-            if node.epoch == state.epoch and node.connected:
+            is_well = node.connected and node.cut_at is None and self.now >= node.silent_until
+            if node.epoch == state.epoch and is_well:
                 at_work |= {
                     number for number, rank in node.ranks.items() if not rank.hangs and rank.dies_at is None
                 }
@@ -460,11 +479,14 @@ class Cluster(RuleBasedStateMachine):
 
     def finish(self) -> None:
         for node in self.nodes.values():
+            of_this_attempt = not node.ranks or node.epoch == self.decider.state.epoch
+            assert of_this_attempt or not node.connected, f"left behind: {node}"
+            node.cut_at, node.silent_until = None, 0.0
             for number in list(node.ranks):
-                self.exit(node, number, 0, "interrupted" if self.decider.state.stop_asked else "done")
+                self.exit(node, number, 0, "interrupted" if self.stop_asked else "done")
         self.advance(30.0)
         assert self.end is not None, f"all ranks are done, and it does not end: {self.decider.state}"
-        assert self.end.outcome == ("interrupted" if self.decider.state.stop_asked else "finished"), self.end
+        assert self.end.outcome == ("interrupted" if self.stop_asked else "finished"), self.end
 
 
 TestCluster = Cluster.TestCase

@@ -52,6 +52,7 @@ function App() {
     </header>
     <${Link} link=${link} />
     <main id="main" tabindex="-1">
+      <h1 class="unseen">${run.value ? `${run.value.name}: ${title}` : title}</h1>
       ${run.error && !run.value && html`<p class="problem" role="alert">${run.error.message}</p>`}
       ${waitsForSpans && html`
         <p class="dim">No span has come yet. Ranks record them from the first step on; they are here some seconds later.</p>`}
@@ -79,8 +80,8 @@ function skip(event) {
 function State({ run, silent }) {
   return html`
     <span class="name" title=${run.name}>${run.name}</span>
-    <span class="state ${run.state}"><span aria-hidden="true">${STATES[run.state] ?? "●"}</span> ${run.state}</span>
-    <p class="sentence" role="status">${run.sentence.charAt(0).toUpperCase()}${run.sentence.slice(1)}.
+    <span class="state ${run.state}" role="status"><span aria-hidden="true">${STATES[run.state] ?? "●"}</span> ${run.state}</span>
+    <p class="sentence">${run.sentence.charAt(0).toUpperCase()}${run.sentence.slice(1)}.
       ${silent.length > 0 && html` <a href=${hrefOf("parallel", { rank: silent[0].rank })}>Silent: rank ${silent.slice(0, 5).map((one) => one.rank).join(", ")}${silent.length > 5 ? ` and ${count(silent.length - 5)} more` : ""}</a>`}</p>`;
 }
 

@@ -5,6 +5,8 @@ const NAMES = {
   restart_from_scratch: "from scratch",
   start_over: "start over",
   held: "in memory only",
+  older_state: "older state",
+  taken_over: "storage taken over",
   retry: "storing again",
   telemetry: "records",
 };

@@ -114,7 +114,7 @@ function Waterfall({ answer }) {
   const share = (value) => `${(100 * value) / Math.max(1, ...ends.flat())}%`;
   return html`
     <h2>From the peak to the measured MFU</h2>
-    <table class="waterfall"><thead><tr><th>Lost to</th><th class="n">Measured</th>${predicted && html`<th class="n">Predicted</th>`}<th></th></tr></thead>
+    <table class="waterfall"><thead><tr><th>Lost to</th><th class="n">Measured</th>${predicted && html`<th class="n">Predicted</th>`}<th><span class="unseen">Share</span></th></tr></thead>
       <tbody>${lines.map((line, i) => html`
         <tr key=${line.name} class=${line.total ? "total" : ""}><td>${line.name}</td><td class="n">${percent(line.measured)}</td>
           ${predicted && html`<td class="n dim">${percent(line.predicted)}</td>`}

@@ -81,7 +81,7 @@ function Replica({ run, rank, about, silent }) {
   const [stages, tensor] = [sizeOf(run.layout, "pp"), sizeOf(run.layout, "tp")];
   const rows = Array.from({ length: tensor }, (_, tp) => Array.from({ length: stages }, (_, pp) => rankAt(run.layout, { ...at, pp, tp })));
   return html`
-    <div class="scroll"><table class="replica"><thead><tr><th></th>${rows[0].map((_, pp) => html`<th key=${pp}>pp ${pp}</th>`)}</tr></thead>
+    <div class="scroll"><table class="replica"><thead><tr><th><span class="unseen">Tensor rank</span></th>${rows[0].map((_, pp) => html`<th key=${pp}>pp ${pp}</th>`)}</tr></thead>
       <tbody>${rows.map((ranks, tp) => html`<tr key=${tp}><th>tp ${tp}</th>${ranks.map((each) => html`
         <td key=${each}><${Chip} rank=${each} kind=${kindOf(each, rank, about, silent)} /></td>`)}</tr>`)}</tbody></table></div>
     <p class="dim key"><span class="chip me">this rank</span> <span class="chip awaited">waited for</span> <span class="chip silent">silent</span></p>`;

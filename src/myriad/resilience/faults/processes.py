@@ -54,7 +54,7 @@ class Processes:
             return next(iter(self._keepers(node or 0)), None)
         own = list(descendants(os.getpid()))
         if where in _WORDS:
-            return next((pid for pid in own if _WORDS[where] in _words(pid) and is_alive(pid)), None)
+            return next((pid for pid in own if _has_word(pid, _WORDS[where]) and is_alive(pid)), None)
         standing = {pid for one in own if "--standby" in _words(one) for pid in descendants(one)}
         if where == "standby":
             return next((pid for pid in standing if _is_module(pid, _MODULES["driver"])), None)
@@ -175,6 +175,11 @@ def _is_keeper(pid: int, name: str) -> bool:
 def _is_module(pid: int, module: str) -> bool:
     """A rank has the words of what it was forked from, and a name of its own; none of these."""
     return module in _words(pid) and is_alive(pid)
+
+
+def _has_word(pid: int, word: str) -> bool:
+    """Some processes, Redis among them, write what they like over their command, as one text."""
+    return any(word in text.split(" ") for text in _words(pid))
 
 
 def _words(pid: int, file: Literal["cmdline", "environ"] = "cmdline") -> list[str]:

@@ -1,0 +1,124 @@
+"""Inputs over HTTP: a server that falls silent is asked again, then reported; it never stalls a command.
+
+fsspec waits up to five minutes for a whole request, however long nothing arrives. Here `SILENCE_SECONDS`
+without a byte end a request. It is made again from the byte that was reached, `TRIES` times in all; then, and
+for an answer that will not change (404), the error is raised.
+"""
+
+import io
+import time
+from typing import Any
+
+import fsspec
+
+__all__ = ["SILENCE_SECONDS", "TRIES", "HttpInput", "http_info", "is_http"]
+
+SILENCE_SECONDS = 30.0
+"""Longest wait for the next byte of an answer."""
+TRIES = 3
+"""Requests in a row that may bring nothing."""
+_PAUSE_SECONDS = 1.0
+_BUSY = 429
+_BLOCK_BYTES = 1 << 16
+
+
+def is_http(url: str) -> bool:
+    """Whether an input is read over HTTP."""
+    return url.startswith(("http://", "https://"))
+
+
+def http_info(url: str) -> dict[str, Any]:
+    """What the server says of a file: name, size and, where it has them, stamps. Raises ``OSError``."""
+    return dict(_tried(url, lambda: _file_system().info(url)))
+
+
+class HttpInput(io.RawIOBase):
+    """One file, read from any place; put an `io.BufferedReader` around it."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._position = url, 0
+        self._file: Any = None
+        self._size: int | None = http_info(url)["size"]
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END and self._size is None:
+            raise OSError("its server does not say how long it is")
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size or 0}[whence]
+        if base + offset != self._position:
+            self._position = base + offset
+            self._drop()
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        data: bytes = _tried(self._url, lambda: self._read(len(buffer)), self._drop)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        self._drop()
+        super().close()
+
+    def _read(self, size: int) -> bytes:
+        if self._file is None:
+            self._file = _file_system().open(self._url, "rb")
+            self._reach(self._position)
+        data: bytes = self._file.read(size)
+        if not data and self._size is not None and self._position < self._size:
+            raise OSError(f"ends after {self._position} of {self._size} bytes")
+        return data
+
+    def _reach(self, position: int) -> None:
+        """Servers without ranges of bytes send all that comes before once more."""
+        try:
+            self._file.seek(position)
+        except ValueError:
+            while position > 0 and (skipped := self._file.read(min(position, _BLOCK_BYTES))):
+                position -= len(skipped)
+
+    def _drop(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _file_system() -> Any:
+    import aiohttp
+
+    silence = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_SECONDS, sock_read=SILENCE_SECONDS)
+    return fsspec.filesystem("http", client_kwargs={"timeout": silence})
+
+
+def _tried(url: str, do: Any, clear: Any = lambda: None) -> Any:
+    """The result of ``do``; after a failure that may pass, ``clear`` and another try."""
+    for number in range(1, TRIES + 1):
+        try:
+            return do()
+        except Exception as error:
+            clear()
+            cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
+            if isinstance(cause, TimeoutError):
+                reason = f"no byte came for {SILENCE_SECONDS:g} s, {TRIES} times"
+            else:
+                reason = str(cause) or type(cause).__name__
+            if number == TRIES or not _may_pass(cause):
+                raise OSError(reason) from error
+        time.sleep(number * _PAUSE_SECONDS)
+    raise AssertionError("the last try raises")
+
+
+def _may_pass(error: BaseException) -> bool:
+    import aiohttp
+
+    if isinstance(error, aiohttp.ClientResponseError):
+        return error.status >= 500 or error.status == _BUSY
+    return isinstance(error, OSError | TimeoutError | aiohttp.ClientError)
