@@ -192,7 +192,7 @@ def test_large_models_leave_in_several_files_and_in_bfloat16(tmp_path: Path) -> 
         ({"quantization_config": {"bits": 4}}, "quantization_config = .* not understood"),
         ({"sliding_window": 4096}, "sliding_window = 4096: a field .* not understood"),
         ({"hidden_size": None}, "hidden_size = None: a whole number"),
-        ({"num_hidden_layers": 0}, "layers = 0: .*greater than or equal to 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0: a whole number of at least 1"),
     ],
     ids=str,
 )

@@ -107,7 +107,7 @@ def test_every_layout_begins_with_the_same_weights(
             assert found == pytest.approx(expected, rel=1e-5), layout
         (told,) = events(run, "weights")
         assert told["source"] == str(source) and told["kind"] == "hugging_face" and "differs" not in told
-        assert [event["event"] for event in run.read_events()][:2] == ["weights", "start"]
+        assert [event["event"] for event in run.read_events()][:3] == ["corpus", "weights", "start"]
 
 
 @pytest.mark.parametrize(

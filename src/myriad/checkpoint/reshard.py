@@ -79,7 +79,7 @@ def _alone(target: Checkpoint) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(alone_in(target.storage.root / target.name, target.where))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise BadInputError("OUT", target.where, f"cannot be written: {error}") from None
         yield
 

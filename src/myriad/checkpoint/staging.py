@@ -64,7 +64,10 @@ def staged_folder(out: Path) -> Iterator[Path]:
     """A folder beside ``out`` that becomes it when all went well, and is removed otherwise. Raises
     `BadInputError` where there is something already, or another process is at work on it; `RunFailedError`,
     with nothing left, where there is no room."""
-    out = out.resolve()
+    try:
+        out = out.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a link that leads to itself
+        raise BadInputError(_KEY, str(out), f"must be the name of a folder ({error})") from None
     _refuse_taken(out)
     with contextlib.ExitStack() as held:
         partial = _begin(out, held)

@@ -225,12 +225,13 @@ def _check_storage(
 
     moved = next((change for change in changes if change.key == "checkpoint.url"), None)
     folder = CheckpointFolder(run.checkpoints(job))
-    if job.checkpoint.url is not None:
+    in_memory = bool(list_in_memory(run.path))
+    if job.checkpoint.url is not None and (moved is not None or not in_memory):
         try:
             check_run(folder, run.path)
         except OSError as error:
             raise BadInputError("checkpoint.url", job.checkpoint.url, f"cannot be read: {error}") from None
-    if list_in_memory(run.path):
+    if in_memory:
         return
     _check_newer_elsewhere(run, folder, job, overrides, console)
     if job.checkpoint.url is None and moved is None:

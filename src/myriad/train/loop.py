@@ -25,7 +25,7 @@ from myriad.comm.groups import close_world, open_world
 from myriad.comm.lost_peers import LostPeerError, lost_peers_told
 from myriad.data.loader import LoaderClient
 from myriad.data.sampler import DataPosition
-from myriad.errors import MyriadError, RunFailedError
+from myriad.errors import BadInputError, MyriadError, RunFailedError
 from myriad.job import dump_toml
 from myriad.kernels.agreement import proved
 from myriad.model.gpt import GPT
@@ -61,6 +61,16 @@ from myriad.train.verify import Verifier
 __all__ = ["Trainer"]
 
 _LOG = logging.getLogger(__name__)
+
+
+def _is_other(place: str, here: str) -> bool:
+    """Whether two places of checkpoints differ, however they are written."""
+    if place == here:
+        return False
+    try:
+        return CheckpointFolder(place).storage.url != CheckpointFolder(here).storage.url
+    except BadInputError:  # a place that cannot be opened any more
+        return True
 
 
 class _HeldError(RunFailedError):
@@ -236,7 +246,7 @@ class Trainer:
             problem = f"states after step {newest} are not gone on from: replicas differed, or a spike came"
             self._event("fault", step=int(newest or 0), problem=problem, set_aside=gone)
         here, step = self.run_folder.checkpoints(self.job), 0 if self.resumed is None else self.resumed.step
-        newer = [(where, known) for where, known in past.stored_in if known > step and where != here]
+        newer = [(where, known) for where, known in past.stored_in if known > step and _is_other(where, here)]
         if newer:
             self._event("older_state", step=step, newer_step=newer[0][1], url=newer[0][0])
         if self.resumed is None and past.done_step:

@@ -203,6 +203,25 @@ def test_what_an_import_says_to_type_can_be_pasted(
     assert Run(run).job().data.corpus == str(run / "corpus")
 
 
+@pytest.mark.parametrize("out", ["file", "file/x", "loop", "\0", "x" * 300, "y" * 5000, "dead", ""])
+@pytest.mark.parametrize("verb", ["export", "import", "reshard"])
+def test_a_place_that_cannot_be_written_is_a_line(
+    call: Callable[..., Any], made: Path, tmp_path: Path, verb: str, out: str
+) -> None:
+    theirs = made / "theirs"
+    if not theirs.exists():
+        assert call("export", NAME, str(theirs))[0] == 0
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "dead").symlink_to(tmp_path / "file" / "x")
+    source = str(theirs) if verb == "import" else NAME
+    code, told, lines = call(verb, source, f"{tmp_path}/{out}")
+    if verb == "reshard" and out == "":
+        assert code == 0 and (tmp_path / "step-4").is_dir()
+        return
+    assert code == 2 and len(lines) == 1 and told["error"]["exit_code"] == 2, (lines, told)
+
+
 @pytest.mark.parametrize("verb", ["export", "import", "reshard"])
 def test_an_interrupt_leaves_nothing_half(
     call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str

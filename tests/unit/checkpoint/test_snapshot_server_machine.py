@@ -365,9 +365,13 @@ class Machine:
         self.ranks = []
         self._settle()
 
-    @rule(data=st.integers(0, 3))
-    def zombie(self, data: int) -> None:
-        """An attempt that was given up goes on, or ends well as it believes."""
+    @rule(data=st.integers(0, 3), is_alone=st.booleans())
+    def zombie(self, data: int, is_alone: bool) -> None:
+        """An attempt that was given up goes on, or ends well as it believes; ``is_alone``: then the present
+        one dies, and its state must outlive the good-bye of the other."""
+        if not self.zombies:
+            self.start(3, True)
+            self.start_while_an_attempt_that_was_given_up_is_at_work()
         if not self.zombies:
             return
         one = self.zombies[-1]
@@ -381,6 +385,10 @@ class Machine:
         if data >= 2:
             one.die()
             self.zombies.pop()
+        if is_alone and self.ranks:
+            self.die(0, all_of_them=True)
+            if not self.zombies:
+                time.sleep(0.05)  # in which a server that nothing needs would end
 
     # What storage does
 
