@@ -46,7 +46,7 @@ from myriad.train.build import Place, find_place, pick_device, settle_links, sta
 from myriad.train.feed import open_feed
 from myriad.train.garbage import GarbageSchedule
 from myriad.train.initial import fill_initial, refuse_other_run
-from myriad.train.inputs import open_inputs
+from myriad.train.inputs import open_inputs, refuse_replaced_corpus
 from myriad.train.memory_budget import within_budget
 from myriad.train.metrics import StepMeter
 from myriad.train.own_spans import open_ring
@@ -90,7 +90,9 @@ class Trainer:
         self.progress = own_row()
         self._epoch = int(os.environ.get("MYRIAD_EPOCH", "0"))
         """Number of this attempt, from the driver; 0: there is none."""
-        open_inputs(job, _LOG.info)
+        content = open_inputs(job, _LOG.info).content
+        if self._epoch and self.place.local_rank == 0:  # without a driver no event says what this start reads
+            refuse_replaced_corpus(run, job, content)
         self.device = pick_device(job.train.device, job.train.threads, self.place)
         self._spin_watch = watch_spinning(torch.get_num_threads()) if self.device.type == "cpu" else None
         self.dtype = resolve_precision(job.train.precision, self.device)
@@ -108,7 +110,7 @@ class Trainer:
         self.garbage = GarbageSchedule(job.train.collect_garbage_every, self.recorder)
         self.is_first = self.place.rank == 0
         self.tracer = Tracer(run.traces_path, self.place.rank, self.progress, self.device, self.recorder.ring)
-        self.feed: LoaderClient = open_feed(run, job, self.groups.grid, self.place)
+        self.feed: LoaderClient = open_feed(run, job, self.groups.grid, self.place, content)
         self.validation = Validation(job, self.groups.grid, self.device)
         self.session = self._open_session()
         self.engine = self._build_engine()
