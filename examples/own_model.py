@@ -18,6 +18,7 @@ from myriad.optim.config import OptimizerConfig
 from myriad.parallel.custom import Layer, LayerList
 from myriad.parallel.runtime import Batch
 from myriad.train.fit import fit
+from myriad.train.rank_errors import one_line_errors
 
 ITEMS, WIDTH = 16, 64
 
@@ -63,7 +64,7 @@ def make_model() -> LayerList:
 
 
 def main() -> None:
-    keys = dict(argument.split("=") for argument in sys.argv[1:])
+    keys = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
     steps = int(keys.pop("steps", 200))
     layout = Layout.model_validate({"micro_batch": 8} | keys)
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=10, weight_decay=0.01)
@@ -73,4 +74,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():  # a bad key is one line, not a traceback of each rank
+        main()

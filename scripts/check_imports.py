@@ -21,15 +21,15 @@ FLOORS = (
     ("model", "optim", "data", "comm"),
     ("parallel", "planner", "checkpoint"),
     ("job job_changes job_rules job_values recipes",),
-    ("run",),
+    ("run run_lines",),
     ("train", "resilience", "dashboard"),
-    ("cli",),
+    ("cli __main__",),
 )
 """Lowest first; a string is a room: a folder, a file, or a few that belong together."""
 
 TORCH_FREE = (
     "errors units config toml_text jsonl processes spin_watch whole_file program network planner job "
-    "job_changes job_rules job_values recipes run dashboard cli"
+    "job_changes job_rules job_values recipes run run_lines dashboard cli"
 )
 
 PURE, KNOWN_TO_PURE = "resilience.decide.", ("resilience.facts", "resilience.causes")

@@ -9,12 +9,26 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import ErrorDetails
 
-from myriad.units import parse_bytes
+from myriad.units import parse_bytes, parse_rate
 
-__all__ = ["OFF", "Config", "Size", "explain", "may_be_off"]
+__all__ = ["OFF", "Config", "Rate", "Seconds", "Size", "explain", "may_be_off"]
 
-Size = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
+Size = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**62)]
 """Bytes, written as a number or as ``"64 MiB"``."""
+
+
+def _bytes_per_second(value: object) -> object:
+    """Read text with a unit; what is a number, or text of one, is bytes already."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return parse_rate(value) / 8
+
+
+Rate = Annotated[float, BeforeValidator(_bytes_per_second), Field(ge=1, le=1e18)]
+"""Bytes per second, written as a number or as ``"400 Gbit/s"`` or ``"50 GB/s"``."""
+Seconds = Annotated[float, Field(gt=0, le=1e4)]
+"""A latency."""
 
 OFF = "off"
 """What a key that may be off is set to, in files and on the command line, where there is no null."""
@@ -81,7 +95,7 @@ _MUST_BE = {
 _FORMS = {
     "^[A-Za-z0-9][A-Za-z0-9._-]*$": "letters, digits, dots, dashes and underscores, a letter or digit first",
 }
-"""Patterns in words."""
+"""What each pattern allows, in words."""
 
 
 def explain(error: ErrorDetails) -> str:

@@ -40,7 +40,7 @@ class TrainConfig(Config):
     global_batch: int = Field(8, ge=1, le=2**24)
     """Sequences in one iteration, over all ranks and micro-batches."""
     seed: int = Field(1, ge=0)
-    """Of initial weights, sample order and dropout."""
+    """Seed of initial weights, sample order and dropout."""
     precision: Precision = "auto"
     """float32, bfloat16, or auto: bfloat16 where the device multiplies it natively. float8: the blocks'
     products in 8 bits with a scale for each tensor, float8-blocks with one for each 128 neighbours; emulated

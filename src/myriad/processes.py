@@ -2,11 +2,22 @@
 
 import io
 import os
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["log_stream", "open_log", "process_cpu_ticks", "process_start_ticks", "process_state"]
+__all__ = [
+    "StopTimer",
+    "WatchClock",
+    "log_stream",
+    "open_log",
+    "process_cpu_ticks",
+    "process_run_ns",
+    "process_start_ticks",
+    "process_state",
+]
 
 _STAT_BYTES = 4096
 """More than its 52 numbers take."""
@@ -79,6 +90,52 @@ def process_cpu_ticks(pid: int) -> int:
     """Processor time that all its threads have used, in ticks; -1: there is no such process."""
     fields = _stat_fields(pid)
     return int(fields[11]) + int(fields[12]) if fields else -1
+
+
+def process_run_ns(pid: int) -> int:
+    """Time that its threads have run on a processor, in nanoseconds where the kernel counts those; -1: there
+    is no such process."""
+    total, counted = 0, False
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/schedstat", "rb", 0) as file:
+                total, counted = total + int(file.read(_STAT_BYTES).split()[0]), True
+    return total if counted else process_cpu_ticks(pid)
+
+
+class WatchClock:
+    """A clock for the deadlines of other processes. Time in which its own process did not run (it was
+    stopped, or the whole machine was paused) counts for one look at most: the others may have been paused."""
+
+    def __init__(self, longest_look: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._longest, self._clock = longest_look, clock
+        self._looked_at, self._seconds = clock(), 0.0
+
+    def look(self) -> float:
+        """Seconds since it was made."""
+        now = self._clock()
+        self._seconds += min(now - self._looked_at, self._longest)
+        self._looked_at = now
+        return self._seconds
+
+
+class StopTimer:
+    """Measures for how long a process has been stopped (SIGSTOP). One that has run between two looks, if only
+    for a moment, is slow and not stopped."""
+
+    def __init__(self) -> None:
+        self._pid, self._run_ns = 0, -1
+        self._since: float | None = None
+
+    def look(self, pid: int, now: float) -> float | None:
+        """Seconds since it was first seen to be stopped; ``None``: it is not."""
+        if process_state(pid) != "T":
+            self._since = None
+            return None
+        run_ns = process_run_ns(pid)
+        if self._since is None or (pid, run_ns) != (self._pid, self._run_ns):
+            self._since, self._pid, self._run_ns = now, pid, run_ns
+        return now - self._since
 
 
 def _stat_fields(pid: int) -> list[str]:

@@ -12,28 +12,25 @@
               counters/           of the links of nodes, each second
               lock                held (flock) by the launcher while ranks are at work
 
-A resumed run goes back to its checkpoint, so its steps may be written twice. The newest attempt is right: a
-line for step n makes every earlier line for a step >= n void (`read_metrics`). Lines may be missing: of a
-full disk, whose writer was killed before there was room. So steps are counted by number (`count_steps`).
+What the lines mean is the matter of `run_lines`.
 """
 
 import contextlib
+import difflib
 import fcntl
 import logging
-import math
 import os
 import re
 import time
 import tomllib
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from myriad.errors import BadInputError
-from myriad.jsonl import JsonlTail, LineFile, Record, late_events
+from myriad.jsonl import LineFile, Record, late_events
+from myriad.run_lines import EventLines, StepLines
 from myriad.whole_file import remove_drafts, write_whole
 
 if TYPE_CHECKING:
@@ -41,125 +38,12 @@ if TYPE_CHECKING:
     from myriad.job import Job
     from myriad.job_changes import JobChange
 
-__all__ = ["Run", "StepCount", "StepLines", "count_steps", "missing_lines_told", "step_line"]
+__all__ = ["Run", "nearest_run"]
 
 _LOG = logging.getLogger(__name__)
 
-_FIGURES = (
-    *("time", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu"),
-    *("memory_bytes", "data_wait_seconds", "checkpoint_wait_seconds", "exposed_comm_seconds"),
-)
-"""Numbers of a step, or null."""
 _HEADER = "# Every key of this run, as `myriad train` resolved it.\n"
 """First line of a job.toml that is whole only with every section."""
-_MOST_STEP, _LARGEST = 2**53, 1e300
-
-
-class StepLines:
-    """metrics.jsonl as it grows: one line a step, in order, without those that a resumed attempt has
-    replaced. What others wrote into it breaks nothing (`step_line`), and counts."""
-
-    def __init__(self, path: Path) -> None:
-        self._tail = JsonlTail(path)
-        self.lines: list[Record] = []
-        """One list, that grows."""
-        self._num_wrong = 0
-
-    @property
-    def num_wrong(self) -> int:
-        """Lines that are torn, of no step, or have a figure that is no number."""
-        return self._num_wrong + self._tail.num_wrong
-
-    @property
-    def problem(self) -> str:
-        """Why the file cannot be read; "": it can."""
-        return self._tail.problem
-
-    def poll(self) -> list[Record]:
-        """What is new of it."""
-        found = self._tail.poll()
-        checked = [step_line(line) for line in found]
-        self._num_wrong += sum(right is not line for line, right in zip(found, checked, strict=True))
-        new = [right for right in checked if right is not None]
-        for line in new:
-            while self.lines and self.lines[-1]["step"] >= line["step"]:
-                self.lines.pop()
-            self.lines.append(line)
-        return new
-
-
-def step_line(line: Record) -> Record | None:
-    """As it is, where it is right; ``None``: it is of no step; a figure that is no number becomes null."""
-    step = line.get("step")
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < _MOST_STEP:
-        return None
-    wrong = {key: None for key in _FIGURES if not _is_figure(line.get(key))}
-    return line | wrong if wrong else line
-
-
-def _is_figure(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value is None
-    return abs(value) < _LARGEST and math.isfinite(value)
-
-
-@dataclass(frozen=True)
-class StepCount:
-    """How far a run has come, by the numbers of its steps."""
-
-    done: int
-    """Steps done, and not lost."""
-    without_line: int
-    """Of them, those of which metrics.jsonl has no line."""
-
-
-def count_steps(lines: Sequence[Record], events: Sequence[Record]) -> StepCount:
-    """``lines``: of `StepLines`; ``events``: all of them. An event after the newest line may show that more
-    steps are done, or that an attempt begins before that line. A line that an attempt has gone back behind,
-    and not replaced, is of a step that was lost."""
-    done = int(lines[-1]["step"]) if lines else 0
-    times = (_figure(line.get("time")) for line in reversed(lines))
-    newest = next((at for at in times if at is not None), math.inf if lines else -math.inf)
-    lost: list[tuple[int, int]] = []
-    for event in late_events(events):
-        name, at = event.get("event"), _figure(event.get("time"))
-        if at is None or name not in ("start", "finish", "interrupted"):
-            continue
-        if name == "start":
-            resumed = _count(event.get("resumed_from"))
-            after = bisect_right(lines, resumed, key=_step_of)
-            lost.append((after, bisect_left(lines, at, lo=after, key=_time_of)))
-            done = resumed if at >= newest else done
-        elif at >= newest:
-            done = max(done, _count(event.get("step")))
-    first, end = bisect_right(lines, 0, key=_step_of), bisect_right(lines, done, key=_step_of)
-    num_lines, reached = end - first, first
-    for start, stop in sorted(lost):
-        if (ends := min(stop, end)) > (begins := max(start, reached)):
-            num_lines, reached = num_lines - (ends - begins), ends
-    return StepCount(done, max(0, done - num_lines))
-
-
-def missing_lines_told(num_steps: int) -> str:
-    """What people are told of `StepCount.without_line`; "" where there are none."""
-    return f"{num_steps} steps trained without a metrics line" if num_steps else ""
-
-
-def _step_of(line: Record) -> int:
-    return int(line["step"])
-
-
-def _time_of(line: Record) -> float:
-    return _figure(line.get("time")) or 0.0
-
-
-def _figure(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and _is_figure(value) else None
-
-
-def _count(value: object) -> int:
-    found = _figure(value)
-    return 0 if found is None or not 0 <= found < _MOST_STEP else int(found)
 
 
 class Run:
@@ -195,7 +79,11 @@ class Run:
         from myriad.job import load_job  # here: whoever watches ranks needs the paths alone, and quickly
 
         self.check_job_file()
-        return load_job(str(self.job_path))
+        try:
+            return load_job(str(self.job_path))
+        except BadInputError as error:  # names a key, which nobody has typed
+            allowed = f"has {error}; another version of Myriad may have written it"
+            raise BadInputError("run", str(self.job_path), allowed) from None
 
     def check_job_file(self) -> None:
         """Refuse a job.toml that is not whole: a missing section would silently become its defaults. One that
@@ -267,7 +155,8 @@ class Run:
         """Return what the files report about earlier attempts."""
         from myriad.checkpoint.start_over import past_of
 
-        return past_of(self.read_events(), self.last_step(), str(self.checkpoints_path))
+        url = self.job().checkpoint.url if self.exists else None
+        return past_of(self.read_events(), self.last_step(), str(self.checkpoints_path), url or "")
 
     def allow_restart(self, *, allowed: bool) -> None:
         """Note whether the start that follows may begin at step 1 again, as a person decided; once it has
@@ -350,7 +239,7 @@ class Run:
 
     def read_events(self) -> list[Record]:
         """All events, oldest first."""
-        return late_events(JsonlTail(self.events_path).poll())
+        return late_events(EventLines(self.events_path).poll())
 
     def next_attempt(self) -> int:
         """Number of the attempt about to start: one more than any that left a log."""
@@ -362,6 +251,13 @@ class Run:
     def log_path(self, rank: int, attempt: int) -> Path:
         """Everything that one rank printed in one attempt."""
         return self.logs_path / f"rank-{rank}-attempt-{attempt}.log"
+
+
+def nearest_run(name: str) -> str:
+    """Return "; did you mean NAME?" with the run under runs/ whose name is nearest, "" where none is near."""
+    known = [path.parent.name for path in Path("runs").glob("*/job.toml")]
+    near = difflib.get_close_matches(Path(name).name, known, 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 @contextlib.contextmanager

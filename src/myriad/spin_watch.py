@@ -20,8 +20,9 @@ import ctypes
 import os
 import threading
 import time
+from collections.abc import Iterator
 
-__all__ = ["SpinWatch", "watch_spinning"]
+__all__ = ["SpinWatch", "spinning_watched", "watch_spinning"]
 
 _OWN_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _LOOK_SECONDS = 0.1
@@ -95,6 +96,19 @@ def watch_spinning(threads: int) -> SpinWatch | None:
         return None
     library = _loaded_libgomp()
     return None if library is None else SpinWatch(library, idle)
+
+
+@contextlib.contextmanager
+def spinning_watched() -> Iterator[None]:
+    """Watch this process inside the block, with as many threads as PyTorch computes with."""
+    import torch
+
+    watch = watch_spinning(torch.get_num_threads())
+    try:
+        yield
+    finally:
+        if watch is not None:
+            watch.close()
 
 
 def _loaded_libgomp() -> ctypes.CDLL | None:

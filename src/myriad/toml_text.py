@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from myriad.config import OFF
 from myriad.errors import BadInputError
 
-__all__ = ["dump_toml", "parse_override", "set_dotted"]
+__all__ = ["dump_toml", "parse_override", "parse_toml", "set_dotted"]
 
 
 def dump_toml(config: BaseModel) -> str:
@@ -39,14 +39,26 @@ def _value(value: Any) -> str:
     return json.dumps(OFF if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return a file's tree. Raises ``ValueError`` for whatever is no TOML, or more than anyone means."""
+    try:
+        return tomllib.loads(text.removeprefix("\ufeff"))
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python's limit on the digits of a whole number
+        raise ValueError("a number has thousands of digits") from None
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
 def parse_override(override: str) -> tuple[str, Any]:
     """``"layout.tp=2"`` to ``("layout.tp", 2)``: the value as TOML where it is, else as text."""
     dotted, equals, text = override.partition("=")
     if not equals or not all(dotted.split(".")):
         raise BadInputError("override", override, "written as KEY=VALUE, for example layout.tp=2")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return dotted, OFF if text.lower() in ("none", OFF) else text
     return dotted, value if isinstance(value, bool | int | float | str | list | dict) else text
 

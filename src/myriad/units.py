@@ -8,6 +8,7 @@ from itertools import groupby
 __all__ = [
     "format_bytes",
     "format_count",
+    "format_duration",
     "format_number",
     "format_ranges",
     "format_ranks",
@@ -15,9 +16,12 @@ __all__ = [
     "parse_bytes",
     "parse_ranges",
     "parse_rate",
+    "time_unit",
 ]
 
 _MOST_RANKS = 8
+_LARGEST_WRITTEN = 1e21
+"""A number that is larger has more digits than anybody reads."""
 _FACTORS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -78,6 +82,9 @@ def format_number(value: float, digits: int = 3) -> str:
     """A number with so many significant digits and never an exponent: ``0.00042``, ``3.42``, ``12,300``."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
+    if abs(value) >= _LARGEST_WRITTEN:
+        mantissa, _, power = f"{value:.{digits - 1}e}".partition("e+")
+        return f"{mantissa} x 10^{power}"
     rounded = float(f"{value:.{digits - 1}e}")
     decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
     if decimals <= 0:
@@ -100,6 +107,17 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_duration(seconds: float) -> str:
+    """As `format_seconds`, from two days on as ``7.8 days``."""
+    days = seconds / 86400
+    return format_seconds(seconds) if days < 2 else f"{format_number(days)} days"
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Return the unit in which times of this order are read, and its seconds."""
+    return ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("us", 1e-6)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

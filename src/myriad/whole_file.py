@@ -9,13 +9,25 @@ import os
 import re
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_json", "remove_drafts", "sync_folder", "write_whole"]
+__all__ = [
+    "opened_to_read",
+    "parse_json",
+    "read_json",
+    "read_regular",
+    "read_text",
+    "remove_drafts",
+    "sync_folder",
+    "write_whole",
+]
 
 _MOST_JSON_BYTES = 2**26
+_MOST_DEPTH = 100
+"""Levels of JSON in each other. Deeper ones are readable or not by how deep the reader's own calls are."""
 _DRAFT = re.compile(r"\..+\.\d{1,10}(\.[0-9a-f]{8})?")
 _DRAFT_SECONDS = 60.0
 """No writer takes longer."""
@@ -64,20 +76,65 @@ def remove_drafts(folder: Path) -> None:
                     os.unlink(entry.path)
 
 
-def read_json(path: Path) -> Any:
-    """Return what a small file holds; ``None`` where there is none. Raises ``OSError``, and ``ValueError``
-    for what is no JSON, or too much of it."""
+@contextmanager
+def opened_to_read(path: Path) -> Iterator[int]:
+    """Open a regular file; give its descriptor. Raises ``OSError``; never waits, not even for a pipe."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
-    with open(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "is not a regular file")
-        data = file.read(_MOST_JSON_BYTES + 1)
-    if len(data) > _MOST_JSON_BYTES:
-        raise ValueError(f"more than {_MOST_JSON_BYTES} bytes")
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def read_text(path: Path) -> str:
+    """Return a small text file; what is no UTF-8 becomes U+FFFD. Raises ``OSError``."""
+    return _read(path).decode(errors="replace")
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Return what a regular file of at most so many bytes holds. Raises ``OSError``."""
+    with opened_to_read(path) as handle, open(handle, "rb", closefd=False) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"has more than {most_bytes} bytes")
+    return data
+
+
+def _read(path: Path) -> bytes:
+    return read_regular(path, _MOST_JSON_BYTES)
+
+
+def read_json(path: Path) -> Any:
+    """Return what a small file holds; ``None`` where there is none. Raises ``OSError``, and ``ValueError``
+    for what is no JSON."""
     try:
-        return json.loads(data)
+        data = _read(path)
+    except FileNotFoundError:
+        return None
+    return parse_json(data)
+
+
+def parse_json(data: bytes) -> Any:
+    """Return what bytes from a disk hold. Raises ``ValueError``, also for what is nested too deep."""
+    try:
+        found = json.loads(data)
     except RecursionError:
         raise ValueError("nested too deep") from None
+    if data.count(b"[") + data.count(b"{") > _MOST_DEPTH and _is_deeper(found, _MOST_DEPTH):
+        raise ValueError("nested too deep")
+    return found
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Whether a value has more levels of lists and objects than ``most``."""
+    level = [value]
+    for _ in range(most + 1):
+        inside = [
+            list(one.values()) if isinstance(one, dict) else one
+            for one in level
+            if isinstance(one, dict | list)
+        ]
+        level = [each for one in inside for each in one]
+    return bool(level)

@@ -46,6 +46,23 @@ OPAQUE = """canvas => {
     return sum;
 }"""
 """One number for all of a canvas."""
+LINE_PIXELS = """canvas => {
+    const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    const off = (i) => Math.max(...[0x1f, 0x5f, 0xa8].map((part, k) => Math.abs(data[i + k] - part)));
+    const near = (i) => data[i + 3] > 200 && off(i) < 40;
+    return Array.from({length: data.length / 4}, (_, i) => near(4 * i)).filter(Boolean).length;
+}"""
+"""Of a chart's curve."""
+TICKS = """async () => {
+    const {tickTexts, ticksOf} = await import("/static/chart.js");
+    const {count, plain, seconds} = await import("/static/format.js");
+    return [
+        tickTexts([1, 1.001], seconds),
+        tickTexts([0, 0.5], String),
+        ticksOf(1e16, 1e17, 1e-3).length,
+        [plain(null), count(1234), plain(1e30)],
+    ];
+}"""
 
 
 def cells(page: "Page") -> "Locator":
@@ -263,3 +280,86 @@ def span_named(run: Run, name: str) -> SpanBatch:
     records["start_ns"] += 60 * 10**9
     records["name"] = 0
     return SpanBatch(0, 1, (name,), records)
+
+
+def test_many_pages_of_one_browser_share_its_connections(slow: Watch, tab: Tab) -> None:
+    """It has six to a server: with a stream for each page the sixth would wait for ever."""
+    first = tab(slow, "overview")
+    pages = [first, *(first.context.new_page() for _ in range(7))]
+    for page in pages[1:]:
+        page.goto(f"{slow.address}/#/overview")
+    for page in pages:
+        page.locator(".chart canvas").first.wait_for()
+    for page in pages[1:]:
+        page.close()
+
+
+def test_an_odd_address_or_a_browser_that_keeps_nothing_leaves_no_page_blank(slow: Watch, tab: Tab) -> None:
+    page = tab(slow, "overview", "400 (Bad Request)")
+    page.add_init_script(
+        "Object.defineProperty(window, 'localStorage', {get() { throw new DOMException('denied'); }});"
+    )
+    views = ("constructor", "__proto__", "%", "timeline?rank=abc&zoom=-4", "timeline?start=0",
+             "parallel?rank=2.5", "heat?rank=-3&first=x&last=y&by=z&scale=q&phase=w")  # fmt: skip
+    for view in views:
+        page.goto("about:blank")
+        page.goto(f"{slow.address}/#/{view}")
+        page.locator("main > section").wait_for()
+        page.wait_for_timeout(200)
+        assert not re.search(r"undefined|rank NaN|\[object", page.locator("main").inner_text()), view
+    page.get_by_role("button", name="Use dark colours").click()
+    page.get_by_role("button", name="Use light colours").wait_for()
+
+
+def odd_run(path: Path) -> Run:
+    """Of one step with a loss between steps without one, figures that do not fit an axis, and events of all
+    kinds."""
+    run = slow_run(path, ranks=64, steps=2)
+    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+    run.metrics_path.write_text("")
+    for step in range(1, 6):
+        odd = {"loss": 3.25 if step == 2 else None, "tokens_per_second": 1e16 + 2 * step, "mfu": 0.5}
+        run.append_metrics(lines[0] | {"step": step, "step_seconds": 1e-12 * step} | odd)
+    changed = {"key": "optimizer.learning_rate", "before": 0.0025, "after": 0.0005}
+    run.append_event("job_changed", step=3, **changed)
+    run.append_event("retry", step=4, problem="No space left on device", seconds=20.0)
+    run.append_event("telemetry", place="metrics.jsonl", problem="", num_late=1600, num_dropped=3)
+    run.append_event("fault", rank=9, node=1, step=4, time=1e9, problem="rank 9 is silent")
+    run.append_event("held", step=5, problem="No space left on device", servers=[])
+    (run.path / "spans" / "attempt-1-node-9-0.parquet").write_bytes(b"PAR1")
+    return run
+
+
+def test_events_have_words_and_steps_and_what_is_no_number_is_no_line(tmp_path: Path, tab: Tab) -> None:
+    run = odd_run(tmp_path / "odd")
+    watch = Watch(run).start()
+    try:
+        page = tab(watch, "overview", *GONE)
+        figures = page.locator(".figures")
+        figures.get_by_text("not a number since step 3; 3.250 at step 2").wait_for()
+        events = page.locator(".events")
+        for words in (
+            "optimizer.learning_rate was 0.0025, is 0.0005 step 3",
+            "this step is in memory only; storing it is retried for 20.0 s: No space left on device step 4",
+            "metrics.jsonl is written again: 1,600 lines late, 3 lines lost",
+            "rank 9 is silent step 4 · node 1 · rank 9",
+        ):
+            events.locator("li", has_text=re.compile(rf"{re.escape(words)}\s*$")).wait_for()
+        page.get_by_text("step 5 is in memory only: `myriad checkpoint save` stores it elsewhere").wait_for()
+        page.get_by_text("could not be read").click()
+        page.get_by_text("attempt-1-node-9-0.parquet: no whole file of spans").wait_for()
+        drawn = page.locator(".chart canvas").first.evaluate(LINE_PIXELS)
+        assert 4 <= drawn <= 40, "a dot"
+        events.get_by_role("link", name="rank 9").click()
+        page.get_by_role("heading", name="Rank 9").wait_for()
+        assert page.evaluate(TICKS) == [
+            ["1.000 s", "1.001 s"],
+            ["0", "0.5"],
+            12,
+            ["–", "1,234", "1.00 × 10³⁰"],
+        ]
+        run.path.rename(tmp_path / "away")
+        page.get_by_text("odd is gone: this is what was read before").wait_for()
+        page.close()
+    finally:
+        watch.stop()

@@ -239,10 +239,12 @@ def copy_once(path: Path, main_host: str, copies_every: int) -> tuple[int, int]:
 
 
 def wait_for_copies(path: Path) -> int:
-    """Bytes of the copies that this host keeps for others; 0: none has come."""
+    """Bytes of the copies on this host, once all nodes have confirmed theirs; 0: none came."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if copies := [one["bytes"] for one in look(path) if one["copied"] and one["steps"] == [1]]:
+        snapshots = look(path)
+        copies = [one["bytes"] for one in snapshots if one["copied"] and one["steps"] == [1]]
+        if copies and all(one["copied_step"] == 1 for one in snapshots if not one["copied"]):
             return sum(copies)
         time.sleep(0.05)
     return 0

@@ -20,7 +20,7 @@ from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.jsonl import JsonlTail
 
-LAST = 20
+LAST, BOTH = 20, -1
 
 
 def train_on(path: Path, two_nodes: bool, deaths: dict[int, int]) -> str | None:
@@ -46,7 +46,9 @@ def train_on(path: Path, two_nodes: bool, deaths: dict[int, int]) -> str | None:
 
 
 def kill_keeper(life: Life, node: int) -> None:
-    for pid in (pid for of, pid in life.keepers() if of == node):  # none: nobody has missed the last one yet
+    for pid in (
+        pid for of, pid in life.keepers() if node in (of, BOTH)
+    ):  # none: nobody has missed the last one yet
         os.kill(pid, signal.SIGKILL)
 
 
@@ -56,7 +58,7 @@ def test_training_goes_on_with_a_new_keeper_and_stores_its_last_step(deaths: dic
     check(tmp_path)
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, 1, BOTH])
 def test_of_two_nodes_one_gets_a_new_keeper_and_the_other_finds_it(node: int, tmp_path: Path) -> None:
     assert run_ranks(2, train_on, tmp_path, True, {8: node}) == [None, None]
     check(tmp_path)

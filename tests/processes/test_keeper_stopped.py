@@ -72,6 +72,17 @@ def test_a_stopped_server_is_continued_and_killed_when_it_is_stopped_again(
     assert pid_of(client) != pid
 
 
+def test_a_server_that_dies_before_a_rank_has_joined_is_replaced(
+    client: KeeperClient, tmp_path: Path
+) -> None:
+    """As in the middle of a claim: the rank that asks must not end with it."""
+    for ask in (lambda: client.claim(str(tmp_path / "checkpoints"), 3, 60.0).attempt, client.snapshots):
+        pid = pid_of(client)
+        os.kill(pid, signal.SIGKILL)
+        assert ask() in (4, [])
+        assert pid_of(client) != pid
+
+
 def test_a_hung_server_is_killed(client: KeeperClient, tmp_path: Path) -> None:
     pid = pid_of(client)
     freeze = [sys.executable, "-m", "myriad.resilience.faults.freeze", str(pid), str(os.getpid())]

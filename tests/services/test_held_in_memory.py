@@ -88,6 +88,12 @@ def test_a_run_that_ends_on_a_full_disk_is_saved_elsewhere_and_goes_on_to_the_sa
     saved = checkpoint("save", run.path, "--to", elsewhere)
     assert saved.exit_code == 0 and "step 60 is stored and verified" in saved.stdout
     wait_until(lambda: not keeper_names(run.path), "the end of the snapshot servers")
+    older = CheckpointFolder(run.checkpoints()).trained_steps()
+    refused, _ = (plain := myriad("train", run.path, "--oversubscribe")).communicate(timeout=120)
+    told = (
+        f"step 60 of {run.path} is in {elsewhere}, and the newest here is step {max(older, default=0)}; go on"
+    )
+    assert plain.returncode == 2 and told in refused, refused
     resumed = myriad("train", run.path, "--checkpoint.url", elsewhere, "--oversubscribe")
     told, _ = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, told

@@ -30,6 +30,7 @@ from watched_runs import (
 
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.cli.main import build_app
+from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.train.loop import Trainer
@@ -97,7 +98,42 @@ def test_what_is_in_the_bucket_is_listed_verified_compared_and_pruned(start, buc
     assert found.stdout.count(": whole") == 2
     assert checkpoint("prune", run.path, "--keep", 1).stdout == "removed 2, kept 15\n"
     left = {entry["Key"] for entry in s3.list_objects_v2(Bucket=bucket)["Contents"]}
-    assert {key.split("/")[1] for key in left} == {"attempt", "step-15"}
+    assert {key.split("/")[1] for key in left} == {"attempt", "run.json", "step-15"}
+
+
+def test_every_verb_reads_and_writes_buckets(start, bucket, s3, tmp_path):
+    url, cut = f"s3://{bucket}/a run #1 %20 é", f"s3://{bucket}/cut"
+    run = start("run", "train.steps=4", f"checkpoint.url={url}", "model.activation=swiglu")
+    assert train(run) == [0]
+    done = checkpoint("reshard", url, cut, "--layout.tp", 2, "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout)["out"] == f"{cut}/step-4", done.output
+    assert isinstance(checkpoint("reshard", url, cut).exception, BadInputError), "it is there already"
+    assert isinstance(checkpoint("reshard", url, "s3://not-there/cut").exception, BadInputError)
+    for place in (run.path, url, f"{url}/", f"{url}/step-4", cut, f"{cut}/step-4/"):
+        (row,) = json.loads(checkpoint("list", place, "--verify", "--json").stdout)["checkpoints"]
+        assert (row["step"], row["state"]) == (4, "verified")
+        assert checkpoint("verify", place).exit_code == 0
+        assert checkpoint("diff", place, cut).exit_code == checkpoint("diff", cut, place).exit_code == 0
+        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        assert checkpoint("export", place, out).exit_code == 0 and (out / "model.safetensors").exists()
+    assert checkpoint("reshard", f"{cut}/step-4", tmp_path / "local").exit_code == 0
+    assert checkpoint("prune", cut, "--keep", 1).stdout == "removed 0, kept 4\n"
+    keys = {entry["Key"] for entry in s3.list_objects_v2(Bucket=bucket, Prefix="cut/")["Contents"]}
+    assert {key.rpartition("/")[2] for key in keys} >= {"manifest.json", "job.toml", "__1_0.distcp"}
+    assert "cut/step-4/writer" not in keys
+    for wrong in (f"s3://{bucket}/nothing", f"{url}/step-3", "s3://not-there/run", "s3://"):
+        refused = checkpoint("list", wrong)
+        assert isinstance(refused.exception, BadInputError) and "\n" not in str(refused.exception), wrong
+
+
+def test_a_second_run_does_not_store_where_another_one_does(start, bucket):
+    url = f"checkpoint.url=s3://{bucket}/run"
+    first, second = start("first", "train.steps=4", url), start("second", "train.steps=4", url)
+    assert train(first) == [0]
+    assert train(second) == [2]
+    first.path.rename(first.path.with_name("gone"))
+    assert train(second) == [0]
+    assert str(first.path) in events(second, "taken_over")[0]["run"]
 
 
 def test_a_flipped_bit_in_the_bucket_is_never_trained_on(start, bucket, s3):

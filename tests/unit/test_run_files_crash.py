@@ -30,7 +30,8 @@ from myriad.resilience.account.moments import in_order
 from myriad.resilience.decide.actions import StartAttempt
 from myriad.resilience.decide.state import Plan, State
 from myriad.resilience.drive.journal import Journal, count_missing
-from myriad.run import Run, StepLines, count_steps
+from myriad.run import Run
+from myriad.run_lines import StepLines, count_steps
 from myriad.telemetry.batch import BatchError, SpanBatch
 from myriad.telemetry.outlets import FileWriter
 from myriad.telemetry.records import RECORD

@@ -73,6 +73,7 @@ def test_ranks_are_told_in_few_words(ranks, told):
         (0.000042, "0.000042"),
         (-2.5, "-2.5"),
         (7.6e8, "760,000,000"),
+        (1e299, "1.00 x 10^299"),
     ],
 )
 def test_a_number_has_no_exponent(value: float, shown: str) -> None:
@@ -82,3 +83,4 @@ def test_a_number_has_no_exponent(value: float, shown: str) -> None:
 def test_counts_and_bytes_carry_to_the_next_unit() -> None:
     assert format_count(999.9) == "1k" and format_count(999_960) == "1M" and format_count(4e15) == "4,000T"
     assert format_bytes(2.0**60) == "1,024.0 PiB"
+    assert format_count(1e299) == "1.00 x 10^287T"

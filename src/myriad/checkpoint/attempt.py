@@ -259,7 +259,7 @@ class Attempt:
         return Saved(step, num_bytes, where)
 
     def release_all(self) -> None:
-        """Tell the snapshot servers of the other nodes that nothing is held any more."""
+        """Ask the snapshot servers of the other nodes to release what they hold."""
         if self._copies is not None:
             for answer in self._copies.ask_all(self._order("unhold")):
                 with suppress(OSError):
@@ -428,7 +428,7 @@ class Attempt:
         return False
 
     def _steps_of_all_nodes(self) -> set[int]:
-        """Of which every rank of the attempt has a snapshot. Raises ``OSError``."""
+        """Return the steps of which every rank of the attempt has a snapshot. Raises ``OSError``."""
         common = set(self.common_steps())
         if common and self._copies is not None:
             for answer in self._copies.ask_all(self._order("steps")):

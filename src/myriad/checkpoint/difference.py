@@ -17,7 +17,7 @@ class Difference:
 
     name: str
     what: str | None
-    """Why there is no figure: one side lacks it, or the shapes differ."""
+    """Why there is no figure: one side lacks it, or the shapes or types differ."""
     largest: float = 0.0
     """Absolute, over the elements."""
     relative: float = 0.0
@@ -32,13 +32,19 @@ def compare_checkpoints(first: Path | str, second: Path | str) -> Iterator[Diffe
             yield Difference(name, f"only in the {'first' if name in a else 'second'}")
         elif a[name].shape != b[name].shape:
             yield Difference(name, f"{list(a[name].shape)} and {list(b[name].shape)}")
+        elif a[name].dtype != b[name].dtype:
+            yield Difference(name, f"{_kind(a[name])} and {_kind(b[name])}")
         elif not _same_bits(a[name], b[name]):
             yield _difference(name, a[name].double(), b[name].double())
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Also where an element is no number."""
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _difference(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference:

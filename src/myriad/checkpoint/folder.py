@@ -22,7 +22,7 @@ from myriad.checkpoint.storage import LocalStorage, Storage, open_storage
 from myriad.checkpoint.writing import check_file
 from myriad.errors import BadInputError, RunFailedError
 
-__all__ = ["REPLACED", "Checkpoint", "CheckpointFolder", "Show", "open_checkpoint", "verify"]
+__all__ = ["REPLACED", "Checkpoint", "CheckpointFolder", "Show", "is_removed", "open_checkpoint", "verify"]
 
 _ATTEMPT = "attempt"
 _PROBE = "probe"
@@ -229,6 +229,14 @@ def verify(
     if found and _is_replaced(checkpoint, manifest):
         return [f"{checkpoint.name}: {REPLACED}"]
     return found
+
+
+def is_removed(checkpoint: Checkpoint) -> bool:
+    """Whether it is a checkpoint no longer, as when a run at work has pruned it."""
+    try:
+        return checkpoint.storage.size(checkpoint.at(MANIFEST)) is None
+    except OSError:
+        return False
 
 
 def _is_replaced(checkpoint: Checkpoint, manifest: Manifest) -> bool:

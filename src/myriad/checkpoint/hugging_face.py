@@ -8,10 +8,9 @@
 A folder is written beside its place and renamed: a kill leaves nothing half.
 """
 
-import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +20,13 @@ from safetensors.torch import save_file
 
 from myriad.checkpoint.hugging_face_config import config_of, model_of
 from myriad.checkpoint.hugging_face_names import Link, links_of, missing_or_other
+from myriad.checkpoint.staging import staged_folder
 from myriad.checkpoint.weights import Shapes, Weights
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 
-__all__ = ["HuggingFaceWeights", "end_of_text", "is_hugging_face", "staged_folder", "write_folder"]
+__all__ = ["HuggingFaceWeights", "end_of_text", "is_hugging_face", "write_folder"]
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -119,6 +119,7 @@ def _find_tensors(path: Path) -> Mapping[str, _Place]:
                     places[name] = (file, name, tuple(header.get_shape()))
         except (SafetensorError, OSError) as error:
             raise BadInputError("weights", str(file), f"not readable ({error})") from None
+    _refuse_other_index(path, places)
     if any(name.startswith(_BASES) for name in places):
         return places
     return places | {f"{base}{name}": place for base in _BASES for name, place in places.items()}
@@ -126,8 +127,7 @@ def _find_tensors(path: Path) -> Mapping[str, _Place]:
 
 def _weight_files(path: Path) -> Sequence[Path]:
     if (path / _INDEX).is_file():
-        places = _read_json(path / _INDEX).get("weight_map", {})
-        return [path / name for name in sorted(set(places.values()))]
+        return [path / name for name in sorted(set(_weight_map(path).values()))]
     if not (path / _WEIGHTS).is_file():
         raise BadInputError(
             "weights", str(path), f"must hold {_WEIGHTS} or {_INDEX}; other formats are not read"
@@ -135,35 +135,40 @@ def _weight_files(path: Path) -> Sequence[Path]:
     return [path / _WEIGHTS]
 
 
+def _weight_map(path: Path) -> dict[str, str]:
+    """Which file of the folder each tensor is in, as the index says; none without an index. Raises
+    `BadInputError` for a file that is not one of the folder's."""
+    if not (path / _INDEX).is_file():
+        return {}
+    places = _read_json(path / _INDEX).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise BadInputError("weights", str(path / _INDEX), "must have a weight_map of tensors and files")
+    for tensor, name in places.items():
+        if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
+            allowed = f"{tensor} must be in a file of this folder, is in {name!r}"
+            raise BadInputError("weights", str(path / _INDEX), allowed)
+    return places
+
+
+def _refuse_other_index(path: Path, places: Mapping[str, "_Place"]) -> None:
+    """Refuse files that do not hold what their index says: some may be of another model or version."""
+    for tensor, name in _weight_map(path).items():
+        found = places.get(tensor)
+        if found is None and tensor.endswith(_DERIVED):
+            continue
+        if found is None or found[0].name != name:
+            there = "is not there" if found is None else f"is in {found[0].name}"
+            raise BadInputError("weights", str(path / _INDEX), f"{tensor} should be in {name}, {there}")
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInputError("path", str(path), f"not readable ({error})") from None
     if not isinstance(content, dict):
         raise BadInputError("path", str(path), "must be a JSON object")
     return content
-
-
-@contextlib.contextmanager
-def staged_folder(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that becomes it when all went well, and is removed otherwise. Raises
-    `BadInputError` where there is something already."""
-    out = out.absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadInputError("OUT", str(out), "must be new or an empty folder")
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise BadInputError("OUT", str(out), f"must be writable ({error.strerror})") from None
-    try:
-        yield partial
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def write_folder(
@@ -181,6 +186,7 @@ def write_folder(
     that has no counterpart there and for an ``out`` that is not empty."""
     end = None if tokenizer is None else tokenizer.end_of_document
     config, links = config_of(model, dtype, end), links_of(model)
+    _refuse_other_weights(weights, links)
     with staged_folder(out) as partial:
         _write_json(partial / _CONFIG, config)
         ends = {key: end for key in ("bos_token_id", "eos_token_id") if end is not None}
@@ -190,6 +196,18 @@ def write_folder(
         _write_weights(
             partial, weights, _in_shards(links, _DTYPES[dtype].itemsize, shard_bytes), _DTYPES[dtype]
         )
+
+
+def _refuse_other_weights(weights: Weights, links: Sequence[Link]) -> None:
+    """Refuse weights that are not those of the model that is written."""
+    expected = {link.name: link.shape for link in links}
+    for name in sorted(expected.keys() | weights.shapes.keys()):
+        here, there = expected.get(name), weights.shapes.get(name)
+        if here != there:
+            is_there = "not there" if there is None else f"{list(there)}"
+            should = "not be there" if here is None else f"be {list(here)}"
+            allowed = f"not the model of its job.toml: {name} is {is_there}, should {should}"
+            raise BadInputError("PATH", weights.where, allowed)
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence: int) -> None:
@@ -230,12 +248,19 @@ def _write_weights(
         tensors: dict[str, torch.Tensor] = {}
         for link in links:
             tensors |= link.write(weights.read(link.name).to(dtype))
-        save_file(tensors, folder / name, metadata={"format": "pt"})
+        _save(tensors, folder / name)
         shutil.copymode(folder / _CONFIG, folder / name)  # safetensors lets nobody else read it
         total += sum(tensor.nbytes for tensor in tensors.values())
         places |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error).removeprefix("Error while serializing: ")) from None
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

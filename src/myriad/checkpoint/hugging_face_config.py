@@ -179,8 +179,17 @@ class _Theirs:
 
     def size(self, key: str) -> int:
         value = self.get(key)
-        if not isinstance(value, int):
-            raise BadInputError(key, value, "a whole number in config.json")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise BadInputError(key, value, "a whole number of at least 1 in config.json")
+        return value
+
+    def size_or_none(self, key: str) -> int | None:
+        return None if self.get(key) is None else self.size(key)
+
+    def number(self, key: str) -> float:
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise BadInputError(key, value, "a number in config.json")
         return value
 
     def must_be(self, key: str, *allowed: object) -> None:
@@ -264,7 +273,7 @@ def model_of(config: Mapping[str, Any], vocabulary_multiple: int = 64) -> ModelC
     """The model that a ``config.json`` describes; its vocabulary is padded to a multiple of
     ``vocabulary_multiple``. Raises `BadInputError` for what cannot be read exactly."""
     kind = config.get("model_type")
-    if kind not in _CLASSES:
+    if not isinstance(kind, str) or kind not in _CLASSES:
         raise BadInputError("model_type", kind, f"one of {', '.join(_CLASSES)} in config.json")
     _refuse_unknown(config, kind)
     theirs = _Theirs(config, _DEFAULTS[kind])
@@ -289,11 +298,11 @@ def _read_gpt2(theirs: _Theirs, kind: Kind) -> ModelConfig:
         hidden=hidden,
         layers=theirs.size("n_layer"),
         heads=theirs.size("n_head"),
-        ffn_hidden=theirs.get("n_inner") or 4 * hidden,
+        ffn_hidden=theirs.size_or_none("n_inner") or 4 * hidden,
         vocabulary=theirs.size("vocab_size"),
         sequence=theirs.size("n_positions"),
         activation=_activation(theirs, kind, "activation_function"),
-        norm_epsilon=theirs.get("layer_norm_epsilon"),
+        norm_epsilon=theirs.number("layer_norm_epsilon"),
         tied=theirs.get("tie_word_embeddings"),
     )
 
@@ -302,7 +311,7 @@ def _read_rotary(theirs: _Theirs, kind: Kind) -> ModelConfig:
     for bias in ("attention_bias", "mlp_bias"):
         theirs.must_be(bias, None, False)
     heads, sequence = theirs.size("num_attention_heads"), theirs.size("max_position_embeddings")
-    window = theirs.get("sliding_window") if kind == "mistral" else None
+    window = theirs.size_or_none("sliding_window") if kind == "mistral" else None
     return ModelConfig(
         norm="rms",
         position="rotary",
@@ -310,32 +319,37 @@ def _read_rotary(theirs: _Theirs, kind: Kind) -> ModelConfig:
         hidden=theirs.size("hidden_size"),
         layers=theirs.size("num_hidden_layers"),
         heads=heads,
-        kv_heads=theirs.get("num_key_value_heads") or heads,
-        head_dim=theirs.get("head_dim"),
+        kv_heads=theirs.size_or_none("num_key_value_heads") or heads,
+        head_dim=theirs.size_or_none("head_dim"),
         ffn_hidden=theirs.size("intermediate_size"),
         vocabulary=theirs.size("vocab_size"),
         sequence=sequence,
         window=window if window is not None and window <= sequence else None,
         activation=_activation(theirs, kind, "hidden_act"),
         rotary_base=_rotary_base(theirs),
-        norm_epsilon=theirs.get("rms_norm_eps"),
+        norm_epsilon=theirs.number("rms_norm_eps"),
         tied=theirs.get("tie_word_embeddings"),
     )
 
 
 def _rotary_base(theirs: _Theirs) -> float:
     """From where version 5 of transformers keeps it, or where version 4 did."""
-    bases = {theirs.get("rope_theta")}
+    bases = [theirs.get("rope_theta")]
     for key in ("rope_parameters", "rope_scaling"):
         rope = theirs.get(key) or {}
+        if not isinstance(rope, dict):
+            raise BadInputError(key, rope, "an object in config.json")
         scaling = _Theirs({"rope_type": rope.get("rope_type", rope.get("type", "default"))} | rope, {})
         scaling.must_be("rope_type", "default")
         scaling.must_be("partial_rotary_factor", None, 1.0)
-        bases.add(rope.get("rope_theta"))
-    bases -= {None}
-    if len(bases) > 1:
-        raise BadInputError("rope_theta", sorted(bases), "one value in config.json")
-    return bases.pop() if bases else 10000.0
+        bases.append(rope.get("rope_theta"))
+    given = [base for base in bases if base is not None]
+    for base in given:
+        if isinstance(base, bool) or not isinstance(base, int | float):
+            raise BadInputError("rope_theta", base, "a number in config.json")
+    if len(set(given)) > 1:
+        raise BadInputError("rope_theta", sorted(set(given)), "one value in config.json")
+    return given[0] if given else 10000.0
 
 
 def _activation(theirs: _Theirs, kind: Kind, key: str) -> Any:

@@ -17,7 +17,7 @@ from myriad.checkpoint.member import Opened
 from myriad.checkpoint.memory import SnapshotMemory
 from myriad.checkpoint.piece import Piece, join_pieces, split_pieces
 from myriad.checkpoint.storing import Outcome
-from myriad.checkpoint.wire import Message, Wire
+from myriad.checkpoint.wire import Closed, Message, Wire
 from myriad.errors import RunFailedError
 
 __all__ = ["KeeperClient", "ask_server", "held_steps", "keeper_name", "list_in_memory"]
@@ -105,6 +105,15 @@ class KeeperClient:
         with self._lock:
             return self._request(self._connection, message, payload, seconds + _ANSWER_SECONDS)
 
+    def _ask_again(self, message: Message, seconds: float = 0.0) -> tuple[Message, memoryview, list[int]]:
+        """A request before `join`, which any server can answer: one that ends meanwhile is replaced, and the
+        next one asked. Its memory is empty."""
+        try:
+            return self._ask(message, seconds=seconds)
+        except Closed:
+            self.reconnect()
+            return self._ask(message, seconds=seconds)
+
     def _request(
         self, connection: _Connection, message: Message, payload: bytes, seconds: float
     ) -> tuple[Message, memoryview, list[int]]:
@@ -149,9 +158,9 @@ class KeeperClient:
         sizes = [[name, len(content)] for name, content in files.items()]
         self._ask({"op": "configure", "files": sizes, **message}, b"".join(files.values()))
 
-    def port(self) -> int:
-        """Where keepers of other nodes reach this one."""
-        return int(self._ask({"op": "port"})[0]["port"])
+    def port(self, wanted: int = 0) -> int:
+        """Where keepers of other nodes reach this one; ``wanted``: if it is free."""
+        return int(self._ask({"op": "port", "wanted": wanted})[0]["port"])
 
     def say_whole(self, slot: int, step: int, *, durable: bool, copies: bool) -> None:
         """A snapshot is complete; nothing is waited for."""
@@ -179,22 +188,23 @@ class KeeperClient:
         pid: int = self._ask({"op": "hold", "step": step})[0]["pid"]
         return pid
 
-    def claim(self, url: str, attempts_before: int, seconds: float) -> Claimed:
-        """Takes the folder of durable checkpoints over for a new start of the ranks."""
-        how = {"url": url, "attempts_before": attempts_before, "seconds": seconds}
-        answer = self._ask({"op": "claim", **how}, seconds=seconds)[0]
+    def claim(self, url: str, attempts_before: int, seconds: float, run: str | None = None) -> Claimed:
+        """Takes the folder of durable checkpoints over for a new start of the ranks; ``run``: the path of
+        the run, where the folder is not its own."""
+        how = {"url": url, "attempts_before": attempts_before, "seconds": seconds, "run": run}
+        answer = self._ask_again({"op": "claim", **how}, seconds)[0]
         steps, damaged = tuple(answer["steps"]), tuple(answer["damaged"])
-        return Claimed(answer["attempt"], steps, damaged, answer["problem"])
+        return Claimed(answer["attempt"], steps, damaged, answer["problem"], answer.get("taken_from"))
 
     def snapshots(self) -> list[dict[str, Any]]:
         """What this node has in memory: attempt, world, rank, copied, steps of each."""
-        found: list[dict[str, Any]] = self._ask({"op": "snapshots"})[0]["snapshots"]
+        found: list[dict[str, Any]] = self._ask_again({"op": "snapshots"})[0]["snapshots"]
         return found
 
     def open(self, attempt: int, rank: int, step: int, *, copied: bool) -> Opened | None:
         """One of them, to read from; ``None`` when it is gone."""
         which = {"attempt": attempt, "rank": rank, "step": step, "copied": copied}
-        answer, envelopes, descriptors = self._ask({"op": "open", **which})
+        answer, envelopes, descriptors = self._ask_again({"op": "open", **which})
         if "problem" in answer:
             return None
         memory = SnapshotMemory(descriptors[0])

@@ -153,9 +153,10 @@ class _Server:
         elif op == "hello":
             wire.send({})
         elif op == "port":
-            wire.send({"port": self._port()})
+            wire.send({"port": self._port(message["wanted"])})
         elif op == "claim":
-            claimed = claim_folder(message["url"], message["attempts_before"], message["seconds"])
+            asked = message["url"], message["attempts_before"], message["seconds"], message.get("run")
+            claimed = claim_folder(*asked)
             wire.send(asdict(claimed))
         elif op == "snapshots":
             summaries = [known.summary() for known in keeper.snapshots() if known.steps()]
@@ -211,10 +212,12 @@ class _Server:
 
     # Other keepers
 
-    def _port(self) -> int:
+    def _port(self, wanted: int) -> int:
+        """``wanted``: the port of the server before this one, where others look for it; 0: there was none. If
+        several servers are replaced at the same time, none can report a new port to the others."""
         with self._lock:
             if self._tcp is None:
-                self._tcp = socket.create_server(("", 0))
+                self._tcp = _listen(wanted)
                 arguments = (self._tcp, self._serve_keeper)
                 threading.Thread(target=self._accept, args=arguments, daemon=True).start()
         port: int = self._tcp.getsockname()[1]
@@ -293,6 +296,13 @@ class _Server:
             return False
         with self._lock:
             return not self._ranks and time.monotonic() - self._last_change > self.keeper.linger_seconds
+
+
+def _listen(wanted: int) -> socket.socket:
+    try:
+        return socket.create_server(("", wanted))
+    except OSError:  # another process has it by now
+        return socket.create_server(("", 0))
 
 
 def _user_of(connection: socket.socket) -> int:

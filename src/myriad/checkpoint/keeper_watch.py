@@ -2,6 +2,7 @@
 
     each second   state in /proc ── T for 1.5 s ──► SIGCONT: its snapshots are intact   "continued"
                                     and again   ──► SIGKILL                             "killed"
+                  (a server that has run since the last look is slow, not stopped)
                   ping ── no answer for 5 s, in which it used no processor time         "killed"
                        ── no answer for 60 s, whatever it does                          "killed"
 
@@ -15,18 +16,19 @@ import os
 import signal
 import socket
 import struct
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 
 from myriad.checkpoint.wire import Closed, Wire
-from myriad.processes import process_cpu_ticks, process_state
+from myriad.processes import StopTimer, WatchClock, process_cpu_ticks
 
 __all__ = ["ServerEvent", "ServerKilledError", "ServerProcess", "ServerWatch", "Stalled", "await_answer"]
 
 _STOPPED_SECONDS, _REQUEST_STOPPED_SECONDS = 1.5, 3.5
 _IDLE_SECONDS, _BUSY_SECONDS = 5.0, 60.0
 _READ_SECONDS, _SLICE_SECONDS = 1.0, 0.5
+_LONGEST_LOOK_SECONDS = 2.0
+"""A look that comes later was held up itself."""
 
 
 class ServerProcess:
@@ -38,14 +40,14 @@ class ServerProcess:
         self.pid: int = struct.unpack("3i", credentials)[0]
         """0: it is in another PID namespace, and cannot be signalled."""
         self._descriptor: int | None = None
+        self._stopped = StopTimer()
         if self.pid:
             with suppress(OSError):
                 self._descriptor = os.pidfd_open(self.pid)
 
-    @property
-    def is_stopped(self) -> bool:
-        """By SIGSTOP or SIGTSTP."""
-        return self._descriptor is not None and process_state(self.pid) == "T"
+    def seconds_stopped(self, now: float) -> float | None:
+        """Seconds since it was seen to be stopped by SIGSTOP or SIGTSTP; ``None``: it is not."""
+        return self._stopped.look(self.pid, now) if self._descriptor is not None else None
 
     @property
     def cpu_ticks(self) -> int:
@@ -59,7 +61,7 @@ class ServerProcess:
                 signal.pidfd_send_signal(self._descriptor, number)
 
     def close(self) -> None:
-        """Releases the descriptor."""
+        """Close the descriptor of the process."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -98,7 +100,6 @@ class Stalled:
     def __init__(self, process: ServerProcess, patience: float = 1.0) -> None:
         """``patience`` scales all deadlines."""
         self.process, self._patience = process, patience
-        self._stopped_since: float | None = None
         self._was_continued = False
 
     def look(
@@ -106,25 +107,21 @@ class Stalled:
     ) -> ServerEvent | None:
         """Acts on a server that is stopped, or that has not answered for ``seconds`` what was asked at
         ``asked_at`` (``None``: nothing is asked)."""
-        if self.process.is_stopped:
-            self._stopped_since = now if self._stopped_since is None else self._stopped_since
-            if now - self._stopped_since >= stopped_seconds * self._patience:
-                return self._act(now - self._stopped_since)
-            return None
-        self._stopped_since = None
+        if (stopped := self.process.seconds_stopped(now)) is not None:
+            return self._act(stopped) if stopped >= stopped_seconds * self._patience else None
         if asked_at is not None and now - asked_at >= seconds * self._patience:
             return self.kill(f"has not answered for {now - asked_at:.0f} s")
         return None
 
     def kill(self, why: str) -> ServerEvent:
-        """Ends it."""
+        """Kill the snapshot server, and return the event that says why."""
         self.process.send_signal(signal.SIGKILL)
         return ServerEvent(self.process.pid, why, killed=True)
 
     def _act(self, stopped: float) -> ServerEvent:
         if self._was_continued:
             return self.kill(f"was stopped (SIGSTOP) again for {stopped:.1f} s")
-        self._was_continued, self._stopped_since = True, None
+        self._was_continued = True
         self.process.send_signal(signal.SIGCONT)
         return ServerEvent(self.process.pid, f"was stopped (SIGSTOP) for {stopped:.1f} s", killed=False)
 
@@ -134,13 +131,14 @@ class ServerWatch:
 
     def __init__(self, name: str, patience: float = 1.0) -> None:
         self._name, self._patience = name, patience
+        self._clock = WatchClock(_LONGEST_LOOK_SECONDS)
         self._wire: Wire | None = None
         self._asked_at: float | None = None
         self._ticks, self._idle_since = -1, 0.0
 
     def look(self) -> ServerEvent | None:
         """To be called each second: what was wrong with it, if anything was."""
-        now = time.monotonic()
+        now = self._clock.look()
         try:
             if self._wire is None and not self._connect():
                 return None
@@ -196,9 +194,9 @@ class ServerWatch:
 def await_answer(wire: Wire, stalled: Stalled, seconds: float) -> ServerEvent | None:
     """Returns when an answer begins to arrive, with what was wrong meanwhile. Raises `Closed` when the server
     was killed, as it was stopped again or no answer came within ``seconds``."""
-    began, wrong = time.monotonic(), None
+    clock, wrong = WatchClock(_LONGEST_LOOK_SECONDS), None
     while not wire.has_arrived(_SLICE_SECONDS):
-        found = stalled.look(time.monotonic(), began, seconds, _REQUEST_STOPPED_SECONDS)
+        found = stalled.look(clock.look(), 0.0, seconds, _REQUEST_STOPPED_SECONDS)
         if found is not None and found.killed:
             raise ServerKilledError(found)
         wrong = found or wrong

@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from myriad.checkpoint.folder import REPLACED, Checkpoint, CheckpointFolder, verify
+from myriad.checkpoint.folder import REPLACED, Checkpoint, CheckpointFolder, is_removed, verify
 from myriad.checkpoint.keeper_client import held_steps, list_in_memory
 from myriad.errors import RunFailedError
 
@@ -21,6 +21,7 @@ def list_checkpoints(run: Path | None, folder: CheckpointFolder, *, every_byte: 
     """By step. ``run``: its folder; ``folder``: where it saves; ``every_byte``: of all, not of sizes only.
     One that is pruned meanwhile is left out."""
     rows = [_complete(folder.at_step(step), step, every_byte) for step in folder.steps()]
+    rows = [row for row in rows if not (row["problems"] and is_removed(folder.at_step(row["step"])))]
     rows += [_unfinished(folder.at_step(step), step) for step in folder.unfinished()]
     rows += [_set_aside(folder, step) for step in folder.damaged()]
     rows = [row for row in rows if not (row["problems"] and row["problems"][0].endswith(REPLACED))]

@@ -95,6 +95,7 @@ class Member:
             "rank": self.rank,
             "copied": self.copied,
             "steps": self.steps(),
+            "copied_step": self.memory.kept,
             "bytes": snapshot_bytes(self.pieces),
         }
 

@@ -142,6 +142,11 @@ class SnapshotMemory:
         """From now on this step stays, and the one that stayed before no longer does."""
         self._words[3] = step
 
+    @property
+    def kept(self) -> int:
+        """The step that stays in memory because every node has confirmed its copies."""
+        return int(self._words[3])
+
     def whole(self) -> list[Slot]:
         """The snapshots that are whole at this moment, oldest first."""
         found = [

@@ -133,12 +133,18 @@ class Session:
         url, claimed = self._settings.folder.storage.url, None
         if self._grid.rank == 0:
             seconds = min(_CLAIM_SECONDS, self._settings.config.timeout_seconds)
-            claimed = self._client.claim(url, attempts_before, seconds)
+            run = None if self._settings.config.url is None else str(self._settings.run)
+            claimed = self._client.claim(url, attempts_before, seconds, run)
         self._claimed = self._world.gather(claimed)[0]
         in_memory = whole_in_memory(gather_in_memory(self._client, self._world))
         if self._claimed.problem is not None and not in_memory:
             raise BadInputError("checkpoint.url", url, self._claimed.problem)
         self.attempt = max(self._claimed.attempt, 1 + max(in_memory.values(), default=0))
+
+    @property
+    def taken_from(self) -> str | None:
+        """Another run that stored in the same place, and is not there any more."""
+        return self._claimed.taken_from
 
     def agree(self, past: Past) -> Past:
         """Return what rank 0 knows, on every rank."""
@@ -236,7 +242,7 @@ class Session:
             message, files = self._configuration
             node = self._world.node
             if several := len(self._world.ranks_of_node) > 1:
-                message["nodes"][node][1] = self._client.port()
+                message["nodes"][node][1] = self._client.port(message["nodes"][node][1])
             self._client.configure(message | {"moved": several}, files)
             why = self._client.why_killed or "died"
             problem = (
@@ -311,8 +317,8 @@ class Session:
 
     def finish(self, step: int, *, retry: bool = False) -> str | None:
         """Wait until a step is durable, on all ranks: ``None``, or why it is not. The state may not change
-        meanwhile: when a keeper dies, all ranks tell the new one. ``retry``: a step that cannot be stored is
-        tried again until ``checkpoint.timeout_seconds`` have passed."""
+        meanwhile: when a snapshot server dies, all ranks hand it to the new one. ``retry``: a step that
+        cannot be stored is tried again until ``checkpoint.timeout_seconds`` have passed."""
         assert self._snapshots is not None, "begin comes first"
         deadline = time.monotonic() + self._settings.config.timeout_seconds
         lost = 0
@@ -380,7 +386,7 @@ class _Retries:
         deadline: float,
         tell: Callable[[int, str, float], None],
     ) -> None:
-        """``tell(step, problem, seconds)``: reports, once, that and for how long it is tried again."""
+        """``tell(step, problem, seconds)`` reports, once, the problem and for how long saving is retried."""
         self._client, self._step, self._deadline, self._tell = client, step, deadline, tell
         self._is_told = False
         self._pause, self._next = _FIRST_RETRY_SECONDS, 0.0

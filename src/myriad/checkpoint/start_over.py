@@ -35,32 +35,51 @@ class Past:
     """Newest step that was trained."""
     places: tuple[str, ...] = ()
     """Where checkpoints were stored before checkpoint.url changed, the newest first."""
+    stored_in: tuple[tuple[str, int], ...] = ()
+    """Places, and the newest step that was stored in each. A start that went on from an earlier step has
+    given up the later ones."""
     may_start_over: bool = False
     """A person has allowed this start to begin at step 1."""
     has_started_over: bool = False
     """The run began at step 1 again in an earlier start: step-N.damaged may be older than that."""
 
 
-def past_of(events: Sequence[Mapping[str, Any]], done_step: int, default_place: str) -> Past:
+def past_of(
+    events: Sequence[Mapping[str, Any]], done_step: int, default_place: str, current_place: str = ""
+) -> Past:
     """What the events of a run report; ``done_step``: the newest of its metrics; ``default_place``: where
-    checkpoints are while checkpoint.url is off."""
+    checkpoints are while checkpoint.url is off; ``current_place``: where they are now."""
     stored, allowed, again = 0, False, False
     places: list[str] = []
+    place, stored_in = _first_place(events, default_place) or current_place or default_place, dict[str, int]()
     for event in events:
         name, step = event.get("event"), event.get("step")
         if name == "checkpoint" and isinstance(step, int):
-            stored = max(stored, step)
+            stored, where = max(stored, step), str(event.get("url") or place)
+            stored_in[where] = max(step, stored_in.get(where, 0))
         elif name == "restart_from_scratch":
             allowed = event.get("allowed") is True
         elif name == "job_changed" and event.get("key") == "checkpoint.url":
             places.insert(0, str(event.get("before") or default_place))
+            place = str(event.get("after") or default_place)
         elif name == "start":
             again |= allowed and not event.get("resumed_from")
-            stored = 0 if allowed and not event.get("resumed_from") else stored
+            resumed = event.get("resumed_from") or 0
+            stored = 0 if allowed and not resumed else stored
+            stored_in = {where: min(known, resumed) for where, known in stored_in.items()}
             allowed = False
     if done_step and not any(event.get("event") == "start" for event in events):
         stored = done_step
-    return Past(stored, done_step, tuple(dict.fromkeys(places)), allowed, again)
+    newest = tuple(sorted(stored_in.items(), key=lambda one: -one[1]))
+    return Past(stored, done_step, tuple(dict.fromkeys(places)), newest, allowed, again)
+
+
+def _first_place(events: Sequence[Mapping[str, Any]], default_place: str) -> str | None:
+    """Where the run stored before checkpoint.url changed first; ``None``: it never did."""
+    for event in events:
+        if event.get("event") == "job_changed" and event.get("key") == "checkpoint.url":
+            return str(event.get("before") or default_place)
+    return None
 
 
 def check_start_over(

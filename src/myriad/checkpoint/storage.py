@@ -5,6 +5,7 @@ complete); `Storage.put` replaces a small file in one go. Folders need no making
 """
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 from myriad.checkpoint.direct import Buffer, DirectSink, read_direct
 from myriad.errors import BadInputError
+from myriad.whole_file import opened_to_read
 
 __all__ = ["CACHE_BYTES", "Seen", "Sink", "Storage", "open_storage"]
 
@@ -119,6 +121,10 @@ class LocalStorage:
             return sorted(os.listdir(self.root / folder))
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link that leads nowhere
+                return []
+            raise
 
     def size(self, path: str) -> int | None:
         try:
@@ -127,13 +133,14 @@ class LocalStorage:
             return None
 
     def read(self, path: str) -> bytes:
-        return (self.root / path).read_bytes()
+        with opened_to_read(self.root / path) as handle, open(handle, "rb", closefd=False) as file:
+            return file.read()
 
     def read_into(self, path: str, start: int, into: memoryview, seen: Seen = _nobody_sees) -> int:
-        with open(self.root / path, "rb", buffering=0) as file:
+        with opened_to_read(self.root / path) as handle:
             done = 0
             while block := into[done : done + CACHE_BYTES]:
-                if not (count := os.preadv(file.fileno(), [block], start + done)):
+                if not (count := os.preadv(handle, [block], start + done)):
                     break
                 seen(block[:count])
                 done += count

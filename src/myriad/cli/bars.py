@@ -5,8 +5,8 @@ plain line every few seconds, also while a single step lasts long, because a thr
 
     myriad: 5 s: predicting: 12 of 86 (14%)
 
-A command that ends within `_FIRST_LINE_SECONDS` writes no line. Standard output is never touched, so
-``--json`` stays one JSON object.
+A command that ends within `_FIRST_LINE_SECONDS` writes no line. Progress goes to standard error with and
+without ``--json``, in every verb alike: standard output is never touched, so it stays one JSON object.
 
     count_bar("searching")      show(stage, done, total)        numbers of anything
     bytes_bar()                 show(stage, done, total)        bytes
@@ -25,7 +25,7 @@ from myriad.units import format_bytes
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
-__all__ = ["bytes_bar", "count_bar", "share_bar"]
+__all__ = ["Counted", "bytes_bar", "count_bar", "share_bar"]
 
 _FIRST_LINE_SECONDS = 5.0
 _MANY_LINES = 12
@@ -37,34 +37,29 @@ Counted = Callable[[str, int, int], None]
 
 
 @contextmanager
-def bytes_bar(*, quiet: bool = False) -> Iterator[Counted]:
+def bytes_bar() -> Iterator[Counted]:
     """Yield ``show(stage, done_bytes, total_bytes)``."""
-    with _shown(_byte_columns, _bytes_done, "starting", quiet=quiet) as display:
+    with _shown(_byte_columns, _bytes_done, "starting") as display:
         yield lambda stage, done, total: display.show(stage, float(done), float(total))
 
 
 @contextmanager
-def count_bar(starting: str, *, quiet: bool = False) -> Iterator[Counted]:
+def count_bar(starting: str) -> Iterator[Counted]:
     """Yield ``show(stage, done, total)``; ``starting`` is the stage before the first call."""
-    with _shown(_count_columns, _count_done, starting, quiet=quiet) as display:
+    with _shown(_count_columns, _count_done, starting) as display:
         yield lambda stage, done, total: display.show(stage, float(done), float(total))
 
 
 @contextmanager
-def share_bar(title: str, *, quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
+def share_bar(title: str) -> Iterator[Callable[[str, float], None]]:
     """Yield ``show(step, share_done)``, for work whose steps have names; ``title`` names all of it."""
-    with _shown(_share_columns, _share_done, f"{title}: starting", quiet=quiet) as display:
+    with _shown(_share_columns, _share_done, f"{title}: starting") as display:
         yield lambda step, done: display.show(f"{title}: {step}", done, 1.0)
 
 
 class _Display(Protocol):
     def show(self, stage: str, done: float, total: float) -> None:
         """Take in where the work stands."""
-
-
-class _Nothing:
-    def show(self, stage: str, done: float, total: float) -> None:
-        """Show nothing."""
 
 
 class _Lines:
@@ -81,7 +76,7 @@ class _Lines:
         self._state = (stage, done, total)
 
     def close(self) -> None:
-        """Write no more."""
+        """End the thread that writes the lines."""
         self._done.set()
         self._thread.join()
 
@@ -119,11 +114,11 @@ class _Bar:
         self._bar.start()
 
     def show(self, stage: str, done: float, total: float) -> None:
-        """Move the bar."""
+        """Redraw the bar with the stage and its share."""
         self._bar.update(self._task, description=stage, completed=done, total=total or None)
 
     def close(self) -> None:
-        """Clear it away."""
+        """Remove the bar from the terminal."""
         self._bar.stop()
 
 
@@ -132,14 +127,9 @@ def _shown(
     columns: "Callable[[], tuple[ProgressColumn, ...]]",
     describe: Callable[[float, float], str],
     starting: str,
-    *,
-    quiet: bool,
 ) -> Iterator[_Display]:
     from rich.console import Console
 
-    if quiet:
-        yield _Nothing()
-        return
     in_terminal = Console(stderr=True).is_terminal
     display = _Bar(starting, columns()) if in_terminal else _Lines(starting, describe)
     try:

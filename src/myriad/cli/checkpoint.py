@@ -1,7 +1,6 @@
 """``myriad checkpoint``: what a run has saved, whether it is whole, and what differs between two."""
 
 import contextlib
-import json as json_format
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,7 +11,9 @@ import typer
 
 from myriad.cli import convert
 from myriad.cli.bars import bytes_bar
+from myriad.cli.json_output import print_json
 from myriad.cli.runs import CHECKPOINTS, existing_run
+from myriad.spin_watch import spinning_watched
 from myriad.units import format_bytes
 
 __all__ = ["register"]
@@ -25,8 +26,8 @@ _Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its nam
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    told = "Look after checkpoints: list, verify, diff, prune, reshard, save; Hugging Face: export, import."
-    verb = typer.Typer(no_args_is_help=True, help=told)
+    text = "Look after checkpoints: list, verify, diff, prune, reshard, save; Hugging Face: export, import."
+    verb = typer.Typer(no_args_is_help=True, help=text)
     verb.command("list")(_list)
     verb.command("verify")(_verify)
     verb.command("diff")(_diff)
@@ -55,7 +56,7 @@ def _list(
     else:
         rows = list_checkpoints(found.run if found.is_run else None, found.whole_folder(), every_byte=verify)
     if json:
-        typer.echo(json_format.dumps({"run": path, "checkpoints": rows}))
+        print_json({"run": path, "checkpoints": rows})
     else:
         _show_rows(path, rows)
 
@@ -81,15 +82,18 @@ def _show_rows(run: str, rows: Sequence[dict[str, Any]]) -> None:
 
 def _verify(path: _Path, json: _Json = False) -> None:
     """Read every byte and name every chunk that is not as it was written; exit code 1 when there is one."""
-    from myriad.checkpoint.folder import verify
+    from myriad.checkpoint.folder import is_removed, verify
     from myriad.train.locate import locate
 
     found: dict[str, list[str]] = {}
-    for checkpoint in locate(path).checkpoints():
+    place = locate(path)
+    for checkpoint in place.checkpoints():
         with bytes_bar() as show:
-            found[checkpoint.where] = verify(checkpoint, show=partial(show, checkpoint.name))
+            problems = verify(checkpoint, show=partial(show, checkpoint.name))
+        if not (problems and place.one is None and is_removed(checkpoint)):  # else: pruned meanwhile
+            found[checkpoint.where] = problems
     if json:
-        typer.echo(json_format.dumps({"path": path, "whole": not any(found.values()), "problems": found}))
+        print_json({"path": path, "whole": not any(found.values()), "problems": found})
     else:
         for checkpoint_path, problems in found.items():
             typer.echo("\n".join(problems) if problems else f"{checkpoint_path}: whole")
@@ -107,9 +111,10 @@ def _diff(first: _One, second: _One, json: _Json = False) -> None:
     from myriad.checkpoint.difference import compare_checkpoints
 
     where = [path.where for path in paths]
-    found = list(compare_checkpoints(*where))
+    with spinning_watched():
+        found = list(compare_checkpoints(*where))
     if json:
-        typer.echo(json_format.dumps({"paths": where, "differences": [asdict(one) for one in found]}))
+        print_json({"paths": where, "differences": [asdict(one) for one in found]})
     else:
         lines = [
             f"{one.name}: {one.what or f'up to {one.largest:.3g} ({one.relative:.1e} of the largest)'}"
@@ -143,7 +148,7 @@ def _prune(
         removed = folder.prune(keep, newest[0], age) if newest else []
         removed += folder.remove_damaged() if damaged else []
     if json:
-        typer.echo(json_format.dumps({"run": path, "removed": removed, "kept": folder.steps()}))
+        print_json({"run": path, "removed": removed, "kept": folder.steps()})
     else:
         typer.echo(f"removed {len(removed)}, kept {', '.join(map(str, folder.steps())) or 'none'}")
 
@@ -168,7 +173,7 @@ def _save(
 
     done = save_from_memory(existing_run(run), to)
     if json:
-        typer.echo(json_format.dumps(done))
+        print_json(done)
         return
     typer.echo(f"step {done['step']} is stored and verified: {done['where']} ({format_bytes(done['bytes'])})")
     url = "" if to is None else f" --checkpoint.url {shlex.quote(done['url'])}"
@@ -181,7 +186,7 @@ def _release(run: _Run, json: _Json = False) -> None:
 
     steps = release_memory(existing_run(run))
     if json:
-        typer.echo(json_format.dumps({"run": run, "released": steps}))
+        print_json({"run": run, "released": steps})
     else:
         typer.echo(
             f"released from memory: step {', '.join(map(str, steps))}" if steps else "nothing was held"

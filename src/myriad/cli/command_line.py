@@ -37,6 +37,7 @@ from myriad.cli import (
     validate,
     watch,
 )
+from myriad.cli.usage import refuse_empty, refused_value
 from myriad.errors import BadInputError, MyriadError
 
 __all__ = ["build_app", "run_command"]
@@ -95,12 +96,12 @@ class _Root(TyperGroup):
         return code
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
-        """Read the options."""
+        """Parse the arguments, and note an interrupt."""
         with self._noting():
             return super().make_context(*arguments, **settings)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb."""
+        """Run the verb, and note an interrupt."""
         with self._noting():
             return super().invoke(ctx)
 
@@ -143,10 +144,13 @@ def run_command(arguments: list[str]) -> int:
     _flow(command)
     as_json = "--json" in arguments
     try:
+        refuse_empty(command, arguments)
         return command(arguments, prog_name="myriad", standalone_mode=False) or 0
     except MyriadError as error:
         return _fail(error, str(error), error.exit_code, as_json=as_json)
     except _USAGE_ERROR as error:
+        if (refused := refused_value(error)) is not None:
+            return _fail(refused, str(refused), refused.exit_code, as_json=as_json)
         if message := error.format_message():  # a group without a verb has shown its help instead
             return _fail(error, f"{message} (see --help)", 2, as_json=as_json)
         return 2

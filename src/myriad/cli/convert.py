@@ -1,6 +1,6 @@
 """``myriad checkpoint export``, ``import`` and ``reshard``: checkpoints in other formats and other cuts."""
 
-import json as json_format
+import shlex
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -9,9 +9,11 @@ from typing import Annotated
 import typer
 
 from myriad.cli.bars import bytes_bar
+from myriad.cli.json_output import print_json
 from myriad.cli.overrides import OverrideCommand
 from myriad.cli.runs import CHECKPOINTS
 from myriad.errors import BadInputError
+from myriad.spin_watch import spinning_watched
 
 __all__ = ["register"]
 
@@ -42,7 +44,7 @@ def _export(
     format: Annotated[
         _Format, typer.Option(help="hf: Hugging Face, as transformers' from_pretrained reads it.")
     ] = _Format.hf,
-    dtype: Annotated[_Dtype, typer.Option(help="Of the weights that are written.")] = _Dtype.float32,
+    dtype: Annotated[_Dtype, typer.Option(help="Type of the weights that are written.")] = _Dtype.float32,
     json: _Json = False,
 ) -> None:
     """Write a checkpoint for other people's tools: Llama, Mistral, Arcee or GPT-2, whichever the model is.
@@ -50,9 +52,10 @@ def _export(
     A model that is none of them is refused, and nothing is written."""
     from myriad.train.convert import export_hugging_face
 
-    done = export_hugging_face(path, out, dtype.value)
+    with spinning_watched():
+        done = export_hugging_face(path, out, dtype.value)
     if json:
-        typer.echo(json_format.dumps(done))
+        print_json(done)
         return
     typer.echo(f"{out}: {done['model_type']}, {done['parameters']:,} parameters in {done['dtype']}")
     if done["why_no_tokenizer"]:
@@ -69,17 +72,17 @@ def _import(
     """Make a run of Hugging Face weights: to sample from, and to train from with --init-from."""
     from myriad.train.convert import import_hugging_face
 
-    done = import_hugging_face(folder, run)
+    with spinning_watched():
+        done = import_hugging_face(folder, run)
     if json:
-        typer.echo(json_format.dumps(done))
+        print_json(done)
         return
     tokenizer = "with its tokenizer" if done["tokenizer"] else "without a tokenizer: no text can be made"
     typer.echo(f"{run}: {done['parameters']:,} parameters, {tokenizer}")
     if done["other_end"]:
         typer.echo(f"note: {done['other_end']}")
-    typer.echo(
-        f"train from it: myriad train {run}/job.toml --run NAME --init-from {run} --data.corpus CORPUS"
-    )
+    job, weights = shlex.quote(f"{run}/job.toml"), shlex.quote(str(run))
+    typer.echo(f"train from it: myriad train {job} --run NAME --init-from {weights} --data.corpus CORPUS")
 
 
 def _reshard(
@@ -102,9 +105,9 @@ def _reshard(
     for override in overrides:
         if not override.startswith("layout."):
             raise BadInputError(override.partition("=")[0], override.partition("=")[2], "only layout.* keys")
-    with bytes_bar() as show:
+    with bytes_bar() as show, spinning_watched():
         done = reshard_checkpoint(path, out, overrides, partial(show, "cutting"))
     if json:
-        typer.echo(json_format.dumps(done))
+        print_json(done)
         return
     typer.echo(f"{done['out']}: step {done['step']} in {done['ranks']} files")

@@ -39,21 +39,31 @@ _Cluster = Annotated[
     str | None,
     typer.Option(
         metavar="HOSTS",
-        help="Also test between nodes: all hosts, neighbours side by side, with commas, or a file with one a "
+        help="Test between nodes, too: all hosts, neighbours side by side, with commas, or a file with one a "
         "line; the same command on each of them. The first one says who is to blame.",
     ),
 ]
 _Node = Annotated[
-    str | None, typer.Option(metavar="HOST", help="Which of --cluster this is, if its addresses do not tell.")
+    str | None,
+    typer.Option(
+        metavar="HOST", help="This host's name in --cluster, if it does not follow from its addresses."
+    ),
 ]
 _Secret = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="What the nodes know each other by; or in MYRIAD_DOCTOR_SECRET."),
+    typer.Option(
+        metavar="FILE", help="File with the shared secret of --cluster. Default: MYRIAD_DOCTOR_SECRET."
+    ),
 ]
 _Links = Annotated[
-    bool, typer.Option("--links", help="With --cluster: test every pair, not only as many as show bad nodes.")
+    bool,
+    typer.Option(
+        "--links", help="Test every pair of nodes, not only as many as show bad nodes (with --cluster)."
+    ),
 ]
-_Wait = Annotated[float, typer.Option(metavar="SECONDS", help="With --cluster: for nodes to come.")]
+_Wait = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Seconds to wait for the other nodes (with --cluster).")
+]
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ class _Others:
 
 def doctor(
     folder: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where runs or their checkpoints are written.")
+        Path, typer.Option(metavar="FOLDER", help="Folder for runs or checkpoints, whose disk is tested.")
     ] = Path("runs"),
     baseline: Annotated[
         Path | None,
@@ -162,16 +172,16 @@ def _others(
 def _diagnose(folder: Path, expected: "Expected", *, title: str = "testing") -> "Diagnosis":
     from myriad.resilience.doctor.node import diagnose
 
-    with share_bar(title) as tell:
-        return diagnose(folder, expected, tell=tell)
+    with share_bar(title) as show:
+        return diagnose(folder, expected, tell=show)
 
 
 def _between(others: _Others, diagnosis: "Diagnosis", expected: "Expected") -> "Findings":
     from myriad.resilience.doctor.pairwise import pairwise
 
     known = expected.get(_NETWORK, {}).get(_PAIR)
-    with share_bar("testing") as tell:
-        tell("between nodes", 0.9)
+    with share_bar("testing") as show:
+        show("between nodes", 0.9)
         return pairwise(
             others.nodes,
             others.index,

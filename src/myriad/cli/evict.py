@@ -29,14 +29,12 @@ def evict(
     node: Annotated[
         int | None, typer.Argument(metavar="NODE", min=0, help="The number of the node.", show_default=False)
     ] = None,
-    reason: Annotated[
-        str, typer.Option(metavar="TEXT", help="Why; goes to the event, for whoever reads it.")
-    ] = "",
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, kept in the run's event.")] = "",
     anyway: Annotated[
         bool,
         typer.Option(
             "--anyway",
-            help="Also where no spare stands by: the run then waits for a node, or has fewer replicas.",
+            help="Evict even without a spare: the run then waits for a node, or has fewer replicas.",
         ),
     ] = False,
     show: Annotated[
@@ -57,7 +55,7 @@ def evict(
 
     Instead of RUN and NODE: --list or --pardon HOST, of machines that were evicted from runs of yours.
 
-    Exit code: 0 done, or as soon as the step is; 1 the driver is not reachable, 2 it cannot be.
+    Exit code: 0 done, or as soon as the step is; 1 the driver is not reachable, 2 bad input.
     """
     if show or pardon is not None:
         _refuse_both(run, show=show, pardon=pardon)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from myriad.cli.bars import count_bar
 from myriad.errors import BadInputError, MyriadError
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ _Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    told = "Break a real run on purpose, and grade the recovery: run, list."
-    verb = typer.Typer(no_args_is_help=True, help=told)
+    text = "Break a real run on purpose, and grade the recovery: run, list."
+    verb = typer.Typer(no_args_is_help=True, help=text)
     verb.command("run")(_run)
     verb.command("list")(_list)
     app.add_typer(verb, name="faults")
@@ -48,9 +49,17 @@ def _run(
     doubles: Annotated[
         int, typer.Option(metavar="N", min=0, help="N times two at random, at most 2 s apart.")
     ] = 0,
-    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Draws --random and --doubles.")] = 1,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="S",
+            min=0,
+            max=2**32 - 1,
+            help="Draws --random, --doubles and what a scenario leaves open. Default: 1, or the scenario's.",
+        ),
+    ] = None,
     folder: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where the runs are made, and the undisturbed ones kept.")
+        Path, typer.Option(metavar="FOLDER", help="Folder for the runs; the undisturbed ones are kept there.")
     ] = Path("runs/faults"),
     oversubscribe: Annotated[
         bool, typer.Option("--oversubscribe", help="Allow more ranks than cores: they take turns.")
@@ -78,14 +87,18 @@ def _run(
     if drawn:
         from myriad.resilience.faults.random_faults import random_scenarios
 
-        chosen = list(random_scenarios(random, doubles, seed))
+        chosen = list(random_scenarios(random, doubles, 1 if seed is None else seed))
     else:
         chosen = list(_able() if all_ else ((Path(name).stem, _load(name)) for name in names))
+        if seed is not None:
+            chosen = [(name, scenario.model_copy(update={"seed": seed})) for name, scenario in chosen]
     _check(chosen, oversubscribe)
     reports: list[Report] = []
     try:
-        for name, scenario in chosen:
-            reports.append(_try(name, scenario, folder))
+        with count_bar("scenarios") as show:
+            for number, (name, scenario) in enumerate(chosen):
+                show(name, number, len(chosen))
+                reports.append(_try(name, scenario, folder))
     except KeyboardInterrupt:
         if reports:
             _tell_all(reports, drawn, None, as_json=as_json)
@@ -187,6 +200,8 @@ def _list(as_json: _Json = False) -> None:
 
 def _aim_in_words(aim: "Aim") -> str:
     steps = f", or {aim.median_steps:g} median steps if longer" if aim.median_steps else ""
+    if aim.seen == "nothing":
+        return aim.also
     parts = [f"found in {aim.detected_seconds:g} s{steps}"]
     if aim.causes:
         parts.append(f"told as {' or '.join(aim.causes)}")

@@ -1,24 +1,34 @@
 """Pictures that a command writes where it is told: SVG as it is drawn, or PNG made of it."""
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
 from myriad.errors import BadInputError
 from myriad.whole_file import write_whole
 
-__all__ = ["check_picture", "write_picture"]
+__all__ = ["check_output", "check_picture", "write_picture"]
 
 _PIXELS = 2.0
 """Of a PNG, for one of the SVG: for screens with fine pixels."""
 
 
+def check_output(option: str, path: Path) -> None:
+    """Find out before any work whether a file can be written. Raises `BadInputError`."""
+    if not path.parent.is_dir():
+        raise BadInputError(option, str(path), f"there is no folder {path.parent}")
+    if path.exists() and not path.is_file():
+        raise BadInputError(option, str(path), "a regular file or a new one: this is neither")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise BadInputError(option, str(path), f"the folder {path.parent} cannot be written to")
+
+
 def check_picture(option: str, path: Path) -> None:
-    """Raises `BadInputError` for a name that is no picture's, a folder that is not there, and for a PNG that
-    cannot be made."""
+    """Raises `BadInputError` for a name that is no picture's, a file that cannot be written, and for a PNG
+    that cannot be made."""
     if path.suffix not in (".svg", ".png"):
         raise BadInputError(option, str(path), "a file name that ends in .svg or .png")
-    if not path.parent.is_dir():
-        raise BadInputError(option, str(path), "in a folder that is there")
+    check_output(option, path)
     if path.suffix == ".png" and find_spec("resvg_py") is None:
         raise BadInputError(option, str(path), "a .svg, or for PNG: pip install 'myriad[png]'")
 

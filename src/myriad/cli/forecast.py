@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from myriad.cli.bars import Counted, count_bar
+from myriad.cli.files import write_picture
 from myriad.cli.forecast_network import NetworkEffect, WantedNetwork
 from myriad.cli.json_output import print_json
 from myriad.errors import BadInputError
@@ -58,8 +60,9 @@ def forecast(wanted: Wanted) -> None:
     _check_place(job, cluster)
     if wanted.spans is not None:
         _check_folder(wanted.spans)
-    found, ranks, effect = _predict(wanted, job, cluster)
-    on_fabric = _on_fabric(wanted, job, cluster) if wanted.fabric else None
+    with count_bar("simulating an iteration") as show:
+        found, ranks, effect = _predict(wanted, job, cluster)
+        on_fabric = _on_fabric(wanted, job, cluster, show) if wanted.fabric else None
     written = _write(wanted, job, cluster, found, ranks)
     if wanted.as_json:
         network = {} if effect is None else {"network": effect.as_json()}
@@ -123,7 +126,7 @@ def _predict(
     return outlook(costs, prediction, memory, fits), predicted_spans(prediction, job.layout), effect
 
 
-def _on_fabric(wanted: Wanted, job: "Job", cluster: "Cluster") -> "FabricOutlook":
+def _on_fabric(wanted: Wanted, job: "Job", cluster: "Cluster", show: Counted) -> "FabricOutlook":
     """Of the nodes in the job's own order, under draws of the hashes."""
     from myriad.planner.fabric_outlook import OnFabric
     from myriad.planner.rescore import Simulations
@@ -137,7 +140,11 @@ def _on_fabric(wanted: Wanted, job: "Job", cluster: "Cluster") -> "FabricOutlook
 
     judge = disturbed if slower or wanted.jitter or events else Simulations().without_saves
     on_fabric = OnFabric(cluster, judge, first_seed=wanted.seed)
-    return on_fabric.outlook(on_fabric.tenant(costs_of(job, cluster)), nodes_of(job, cluster))
+    return on_fabric.outlook(
+        on_fabric.tenant(costs_of(job, cluster)),
+        nodes_of(job, cluster),
+        progress=partial(show, "simulating draws of the hashes"),
+    )
 
 
 def _disturbed(
@@ -188,10 +195,7 @@ def _write(
     if wanted.out is not None:
         lanes = [Lane(f"rank {rank}", spans) for rank, spans in ranks.items()]
         panel = Panel("one iteration, predicted", 0.0, found.seconds, lanes)
-        try:
-            write_whole(wanted.out, draw_spans(_headline(job, cluster, found), [panel]))
-        except OSError as error:
-            raise BadInputError("--out", str(wanted.out), f"cannot be written: {error.strerror}") from None
+        write_picture("--out", wanted.out, draw_spans(_headline(job, cluster, found), [panel]))
         written.append(wanted.out)
     if wanted.spans is not None:
         folder = wanted.spans / "spans"

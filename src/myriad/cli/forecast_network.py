@@ -57,16 +57,17 @@ class NetworkEffect:
     def lines(self, found: "Outlook") -> Iterator[str]:
         """For people."""
         more = self.seconds - self.plain_seconds
-        yield f"without it {self.plain_seconds:.3f} s: {more:+.3f} s, {more / self.plain_seconds:+.1%}"
+        longer = f"{more:+.3f} s, {more / self.plain_seconds:+.1%}"
+        yield f"without these events {self.plain_seconds:.3f} s: {longer}"
         events, timers = self.events, self.events.timers
         for flap in events.flaps:
             wait = events.wait_seconds(flap.down_seconds)
             yield (
-                f"a link of node {flap.node} is down for {flap.down_seconds:g} s: what was under way goes on "
-                f"after {format_number(wait)} s (NCCL_IB_TIMEOUT={timers.timeout})"
+                f"a link of node {flap.node} is down for {format_number(flap.down_seconds)} s: transfers in "
+                f"flight resume after {format_number(wait)} s (NCCL_IB_TIMEOUT={timers.timeout})"
             )
         if events.flaps:
-            yield f"probability that the job ends of it: {events.lost_probability:.1%}"
+            yield f"probability that this ends the job: {events.lost_probability:.1%}"
         for one in events.congested:
             yield f"{_nodes(one.nodes)} {one.ratio:.0%} of the rate to the others"
         longest = max(found.ranks, key=lambda rank: sum(rank.exposed_seconds.values()))

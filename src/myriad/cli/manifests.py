@@ -34,7 +34,7 @@ def manifests(
     run: Annotated[
         str | None, typer.Option(metavar="NAME", help="Names the run and all objects; else the job's name.")
     ] = None,
-    namespace: Annotated[str, typer.Option(metavar="NAME", help="Where all is made.")] = "default",
+    namespace: Annotated[str, typer.Option(metavar="NAME", help="Namespace of all objects.")] = "default",
     claim: Annotated[
         str, typer.Option(metavar="NAME", help="Volume claim for runs, which all pods can write.")
     ] = "myriad-runs",
@@ -46,32 +46,33 @@ def manifests(
     ] = None,
     storage_class: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Of the claim that is made; else the cluster's default."),
+        typer.Option(metavar="NAME", help="Storage class of the new claim. Default: the cluster's."),
     ] = None,
     mount: Annotated[str, typer.Option(metavar="PATH", help="Where pods see the volume.")] = "/runs",
     gpus: Annotated[
-        int | None, typer.Option(metavar="N", help="Of a node; else one a rank, none with train.device cpu.")
+        int | None,
+        typer.Option(
+            metavar="N", help="GPUs of a node. Default: one for each rank, none with train.device cpu."
+        ),
     ] = None,
     gpu_resource: Annotated[
         str, typer.Option(metavar="NAME", help="What a GPU is called.")
     ] = "nvidia.com/gpu",
-    cpus: Annotated[int | None, typer.Option(metavar="N", help="Cores of a node that are asked for.")] = None,
+    cpus: Annotated[int | None, typer.Option(metavar="N", help="Cores of a node: request.")] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of a node, asked for and limit.")
+        str | None, typer.Option(metavar="SIZE", help="Memory of a node: request and limit.")
     ] = None,
     resource: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=N", help="Something else of a node (rdma/hca=1); again for more."),
+        typer.Option(metavar="NAME=N", help="Another resource of a node (rdma/hca=1); again for more."),
     ] = None,
     select: Annotated[
         list[str] | None,
-        typer.Option(metavar="LABEL=VALUE", help="Only on machines with this label; again for more."),
+        typer.Option(metavar="LABEL=VALUE", help="Use only machines with this label; again for more."),
     ] = None,
     tolerate: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY[=VALUE][:EFFECT]", help="Also on machines with this taint; again for more."
-        ),
+        typer.Option(metavar="KEY[=VALUE][:EFFECT]", help="Allow machines with this taint; again for more."),
     ] = None,
     no_cordon: Annotated[
         bool,

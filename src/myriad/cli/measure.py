@@ -21,8 +21,8 @@ def measure_to_file(out: Path | None = None) -> "tuple[Cluster, Path]":
     path = out or find_cluster_file()
     if path.is_dir() or path.suffix != ".toml":
         raise BadInputError("--out", str(path), "a file name that ends in .toml")
-    with share_bar("measuring") as tell:
-        cluster = measure_cluster(tell)
+    with share_bar("measuring") as show:
+        cluster = measure_cluster(show)
     try:
         write_cluster(cluster, path)
     except OSError as error:

@@ -19,8 +19,8 @@ _VERBS: tuple[ModuleType, ...] = (
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    told = "A cluster's fabric: hash conflicts, congestion control, link flaps, placement, settings."
-    verb = typer.Typer(no_args_is_help=True, help=told)
+    text = "A cluster's fabric: hash conflicts, congestion control, link flaps, placement, settings."
+    verb = typer.Typer(no_args_is_help=True, help=text)
     for each in _VERBS:
         each.register(verb)
     app.add_typer(verb, name="network")

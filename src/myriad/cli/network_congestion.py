@@ -47,7 +47,9 @@ def congestion(
         int, typer.Option(help="Hosts of one port of 200 Gbit/s, eight to a switch (fewer below 32).")
     ] = 32,
     scale: Annotated[float, typer.Option(min=0.01, max=100, help="Times all sizes of messages.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of which packets are marked.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Seed of the draws by which packets are marked.")
+    ] = 0,
     out: Annotated[Path | None, typer.Option(metavar="FILE.svg|png", help="Draw the table.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

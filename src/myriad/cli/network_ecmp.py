@@ -26,20 +26,25 @@ def register(app: typer.Typer) -> None:
 
 def ecmp(
     flows: Annotated[
-        int | None, typer.Option(metavar="N", help="That leave one switch at once; 32 if not given.")
+        int | None,
+        typer.Option(metavar="N", help="Flows that leave one switch at the same time. Default: 32."),
     ] = None,
-    uplinks: Annotated[int | None, typer.Option(metavar="N", help="Of that switch; 32 if not given.")] = None,
+    uplinks: Annotated[
+        int | None, typer.Option(metavar="N", help="Uplinks of that switch. Default: 32.")
+    ] = None,
     split: Annotated[
-        int | None, typer.Option(metavar="N", help="Flows that an uplink carries in full; 1 if not given.")
+        int | None, typer.Option(metavar="N", help="Flows that an uplink carries at full rate. Default: 1.")
     ] = None,
     queue_pairs: Annotated[
-        int, typer.Option(metavar="N", help="That each flow is cut in, hashed one by one.")
+        int, typer.Option(metavar="N", help="Queue pairs of each flow, hashed one by one.")
     ] = 1,
     cluster: Annotated[
         str | None,
         typer.Option(metavar="CLUSTER", help="Rings over a cluster's nodes: a file, or a recipe's name."),
     ] = None,
-    gpus: Annotated[int | None, typer.Option(metavar="N", help="So many of its accelerators.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(metavar="N", help="Number of the cluster's accelerators to use.")
+    ] = None,
     what_if: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Change the cluster: fabric.split=1; again for more."),
@@ -48,16 +53,18 @@ def ecmp(
         str | None,
         typer.Option(
             metavar="WAY",
-            help="Of a ring's nodes: packed under switches (the default), spread over them, or random.",
+            help="Placement of a ring's nodes: packed under switches (default), spread, or random.",
         ),
     ] = None,
     ring_nodes: Annotated[
-        int | None, typer.Option(metavar="N", help="Nodes of a ring; all if not given.")
+        int | None, typer.Option(metavar="N", help="Nodes of a ring. Default: all.")
     ] = None,
     draws: Annotated[
-        int | None, typer.Option(metavar="N", help="Of the switches' hash seeds; 20 if not given.")
+        int | None, typer.Option(metavar="N", help="Draws of the switches' hash seeds. Default: 20.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first draw, and of a random placement.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Seed of the first draw, and of a random placement.")
+    ] = 0,
     out: Annotated[Path | None, typer.Option(metavar="FILE.svg|png", help="Draw a picture.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -66,8 +73,8 @@ def ecmp(
     One switch: exact, as balls thrown into bins. A cluster (--cluster): rings of nodes, port by port, routed
     and shared over its fabric for each draw of hash seeds.
 
-    Slowest: what the slowest flow has of its rate; a collective is as quick as that. Held up: flows that have
-    less than all. Conflict: probability that any has.
+    Slowest: share of its rate that the slowest flow gets; a collective is as quick as that flow. Slowed:
+    flows that get less than their full rate. Conflict: probability that any flow does.
     """
     if out is not None:
         check_picture("--out", out)
@@ -145,21 +152,21 @@ def _tell_of_switch(question: "SwitchQuestion", out: Path | None, as_json: bool)
 
         asked = (question.num_flows, rows[0].slowest_ratio)
         write_picture("--out", out, draw_curves(title, curves(question), asked))
-    _tell({"question": asdict(question)}, title, rows, as_json)
+    _print_rows({"question": asdict(question)}, title, rows, as_json)
 
 
 def _tell_of_fabric(cluster: "Cluster", question: "FabricQuestion", out: Path | None, as_json: bool) -> None:
     from myriad.network.remedies import fabric_rows
 
-    with share_bar("drawing hashes") as tell:
-        rows = fabric_rows(question, tell)
+    with share_bar("drawing hashes") as show:
+        rows = fabric_rows(question, show)
     nodes = question.ring_nodes or cluster.nodes
     title = f"{cluster.name}: rings of {nodes} nodes, {question.placement}, {_pairs(question.queue_pairs)}"
     if out is not None:
         from myriad.cli.network_ecmp_chart import draw_bars
 
         write_picture("--out", out, draw_bars(title, rows))
-    told = {
+    facts = {
         "cluster": cluster.name,
         "nodes": cluster.nodes,
         "fabric": question.shape.model_dump(mode="json", exclude_none=True),
@@ -169,18 +176,18 @@ def _tell_of_fabric(cluster: "Cluster", question: "FabricQuestion", out: Path | 
         "draws": question.draws,
         "seed": question.seed,
     }
-    _tell(told, title, rows, as_json)
+    _print_rows(facts, title, rows, as_json)
 
 
 def _pairs(count: int) -> str:
     return f"{count} queue pair{'s' if count > 1 else ''} a flow"
 
 
-def _tell(told: dict[str, Any], title: str, rows: "Sequence[Row]", as_json: bool) -> None:
+def _print_rows(facts: dict[str, Any], title: str, rows: "Sequence[Row]", as_json: bool) -> None:
     from myriad.network.remedies import advice
 
     if as_json:
-        print_json(told | {"rows": [asdict(row) for row in rows], "advice": advice(rows)})
+        print_json(facts | {"rows": [asdict(row) for row in rows], "advice": advice(rows)})
         return
     from rich.console import Console
     from rich.table import Table
@@ -189,7 +196,7 @@ def _tell(told: dict[str, Any], title: str, rows: "Sequence[Row]", as_json: bool
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     grid.add_column("", no_wrap=True)
     has_range = any(row.low_ratio < row.high_ratio for row in rows)
-    names = ("slowest", *(("p5", "p95") if has_range else ()), "mean", "held up", "conflict")
+    names = ("slowest", *(("p5", "p95") if has_range else ()), "mean", "slowed", "conflict")
     for name in names:
         grid.add_column(name, justify="right", no_wrap=True)
     for row in rows:

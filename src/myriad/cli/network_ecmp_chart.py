@@ -58,7 +58,7 @@ def draw_bars(title: str, rows: Sequence[Row]) -> str:
     for row in rows:
         middle, colour = top + 8, _COLOURS[1 if row.is_asked else 0]
         parts.append(text(_BAR_LEFT - 8, middle + 4, row.name, anchor="end"))
-        hint = f"{row.name}: {row.slowest_ratio:.2f}, {row.held_up_ratio:.0%} of the flows held up"
+        hint = f"{row.name}: {row.slowest_ratio:.2f}, {row.held_up_ratio:.0%} of the flows slowed"
         box = f'x="{_BAR_LEFT}" y="{top:.1f}" width="{row.slowest_ratio * scale:.1f}" height="16"'
         parts.append(f'<rect {box} fill="{colour}"><title>{escape(hint)}</title></rect>')
         low, high = (_BAR_LEFT + share * scale for share in (row.low_ratio, row.high_ratio))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from myriad.cli.bars import count_bar
 from myriad.cli.files import check_picture, write_picture
 from myriad.cli.json_output import print_json
 from myriad.errors import BadInputError
@@ -53,16 +54,17 @@ def flap(
     ] = "lognormal:2:1",
     flaps: Annotated[float, typer.Option(help="Flaps of one link a month (assumed).")] = _FLAPS_PER_MONTH,
     dead: Annotated[
-        float, typer.Option(help="Of one link a month, that it goes down for good (HPN, SIGCOMM 2024).")
+        float,
+        typer.Option(help="Failures of one link a month after which it stays down (HPN, SIGCOMM 2024)."),
     ] = _DEAD_PER_MONTH,
     links: Annotated[
         int | None,
         typer.Option(min=1, help="Links that nothing goes around; off: cables of NICs, one for each port."),
     ] = None,
     queue_pairs: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Of the job, through one link, that are sending.")
+        int, typer.Option(min=1, max=1_000_000, help="Queue pairs of the job that send through one link.")
     ] = _QUEUE_PAIRS,
-    timeout: Annotated[str, typer.Option(metavar="N,N..", help="Also show these timeouts.")] = "14,18,20",
+    timeout: Annotated[str, typer.Option(metavar="N,N..", help="Further timeouts to show.")] = "14,18,20",
     retries: Annotated[int, typer.Option(min=1, max=7, help="Resends of the timeouts to show.")] = 7,
     longer: Annotated[
         str, typer.Option(metavar="A,B", help="A NIC's timers over nominal, at least and at most.")
@@ -100,15 +102,18 @@ def flap(
 
     if out is not None:
         check_picture("--out", out)
-    found_cluster, seconds, own_patience = _read(job, cluster)
-    habits = habits_of(
-        found_cluster,
-        down,
-        Rates(flaps, dead, links, queue_pairs),
-        Care(driver, own_patience if patience is None else patience, restart),
-    )
-    like = Timers(18, retries, adaptive, longer=_two(longer))
-    found = answer(habits, like, _timeouts(timeout))
+    timers = Timers(18, retries, adaptive, longer=_two(longer))
+    timeouts = _timeouts(timeout)
+    with count_bar("predicting an iteration") as progress:
+        found_cluster, seconds, own_patience = _read(job, cluster)
+        habits = habits_of(
+            found_cluster,
+            down,
+            Rates(flaps, dead, links, queue_pairs),
+            Care(driver, own_patience if patience is None else patience, restart),
+        )
+        progress("comparing timeouts", 0, 0)
+        found = answer(habits, timers, timeouts)
     if out is not None:
         from myriad.cli.network_flap_chart import draw
 
@@ -217,7 +222,10 @@ def _two(text: str) -> tuple[float, float]:
 def _timeouts(text: str) -> list[int]:
     from myriad.network.retransmission import MOST_TIMEOUT
 
-    numbers = [int(one) if one.strip().isdigit() else 0 for one in text.split(",")]
+    try:
+        numbers = [int(one) for one in text.split(",")]
+    except ValueError:
+        numbers = [0]
     if not all(1 <= number <= MOST_TIMEOUT for number in numbers):
         raise BadInputError("--timeout", text, f"numbers from 1 to {MOST_TIMEOUT} such as 14,18,20")
     return numbers

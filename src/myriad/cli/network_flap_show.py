@@ -11,7 +11,7 @@ from myriad.units import format_number
 
 __all__ = ["COLUMNS", "Answer", "advice", "as_json_object", "cells", "notes", "show"]
 
-COLUMNS = ("timeout", "T", "survives", "ends job", "waits", "gone", "ended", "lost h")
+COLUMNS = ("timeout", "T", "survives", "aborts", "stall", "detects", "a month", "lost h")
 
 
 @dataclass(frozen=True)
@@ -79,24 +79,28 @@ def notes(found: Answer, seconds: float | None) -> list[str]:
     """What its columns are, and under which conditions."""
     habits, least, most = found.habits, *found.best.timers.longer
     lines = [
-        "survives: a link down for so long at least (T x retries); ends job: share of flaps; waits: all "
-        "ranks, for one that is survived; gone: noticed that a peer is; ended, lost h: jobs, hours a month",
-        f"{habits.num_queue_pairs} queue pairs through a link; timers {least:g} to {most:g} times nominal "
-        f"(InfiniBand specification, volume 1, 9.7.6.1.3); a new start takes {habits.restart_seconds:g} s",
+        "T: interval between resends; survives: T x retries, the longest flap that every NIC survives;",
+        "aborts: flaps that end the job; stall: wait of all ranks for a flap that does not;",
+        "detects: time until a dead peer is noticed; a month: jobs that end; lost h: hours lost a month.",
+        f"{habits.num_queue_pairs} queue pairs send through a link; a NIC's timers are {least:g} to {most:g} "
+        f"times nominal",
+        "(InfiniBand specification, volume 1, 9.7.6.1.3); a restart takes "
+        f"{format_number(habits.restart_seconds)} s.",
     ]
     if isfinite(habits.driver_seconds):
         lines.append(
-            f"the driver ends the ranks of a node whose link is down for {habits.driver_seconds:g} s, which "
-            f"{_longer_share(habits):.0%} of the flaps are: 3 s x resilience.patience"
+            f"The driver stops the ranks of a node whose link is down for "
+            f"{format_number(habits.driver_seconds)} s"
         )
+        lines.append(f"(3 s x resilience.patience); {_longer_share(habits):.0%} of the flaps last longer.")
     if seconds is not None:
         wait = seconds + found.best.wait_seconds
         longest = seconds + found.best.wait_p95_seconds
         text = (
-            f"an iteration of {format_number(seconds)} s"
-            f" takes {format_number(wait)} s with a flap that is survived"
+            f"an iteration of {format_number(seconds)} s takes {format_number(wait)} s with a flap that it "
+            f"survives,"
         )
-        lines.append(f"{text}, at the 95th percentile {format_number(longest)} s, where nothing hides it")
+        lines += [text, f"at the 95th percentile {format_number(longest)} s, where nothing hides it"]
     return lines
 
 
@@ -110,17 +114,17 @@ def advice(found: Answer) -> list[tuple[str, str]]:
 
     best, timers = found.best, found.best.timers
     said = (
-        f"{best.lost:.1%} of flaps end the job, {format_number(best.hours_per_month)} hours a month are lost"
+        f"{best.lost:.1%} of flaps end the job, {format_number(best.hours_per_month)} hours a month are "
+        f"lost: least"
     )
     lines = [
         (
             f"NCCL_IB_TIMEOUT={timers.timeout}",
-            f"{said}: the fewest of timeouts 14 to 24; who never answers is seen after "
-            f"{_short(best.dead_seconds)}",
+            f"{said} of the timeouts 14 to 24; a dead peer is noticed after {_short(best.dead_seconds)}",
         ),
         (
             f"NCCL_IB_RETRY_CNT={timers.retries}",
-            "the most there are: of the same patience in more intervals, a resend comes sooner after a flap",
+            "the most that a NIC allows: with more and shorter intervals a resend comes sooner after a flap",
         ),
     ]
     if timers.adaptive:
@@ -128,9 +132,9 @@ def advice(found: Answer) -> list[tuple[str, str]]:
         lines.append(
             (
                 "mlxreg -d DEVICE --reg_name ROCE_ACCL --set roce_adp_retrans_en=1",
-                f"first resends after ms: all wait {_short(best.wait_seconds)} for a flap, without it "
-                f"{_short(plain.wait_seconds)} at best (timeout {plain.timers.timeout}); lost hours "
-                f"{format_number(best.hours_per_month)} and {format_number(plain.hours_per_month)}",
+                f"the first resend comes after milliseconds: a flap stalls {_short(best.wait_seconds)}, "
+                f"without it at best {_short(plain.wait_seconds)} (timeout {plain.timers.timeout}); lost: "
+                f"{format_number(best.hours_per_month)} and {format_number(plain.hours_per_month)} h a month",
             )
         )
     if found.patient is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from myriad.cli.files import check_picture, write_picture
+from myriad.cli.files import check_output, check_picture, write_picture
 from myriad.cli.json_output import print_json
 from myriad.cli.overrides import OverrideCommand
 from myriad.errors import BadInputError
@@ -53,12 +53,12 @@ def place(
         Literal["ecmp", "adaptive"], typer.Option(help="How switches choose among equal ways.")
     ] = "ecmp",
     queue_pairs: Annotated[
-        int, typer.Option(min=1, max=64, help="Of each transfer: NCCL_IB_QPS_PER_CONNECTION.")
+        int, typer.Option(min=1, max=64, help="Queue pairs of each transfer (NCCL_IB_QPS_PER_CONNECTION).")
     ] = 1,
     draws: Annotated[
-        int, typer.Option(metavar="N", min=1, max=10_000, help="Of the switches' hash seeds.")
+        int, typer.Option(metavar="N", min=1, max=10_000, help="Draws of the switches' hash seeds.")
     ] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first draw.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the first draw.")] = 0,
     use: Annotated[
         Literal["numbered", "random", "optimised"], typer.Option(help="The placement to export.")
     ] = "optimised",
@@ -67,7 +67,7 @@ def place(
         typer.Option(help="Write it for a scheduler: topology.conf, hosts of ranks, labels of nodes."),
     ] = None,
     to: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where --export goes; off: printed.")
+        Path | None, typer.Option(metavar="FILE", help="File that --export writes. Default: the terminal.")
     ] = None,
     names: Annotated[
         Path | None,
@@ -88,6 +88,8 @@ def place(
         check_picture("--out", out)
     if to is not None and export is None:
         raise BadInputError("--to", str(to), "goes with --export")
+    if to is not None:
+        check_output("--to", to)
     found_cluster, loaded = _read(cluster, what_if or (), jobs, OverrideCommand.of(context))
     hosts = _names(names, found_cluster.nodes)
     every = [costs_of(job, found_cluster) for job in loaded]
@@ -98,8 +100,8 @@ def place(
     if to is not None and text is not None:
         _write(to, text)
     if as_json:
-        told = placed.as_json() | ({} if text is None or to is not None else {"export": text})
-        print_json(told)
+        facts = placed.as_json() | ({} if text is None or to is not None else {"export": text})
+        print_json(facts)
     elif text is not None and to is None:
         typer.echo(text, nl=False)
     else:
@@ -138,9 +140,9 @@ def _place(
         every, routes, simulations.seconds, nodes=given, queue_pairs=queue_pairs, routing=routing
     )
     verdicts, ways = [], (on_fabric.numbered, lambda: on_fabric.random(seeds[0]), on_fabric.optimised)
-    with share_bar("placing") as tell:
+    with share_bar("placing") as show:
         for number, (name, way) in enumerate(zip(_USES, ways, strict=True)):
-            tell(name, number / len(ways))
+            show(name, number / len(ways))
             verdicts.append(on_fabric.verdicts(way(), seeds))
     plain = [simulations.seconds(costs) for costs in every]
     return Placed(tuple(jobs), tuple(every), routes.fabric, verdicts, plain, routing, queue_pairs, len(seeds))

@@ -57,7 +57,7 @@ class Placed:
         switches = " + ".join(f"{count:,}" for count in tiers if count)
         pairs = f"{self.queue_pairs} queue pair{'s' * (self.queue_pairs > 1)} a transfer"
         drawn = f"{self.num_draws} draws" if self.routing == "ecmp" else "nothing is drawn"
-        return f"{switches} switches by tier; {self.routing}, {pairs}, {drawn}"
+        return f"switches by tier: {switches}; {self.routing}, {pairs}, {drawn}"
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -146,8 +146,8 @@ def show(placed: Placed, files: Sequence[str]) -> None:
     for job, title in enumerate(placed.titles):
         _show_job(console, placed, job, title)
     console.print(
-        "slowest ring: for the rate of its ports, median over draws; meet: of the rings' flows above a "
-        "first-tier switch, those that share a link which is too narrow for them",
+        "slowest ring: share of its ports' rate, median over draws; meet: share of the rings' flows above "
+        "a first-tier switch that share a link which is too narrow for them",
         style="dim",
         soft_wrap=True,
     )
@@ -159,7 +159,7 @@ def _show_job(console: "Console", placed: Placed, job: int, title: str) -> None:
     from rich.table import Table
 
     plain = placed.plain_seconds[job]
-    told = f"{title}: {spell(plain)} an iteration as predicted without switches"
+    told = f"{title}: {spell(plain)} an iteration, predicted without switches"
     table = Table(box=None, title=told, title_justify="left", title_style="bold", pad_edge=False)
     table.add_column("", no_wrap=True)
     for name in (*(f"TB {tier}" for tier in TIERS), "meet", "slowest ring", "p50", "p95"):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from myriad.cli.bars import count_bar
 from myriad.cli.files import check_picture, write_picture
 from myriad.errors import BadInputError
 
@@ -67,9 +68,11 @@ def tune(
         check_picture("--out", out)
     found = load_cluster(cluster, what_if or ())
     habits = habits_of(found, down, Rates(), Care(driver, patience, None))
-    lines = tuning.tune(found, habits)
-    if out is not None:
-        _draw(out, found, habits, lines)
+    with count_bar("comparing settings") as progress:
+        lines = tuning.tune(found, habits)
+        if out is not None:
+            progress("drawing", 0, 0)
+            _draw(out, found, habits, lines)
     if as_json or export == "json":
         typer.echo(_as_json(found, lines, only_set=not as_json))
     elif export is None:

@@ -70,11 +70,13 @@ def _switches() -> set[str]:
     return {key for key, field in job_keys() if field.annotation is bool}
 
 
-def _unknown(token: str, options: Iterable[str]) -> BadInputError:
-    """An option that is neither the verb's own nor a key, with the nearest of both."""
+def _unknown(token: str, options: Iterable[str], after: str = "") -> BadInputError:
+    """Return the error for an option that is neither the verb's own nor a key, with the nearest of both;
+    ``after``: the argument behind it."""
     from myriad.job import is_name_of, suggest_key
 
-    name, _, value = token.partition("=")
+    name, equals, value = token.partition("=")
+    value = value if equals else after
     key = suggest_key(name.lstrip("-"))
     near = [f"--{key}"] if key is not None and is_name_of(name.lstrip("-"), key) else []
     near += difflib.get_close_matches(name, options, 1, 0.6)
@@ -96,9 +98,9 @@ class OverrideCommand(TyperCommand):
         """Takes the overrides out, refuses unknown options with the nearest known one, parses the rest."""
         own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
         ctx.meta[_META], rest = split_overrides(args, own)
-        for token in rest:
+        for token, after in zip(rest, [*rest[1:], ""], strict=True):
             if token.startswith("--") and token != "--" and token.partition("=")[0] not in own:
-                raise _unknown(token, own)
+                raise _unknown(token, own, "" if after.startswith("--") else after)
         return super().parse_args(ctx, rest)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -15,6 +15,7 @@ import typer
 
 from myriad.cli.overrides import OverrideCommand
 from myriad.errors import BadInputError
+from myriad.spin_watch import spinning_watched
 from myriad.units import format_ranges
 
 if TYPE_CHECKING:
@@ -219,7 +220,8 @@ def _tolerance(precision: str, steps: int, given: float | None) -> "Tolerance":
 def _compare(runs: list["Run"], tolerance: "Tolerance") -> list["Comparison"]:
     from myriad.train.compare import compare_runs
 
-    return [compare_runs(runs[0], other, tolerance) for other in runs[1:]]
+    with spinning_watched():
+        return [compare_runs(runs[0], other, tolerance) for other in runs[1:]]
 
 
 def _as_json(layouts: list[str], found: list["Comparison"], tolerance: "Tolerance") -> dict[str, Any]:

@@ -50,7 +50,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="N|A..B",
-            help="On so many accelerators: the cluster with more or fewer of its nodes. A range: a curve.",
+            help="Number of accelerators: the cluster with more or fewer of its nodes. A range: a curve.",
         ),
     ] = None,
     objective: Annotated[
@@ -76,7 +76,7 @@ def plan(
         bool,
         typer.Option(
             "--fabric",
-            help="Also on the cluster's switches: p50 and p95 over draws of their hashes, and nodes by that.",
+            help="Simulate the cluster's switches, too (p50 and p95 over draws of hashes); place by that.",
         ),
     ] = False,
     out: Annotated[
@@ -125,13 +125,13 @@ def plan(
     asked = Asked.of(wanted, measure=measure)
     with _garbage_kept(), _default_told(context, cluster):
         if days is not None:
-            told = _fewest(asked, days, console)
+            answer = _fewest(asked, days, console)
         elif len(asked.sizes) > 1:
-            told = _curve(asked, objective, console)
+            answer = _curve(asked, objective, console)
         else:
-            told = _best(asked, objective, top, (out, picture), console, fabric=fabric)
+            answer = _best(asked, objective, top, (out, picture), console, fabric=fabric)
     if as_json:
-        print_json(told)
+        print_json(answer)
 
 
 def _check_files(out: Path | None, picture: Path | None) -> None:
@@ -221,7 +221,7 @@ def _best(
         before = None
         if asked.plain is not None:
             before = answer(problem.with_cluster(asked.plain), simulations=simulations, progress=progress)
-        progress("explaining", 0, 1)
+        progress("explaining", 0, 0)
         told = tell(
             asked.job,
             found,
@@ -306,6 +306,7 @@ def _fewest(asked: "Asked", days: float, console: "Console | None") -> dict[str,
         except BadInputError as error:
             raise BadInputError("--days", days, error.allowed) from None
     if console is not None:
-        title = f"{problem.cluster.world} accelerators do {steps} steps in {days:g} days"
+        world = problem.cluster.world
+        title = f"{world:,} accelerator{'s' * (world > 1)}: {steps:,} steps within {days:g} days"
         show_ranking(console, problem, [("1", found)], steps, title=title)
     return {"days": days, **figures(problem, found, steps).as_json()}

@@ -3,7 +3,7 @@ drawn."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from myriad.cli.pareto import Point, pareto_svg, pareto_text
@@ -15,12 +15,14 @@ from myriad.planner.costs import Costs
 from myriad.planner.explain import Help, helps, waterfall
 from myriad.planner.judge import FITS, judge
 from myriad.planner.neighbours import neighbours
+from myriad.planner.operators import peak_flops
 from myriad.planner.placement import Placement, place
 from myriad.planner.questions import Answer, best_of, describe
 from myriad.planner.rescore import Plan, Simulations, rescore
 from myriad.planner.space import Candidate, Problem
 from myriad.planner.traffic import fills_nodes, traffic_of
 from myriad.recipes.cluster import scale_cluster
+from myriad.units import format_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,6 +53,8 @@ class Told:
     helps: Sequence[Help]
     placement: Placement | None
     top: int
+    slower: Mapping[int, float] = field(default_factory=dict)
+    """With --straggler."""
     switches: "OnSwitches | None" = None
     """With --fabric."""
 
@@ -89,14 +93,15 @@ class Told:
     def show(self, console: "Console", files: Sequence[str]) -> None:
         """Prints it."""
         found, cluster = self.answer.found, self.problem.cluster
+        peak = peak_flops(cluster.accelerator, self.problem.value_bytes)
         console.print(
-            f"{self.job.name} on {cluster.name}: {cluster.world} x {cluster.accelerator.name}, peak "
-            f"{cluster.accelerator.peak_flops_per_second / 1e12:g} TFLOP/s. {found.num_layouts:,} layouts, "
+            f"{self.job.name} on {cluster.name}: {cluster.world:,} x {cluster.accelerator.name}, peak "
+            f"{format_number(peak / 1e12, 4)} TFLOP/s. {found.num_layouts:,} layouts, "
             f"{found.num_fitting:,} fit, {len(found.best)} simulated.",
             highlight=False,
         )
         steps = self.job.train.steps
-        show_ranking(console, self.problem, self.ranking(), steps, title=f"best for {steps} steps")
+        show_ranking(console, self.problem, self.ranking(), steps, title=f"best for {steps:,} steps")
         show_waterfalls(console, self.parts, self.near)
         show_helps(console, self.best.seconds, [(one.what, one.seconds) for one in self.helps])
         if self.switches is not None:
@@ -111,6 +116,8 @@ class Told:
     def _show_placement(self, console: "Console") -> None:
         placed = self.placement
         if placed is None:
+            if self.slower:
+                console.print("nodes: the plan does not fill whole nodes, so --straggler changes nothing")
             return
         if placed.is_plain:
             console.print(
@@ -202,6 +209,7 @@ def tell(
         helps=[*helps(problem, best, parts, simulations), *_more_memory(problem, best, simulations)],
         placement=None if on_fabric else _placed(problem, best, slower),
         top=top,
+        slower=slower,
     )
     if on_fabric is None:
         return whole

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from myriad.cli.files import check_output
 from myriad.comm.layout import Layout, check_layout, lacks_for_graphs
 from myriad.comm.node_order import check_node_order
 from myriad.errors import BadInputError
@@ -19,7 +20,7 @@ from myriad.planner.space import Candidate, Problem, Shards, tensor_degrees
 from myriad.planner.work import Practice
 from myriad.program.schedules import check_virtual_stages
 from myriad.units import format_bytes, format_number
-from myriad.whole_file import write_whole
+from myriad.whole_file import read_regular, write_whole
 
 __all__ = [
     "as_written",
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 _HEAD = "# A plan by `myriad plan`"
+_MOST_BYTES = 2**20
+"""Above any plan."""
 
 
 def problem_of(job: Job, cluster: Cluster) -> Problem:
@@ -191,11 +194,13 @@ def write_plan(path: Path, job: Job, plan: Plan, problem: Problem, placement: Pl
 
 def check_plan_file(path: Path, job: Job) -> None:
     """Raises `BadInputError` for a file that is something else, or another job's plan."""
-    if not path.parent.is_dir():
-        raise BadInputError("--out", str(path), f"there is no folder {path.parent}")
+    check_output("--out", path)
     if not path.exists():
         return
-    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = read_regular(path, _MOST_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        text = ""
     if not text.startswith(_HEAD):
         raise BadInputError("--out", str(path), "a new file, or an older plan: this one is neither")
     other = load_job(str(path))

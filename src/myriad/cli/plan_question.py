@@ -21,7 +21,7 @@ from myriad.train.cluster_file import CLUSTER_NAME
 __all__ = ["Asked", "Wanted"]
 
 _MOST_DIGITS = 18
-"""Of a number that is read whole: a longer one is refused, and so is its beginning."""
+"""Most digits of a number; a longer one is refused as a whole."""
 _SLOWEST = 1000
 """Times as long as other nodes."""
 
@@ -93,6 +93,9 @@ class Asked:
         for node, factor in wanted.stragglers:
             if node >= cluster.nodes:
                 allowed = f"the cluster has the nodes 0 to {cluster.nodes - 1}"
+                raise BadInputError("--straggler", f"node={node}:{factor:g}x", allowed)
+            if cluster.nodes == 1:
+                allowed = "more than one node to order; `myriad simulate --straggler` predicts what one costs"
                 raise BadInputError("--straggler", f"node={node}:{factor:g}x", allowed)
         return cls(wanted.job, wanted.written, cluster, plain, sizes, dict(wanted.stragglers))
 

@@ -1,5 +1,6 @@
 """What ``myriad plan`` prints: tables by rich, and the same as plain values for ``--json``."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from myriad.planner.interval import interval_ratio, promise
 from myriad.planner.questions import describe
 from myriad.planner.rescore import Plan
 from myriad.planner.space import Problem
-from myriad.units import format_bytes, format_count, format_number
+from myriad.units import format_bytes, format_count, format_duration, format_number, time_unit
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,17 +62,17 @@ def show_ranking(
     console: "Console", problem: Problem, rows: Sequence[tuple[str, Plan]], steps: int, *, title: str
 ) -> None:
     """Two lines for each plan; what stands before it is its rank."""
-    names = ("s/iteration", "MFU", "memory", "fits", "tokens/s", "days", "cost")
+    names = ("s/iteration", "MFU", "memory", "fits", "tokens/s", "time", "cost")
     lines = []
     for rank, plan in rows:
         found = figures(problem, plan, steps)
         cells = (
             format_number(found.seconds, 4),
-            f"{found.mfu:.1%}",
+            _share(found.mfu),
             format_bytes(found.memory_bytes),
             f"{found.fits_probability:.0%}",
             format_count(found.tokens_per_second),
-            _days(found.days),
+            format_duration(86400 * found.days),
             _cost(found),
         )
         elsewhere = "" if found.accelerators == problem.cluster.world else f", on {found.accelerators:,}"
@@ -130,8 +131,9 @@ def _switched_off(plan: Plan) -> str:
     return f" (overlap off: {', '.join(off)})" if off else ""
 
 
-def _days(days: float) -> str:
-    return format_number(days) if days >= 0.1 else format_number(days, 1)
+def _share(ratio: float) -> str:
+    """A percentage that is never rounded to nothing."""
+    return f"{ratio:.1%}" if ratio >= 0.001 else f"{format_number(100 * ratio, 2)}%"
 
 
 def show_waterfalls(
@@ -141,34 +143,44 @@ def show_waterfalls(
     from rich.table import Table
 
     total = sum(parts.values())
+    unit, _ = time_unit(total)
     table = Table(box=None, title="where the time goes", title_justify="left", title_style="bold")
     table.add_column("")
-    table.add_column("seconds", justify="right")
+    table.add_column(unit, justify="right")
     table.add_column("", justify="right")
     table.add_column("")
     for name, seconds in parts.items():
         if name == "checkpoints" and not seconds:
             continue
         bar = "█" * round(40 * max(0.0, seconds) / total)
-        table.add_row(name, format_number(seconds, 4), f"{seconds / total:.1%}", f"[blue]{bar}[/blue]")
-    table.add_row("iteration", format_number(total, 4), "100%", "", style="bold")
+        table.add_row(name, _timed(seconds, total), f"{seconds / total:.1%}", f"[blue]{bar}[/blue]")
+    table.add_row("iteration", _timed(total, total), "100%", "", style="bold")
     console.print(table)
     if not others:
         return
     near = Table(box=None, title="its neighbours", title_justify="left", title_style="bold")
-    for name, side in (("with", "left"), ("s/iteration", "right"), ("slower by", "right"), ("most", "left")):
+    for name, side in (("with", "left"), (unit, "right"), ("slower by", "right"), ("mostly", "left")):
         near.add_column(name, justify="left" if side == "left" else "right")
     for what, theirs in sorted(others, key=lambda other: sum(other[1].values())):
         seconds = sum(theirs.values())
-        near.add_row(what, format_number(seconds, 4), f"{seconds / total - 1:+.1%}", _most(parts, theirs))
+        near.add_row(what, _timed(seconds, total), f"{seconds / total - 1:+.1%}", _most(parts, theirs))
     console.print(near)
 
 
+def _timed(seconds: float, total: float, sign: str = "") -> str:
+    """A time in the unit of a table, with as many decimals as give ``total`` four digits."""
+    scale = time_unit(total)[1]
+    decimals = max(0, 3 - math.floor(math.log10(total / scale)))
+    return f"{seconds / scale:{sign},.{decimals}f}"
+
+
 def _most(parts: Mapping[str, float], theirs: Mapping[str, float]) -> str:
-    """The two parts that differ most."""
-    gaps = sorted(((theirs[name] - parts[name], name) for name in parts), key=lambda gap: -abs(gap[0]))
-    told = [f"{name} {gap:+.3g} s" for gap, name in gaps[:2] if abs(gap) > 1e-4 * sum(parts.values())]
-    return ", ".join(told) or "nothing"
+    """The part that differs most."""
+    total = sum(parts.values())
+    gap, name = max(((theirs[name] - parts[name], name) for name in parts), key=lambda gap: abs(gap[0]))
+    if abs(gap) <= 1e-4 * total:
+        return "nothing"
+    return f"{name} {_timed(gap, total, '+')} {time_unit(total)[0]}"
 
 
 def show_helps(console: "Console", seconds: float, helps: Sequence[tuple[str, float]]) -> None:
@@ -177,10 +189,10 @@ def show_helps(console: "Console", seconds: float, helps: Sequence[tuple[str, fl
 
     table = Table(box=None, title="what would help most", title_justify="left", title_style="bold")
     table.add_column("")
-    table.add_column("s/iteration", justify="right")
+    table.add_column(time_unit(seconds)[0], justify="right")
     table.add_column("", justify="right")
     for what, better in helps[:8]:
-        table.add_row(what, format_number(better, 4), f"{better / seconds - 1:+.1%}")
+        table.add_row(what, _timed(better, seconds), f"{better / seconds - 1:+.1%}")
     console.print(table)
 
 
@@ -191,7 +203,7 @@ def show_curve(
     steps: int,
 ) -> None:
     """What each number of accelerators comes to, with what was published of it."""
-    names = ("s/iteration", "MFU", "tokens/s", "days", "cost")
+    names = ("s/iteration", "MFU", "tokens/s", "time", "cost")
     lines = []
     for problem, plan in rows:
         world = problem.cluster.world
@@ -202,9 +214,9 @@ def show_curve(
         found = figures(problem, plan, steps)
         cells = (
             format_number(found.seconds, 4),
-            f"{found.mfu:.1%}",
+            _share(found.mfu),
             format_count(found.tokens_per_second),
-            _days(found.days),
+            format_duration(86400 * found.days),
             _cost(found),
         )
         lines.append(_Line(str(world), found.layout, cells, told))

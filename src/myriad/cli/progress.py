@@ -5,7 +5,8 @@ from collections.abc import Collection
 from statistics import median
 
 from myriad.jsonl import JsonlTail, Record
-from myriad.run import Run, step_line
+from myriad.run import Run
+from myriad.run_lines import EventLines, Peaks, step_line
 from myriad.units import format_count
 
 __all__ = ["Progress"]
@@ -29,7 +30,8 @@ class Progress:
         self.bits_per_byte: float | None = None
         self._recent: deque[Record] = deque(maxlen=_RECENT_STEPS)
         self._metrics = JsonlTail(run.metrics_path, from_end=True)
-        self._events = JsonlTail(run.events_path, from_end=True)
+        self._events = EventLines(run.events_path, from_end=True)
+        self._peaks = Peaks()
 
     def poll(self) -> list[Record]:
         """Takes in what is new; returns the new events."""
@@ -38,11 +40,12 @@ class Progress:
             self.step = int(record["step"])
         events = self._events.poll()
         for event in events:
+            self._peaks.add(event)
             if event.get("event") == "validation":
                 self.bits_per_byte = event.get("bits_per_byte", self.bits_per_byte)
             self._note_attempt(event.get("event"))
             if event.get("event") in ("start", "resume"):
-                self.first_step = int(event.get("resumed_from") or event.get("step") or self.first_step)
+                self.first_step = event.get("resumed_from") or event.get("step") or self.first_step
                 self.step = max(self.step, self.first_step)
         return [event for event in events if event.get("event") not in self._quiet]
 
@@ -68,8 +71,8 @@ class Progress:
             shown.append(f"{self.bits_per_byte:.3f} bits/byte")
         if (speed := self._median("tokens_per_second")) is not None:
             shown.append(f"{format_count(speed)} tokens/s")
-        if (mfu := self._median("mfu")) is not None:
-            shown.append(f"MFU {mfu:.0%}")
+        if mfus := [mfu for mfu in map(self._peaks.mfu, self._recent) if mfu is not None]:
+            shown.append(f"MFU {median(mfus):.0%}")
         if (left := self.seconds_left) is not None and self.step < self.steps:
             shown.append(f"{_clock(left)} left")
         return shown

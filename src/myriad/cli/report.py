@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["register", "save_report"]
 
 _OF_STEPS = ("losses", "slow", "drifting", "critical_path", "without")
-_MOST_SLOW = 5
+_MOST_SLOW, _MOST_FAULTS = 5, 50
 _LOG = logging.getLogger(__name__)
 
 
@@ -47,7 +47,7 @@ def _report(
         str | None,
         typer.Option(
             metavar="RANKS",
-            help="Tell how long a step would take if these ranks, like 3 or 0-7,12, were as quick as others.",
+            help="Show how long a step would take if these ranks (3 or 0-7,12) were as quick as others.",
         ),
     ] = None,
     as_json: Annotated[
@@ -123,7 +123,7 @@ def save_report(run: "Run") -> None:
 def _show(facts: "Facts", look: "Look", told: str) -> None:
     from rich.console import Console
 
-    from myriad.units import format_count, format_seconds
+    from myriad.units import format_count, format_number, format_seconds
 
     console, account = Console(highlight=False), facts.account
     console.print(f"run {facts.run.path.name}: {facts.state}", style="bold", markup=False, soft_wrap=True)
@@ -136,7 +136,7 @@ def _show(facts: "Facts", look: "Look", told: str) -> None:
     parts.append(f"goodput {format_count(account.goodput)} tokens/s")
     parts.append(f"{account.steps} steps done, {account.steps_lost} lost")
     if spare := account.ledger.spare_node_seconds:
-        parts.append(f"spare nodes stood {spare / 3600:.3g} node hours beside it")
+        parts.append(f"spare nodes stood {format_number(spare / 3600)} node hours beside it")
     parts += facts.doubts
     console.print(" · ".join(parts), markup=False, soft_wrap=True)
     _show_classes(facts, console)
@@ -195,11 +195,15 @@ def _show_faults(facts: "Facts", console: "Console") -> None:
     """What happened stands below: it is as long as it is."""
     from myriad.cli.report_facts import FAULT_HEADINGS, fault_cells
 
-    rows = fault_cells(facts.account.faults)
+    older = max(0, len(facts.account.faults) - _MOST_FAULTS)
+    rows = fault_cells(facts.account.faults[older:])
+    if older:
+        told = f"\nthe newest {len(rows)} faults; {older:,} older ones stand in events.jsonl"
+        console.print(told, style="dim", markup=False, soft_wrap=True)
     if rows:
-        numbered = [[str(number), *row[:-1]] for number, row in enumerate(rows, 1)]
+        numbered = [[str(number), *row[:-1]] for number, row in enumerate(rows, older + 1)]
         _table(console, ["fault", *FAULT_HEADINGS[:-1]], numbered, (0, 4, 5, 6))
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(rows, older + 1):
             console.print(f"{number}: {row[-1]}", style="dim", markup=False, soft_wrap=True)
 
 

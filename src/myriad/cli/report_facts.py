@@ -6,13 +6,14 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from myriad.cli.summary import Summary, summarize
-from myriad.jsonl import JsonlTail, late_events
+from myriad.jsonl import JsonlTail, Record, late_events
 from myriad.resilience.account.account import Account, Attempt, FaultSeen
 from myriad.resilience.account.accounting import account_of
 from myriad.resilience.account.ledger import KINDS, Kind
 from myriad.resilience.account.moments import in_order
 from myriad.resilience.drive.journal import count_missing
-from myriad.run import Run, StepLines, missing_lines_told
+from myriad.run import Run
+from myriad.run_lines import EventLines, StepLines, missing_lines_text
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -31,15 +32,15 @@ __all__ = [
 MEANING: dict[Kind, str] = {
     "training": "steps that count",
     "lost": "steps to be done again, or left unfinished",
-    "saving": "training stood for a save",
+    "saving": "training paused for a checkpoint",
     "validating": "evaluation",
-    "slow": "a straggler held up the others",
-    "detecting": "nothing went on, and nobody knew",
-    "diagnosing": "the culprit was sought",
-    "restarting": "from a decision to the first step",
-    "planned": "stopped by a person",
-    "waiting": "no node to go on with",
-    "person": "ended, and nobody came yet",
+    "slow": "waiting for a straggler",
+    "detecting": "fault not yet detected",
+    "diagnosing": "diagnosis",
+    "restarting": "from process launch, or the decision to restart, to the first step",
+    "planned": "stopped on request",
+    "waiting": "waiting for a node",
+    "person": "stopped, waiting for an operator",
 }
 FAULT_HEADINGS = ["at", "cause", "culprit", "detected after", "back after", "steps lost", "what"]
 ATTEMPT_HEADINGS = ["attempt", "ranks", "trains from", "first step", "last step", "ended"]
@@ -57,17 +58,19 @@ class Facts:
     """File to its lines that are torn, or hold what they should not; none: there is no such line."""
     missing_decisions: int = 0
     """Lines that journal.jsonl should have."""
+    loss_problem: str = ""
+    """Steps whose loss is not a number; "": there are none."""
     problems: tuple[str, ...] = ()
     """Files that cannot be read, and why."""
 
     @property
     def doubts(self) -> list[str]:
         """What is missing or wrong in the files that all else is said from."""
-        told = [missing_lines_told(self.account.steps_without_line)]
-        told += [f"{number} lines of {name} are wrong" for name, number in self.wrong_lines.items()]
+        doubts = [missing_lines_text(self.account.steps_without_line), self.loss_problem]
+        doubts += [f"{number} lines of {name} are wrong" for name, number in self.wrong_lines.items()]
         if self.missing_decisions:
-            told.append(f"{self.missing_decisions} decisions are missing in journal.jsonl")
-        return [*filter(None, told), *self.problems]
+            doubts.append(f"{self.missing_decisions} decisions are missing in journal.jsonl")
+        return [*filter(None, doubts), *self.problems]
 
     @property
     def state(self) -> str:
@@ -108,19 +111,33 @@ def facts_of(run: Run) -> Facts:
     """As its files say now. Raises `BadInputError` where there is no run."""
     running = run.is_locked
     job = run.job()
-    steps, events = StepLines(run.metrics_path), JsonlTail(run.events_path)
+    steps, events = StepLines(run.metrics_path), EventLines(run.events_path)
     journal = JsonlTail(run.path / "journal.jsonl")
     decisions = journal.poll()
     moments = in_order(late_events(events.poll()), steps.poll(), decisions)
     account = account_of(moments, time.time() if running else None)
-    files: dict[str, StepLines | JsonlTail] = {
+    files: dict[str, StepLines | EventLines | JsonlTail] = {
         "metrics.jsonl": steps,
         "events.jsonl": events,
         "journal.jsonl": journal,
     }
     wrong = {name: file.num_wrong for name, file in files.items() if file.num_wrong}
     problems = tuple(f"{name} cannot be read: {file.problem}" for name, file in files.items() if file.problem)
-    return Facts(run, job, summarize(run), account, wrong, count_missing(decisions), problems)
+    missing, loss_problem = count_missing(decisions), _loss_problem(steps.lines)
+    return Facts(run, job, summarize(run), account, wrong, missing, loss_problem, problems)
+
+
+def _loss_problem(lines: Sequence[Record]) -> str:
+    """In words. Where it is no number to the end, since when."""
+    num_gone = sum(line.get("loss") is None for line in lines)
+    if not num_gone:
+        return ""
+    last = next((line["step"] for line in reversed(lines) if line.get("loss") is not None), None)
+    if last is None:
+        return "no step has a loss that is a number"
+    if last == lines[-1]["step"]:
+        return f"the loss of {num_gone} steps is not a number"
+    return f"the loss is not a number after step {last}"
 
 
 def at_clock(seconds: float) -> str:

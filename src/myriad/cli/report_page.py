@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from time import strftime
 
 from myriad.cli.ledger_bar import COLOURS, ledger_bar
 from myriad.cli.plot import loss_svg, steps_svg
@@ -15,10 +16,13 @@ from myriad.cli.report_facts import (
     fault_cells,
 )
 from myriad.cli.screen import loss_series
-from myriad.units import format_bytes, format_count, format_seconds
+from myriad.jsonl import Record
+from myriad.units import format_bytes, format_count, format_number, format_seconds
+from myriad.whole_file import read_text
 
 __all__ = ["html_table", "page"]
 
+_MOST_FAULTS = 500
 _MOST_POINTS = 3000
 """In one curve: what a screen can show; a million steps would be a page of a hundred megabytes."""
 
@@ -44,6 +48,7 @@ p { margin: 4px 0 }
 .tile, .card { padding: 12px 14px }
 .tile b { display: block; font-size: 22px; font-variant-numeric: tabular-nums }
 .tile span { color: var(--dim); font-size: 13px }
+h1, td, pre, .dim { unicode-bidi: isolate }
 svg { display: block; width: 100%; height: auto; border-radius: 6px }
 .bar { margin-bottom: 10px }
 .bar svg { height: 34px }
@@ -68,14 +73,15 @@ summary { cursor: pointer; color: var(--dim); margin-top: 8px }
 def page(facts: Facts, spans: Iterable[str] = ()) -> str:
     """The whole of it. ``spans``: what the newest steps' spans say, as HTML."""
     name = escape(facts.run.path.resolve().name)
+    metrics = facts.run.read_metrics()
     parts = [
-        *_head(facts, name),
+        *_head(facts, name, metrics),
         *_time(facts),
-        *_curves(facts),
+        *_curves(facts, metrics),
         *spans,
         *_faults(facts),
         *_attempts(facts),
-        *_layout(facts),
+        *_layout(facts, metrics),
     ]
     head = '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
     head += '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -83,13 +89,13 @@ def page(facts: Facts, spans: Iterable[str] = ()) -> str:
     return "\n".join([head, "<body><main>", *parts, "</main></body></html>"]) + "\n"
 
 
-def _head(facts: Facts, name: str) -> Iterator[str]:
+def _head(facts: Facts, name: str, metrics: Sequence[Record]) -> Iterator[str]:
     account, summary = facts.account, facts.summary
     yield f'<h1>{name}<span class="state">{escape(facts.state)}</span></h1>'
-    since = at_clock(account.began) if account.began else "not begun"
+    since = f"{at_clock(account.began)} {strftime('%Z')}" if account.began else "not begun"
     wall = format_seconds(account.ledger.wall_seconds)
-    told = "".join(f" · {escape(doubt)}" for doubt in facts.doubts)
-    yield f'<p class="dim">{escape(facts.job.name)} · since {since} · {wall}{told}</p>'
+    doubts = "".join(f" · {escape(doubt)}" for doubt in facts.doubts)
+    yield f'<p class="dim">{escape(facts.job.name)} · since {since} · {wall}{doubts}</p>'
     tiles = [
         ("effective training time", f"{account.effective_ratio:.1%}"),
         ("goodput, tokens/s", format_count(account.goodput)),
@@ -100,9 +106,9 @@ def _head(facts: Facts, name: str) -> Iterator[str]:
     if account.ledger.seconds()["planned"] > 0:
         tiles.insert(1, ("without planned stops", f"{account.meant_ratio:.1%}"))
     if spare := account.ledger.spare_node_seconds:
-        tiles.append(("spare node hours", f"{spare / 3600:.3g}"))
-    if summary.loss is not None:
-        tiles.append(("training loss", f"{summary.loss:.4f}"))
+        tiles.append(("spare node hours", format_number(spare / 3600)))
+    if metrics:
+        tiles.append(("training loss", "NaN" if summary.loss is None else f"{summary.loss:.4f}"))
     if summary.validation_loss is not None:
         tiles.append(("validation loss", f"{summary.validation_loss:.4f}"))
     if summary.tokens_per_second is not None:
@@ -135,8 +141,7 @@ def _time(facts: Facts) -> Iterator[str]:
     yield html_table(["class", "time", "share", ""], rows, (1, 2)) + "</div>"
 
 
-def _curves(facts: Facts) -> Iterator[str]:
-    metrics = facts.run.read_metrics()
+def _curves(facts: Facts, metrics: Sequence[Record]) -> Iterator[str]:
     training, validation = loss_series(facts.run)
     seconds = [
         (float(line["step"]), float(line["step_seconds"])) for line in metrics if line.get("step_seconds")
@@ -159,9 +164,12 @@ def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, flo
 def _faults(facts: Facts) -> Iterator[str]:
     yield "<h2>Faults</h2>"
     if not facts.account.faults:
-        yield '<p class="dim">none was told</p>'
+        yield '<p class="dim">No faults.</p>'
         return
-    rows = [[escape(cell) for cell in row] for row in fault_cells(facts.account.faults)]
+    shown = facts.account.faults[-_MOST_FAULTS:]
+    if older := len(facts.account.faults) - len(shown):
+        yield f'<p class="dim">the newest {len(shown)}; {older:,} older ones stand in events.jsonl</p>'
+    rows = [[escape(cell) for cell in row] for row in fault_cells(shown)]
     yield f'<div class="card scroll">{html_table(FAULT_HEADINGS, rows, (3, 4, 5))}</div>'
 
 
@@ -180,7 +188,7 @@ def _attempts(facts: Facts) -> Iterator[str]:
         yield f'<div class="card scroll">{html_table(headings, rows, (0, 1, 3, 4, 6))}</div>'
 
 
-def _layout(facts: Facts) -> Iterator[str]:
+def _layout(facts: Facts, metrics: Sequence[Record]) -> Iterator[str]:
     job, summary = facts.job, facts.summary
     layout = job.layout
     axes = [(axis, getattr(layout, axis)) for axis in ("dp", "pp", "tp", "cp", "ep")]
@@ -194,10 +202,10 @@ def _layout(facts: Facts) -> Iterator[str]:
                   f"hidden {job.model.hidden}"],
         ["device", f"{summary.device or '-'}, {summary.precision or '-'}"],
     ]  # fmt: skip
-    if memory := max((line.get("memory_bytes") or 0 for line in facts.run.read_metrics()), default=0):
+    if memory := max((line.get("memory_bytes") or 0 for line in metrics), default=0):
         rows.append(["memory of rank 0", format_bytes(memory)])
     yield "<h2>Job</h2>"
-    text = escape(facts.run.job_path.read_text())
+    text = escape(read_text(facts.run.job_path))
     body = html_table(None, [[escape(cell) for cell in row] for row in rows], ())
     yield f'<div class="card">{body}<details><summary>job.toml</summary><pre>{text}</pre></details></div>'
 
@@ -207,7 +215,8 @@ def html_table(headings: Sequence[str] | None, rows: Sequence[Sequence[str]], ri
 
     def row(cells: Sequence[str], tag: str) -> str:
         inside = (
-            f"<{tag}{' class=n' if place in right else ''}>{cell}</{tag}>" for place, cell in enumerate(cells)
+            f"<{tag if cell else 'td'}{' class=n' if place in right else ''}>{cell}</{tag if cell else 'td'}>"
+            for place, cell in enumerate(cells)
         )
         return "<tr>" + "".join(inside) + "</tr>"
 

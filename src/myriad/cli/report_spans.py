@@ -10,6 +10,7 @@ import numpy as np
 from myriad.cli.loss_colours import COLOURS, MEANING, USEFUL
 from myriad.cli.png import data_uri
 from myriad.cli.report_page import html_table
+from myriad.units import format_number
 
 if TYPE_CHECKING:
     from myriad.dashboard.insight.critical_path import CriticalPath
@@ -52,10 +53,10 @@ def _no_spans(look: "Look") -> Iterator[str]:
 def _of_what(look: "Look", losses: "Losses", count: int) -> str:
     steps, spans = look.findings.whole_steps, look.spans
     told = f"mean of all ranks and of steps {steps[0]} to {steps[-1]}" if count > 1 else f"step {steps[0]}"
-    told += f", {losses.step_seconds:.4g} s each"
+    told += f", {format_number(losses.step_seconds, 4)} s each"
     if look.peak_flops:
-        told += f"; peak {look.peak_flops / 1e12:,.4g} TFLOP/s of all ranks"
-        told += f" ({look.start['peak_source']})" if "peak_source" in look.start else ""
+        told += f"; peak {format_number(look.peak_flops / 1e12, 4)} TFLOP/s of all ranks"
+        told += f" ({look.peaks.source})" if look.peaks.source else ""
     if spans.num_dropped:
         told += f"; {spans.num_dropped:,} spans were dropped"
     if not losses.split:
@@ -68,7 +69,7 @@ def _rows(losses: "Losses") -> list[tuple[str, float, float, str]]:
     rows, left = [], 1.0
     for name, share in losses.shares.items():
         if abs(share) >= _LEAST_SHARE:
-            rows.append((name, left - share, share, COLOURS[name]))
+            rows.append((name, left - max(share, 0.0), share, COLOURS[name]))
         left -= share
     useful = "MFU" if losses.mfu is not None else "computes"
     return [*rows, (useful, 0.0, left, USEFUL)]
@@ -77,7 +78,8 @@ def _rows(losses: "Losses") -> list[tuple[str, float, float, str]]:
 def _waterfall(losses: "Losses", predicted: "Losses | None") -> str:
     rows = _rows(losses)
     expected = {} if predicted is None else {row[0]: row for row in _rows(predicted)}
-    scale, parts = _WIDTH - _LEFT - _RIGHT, []
+    widest = max(1.0, *(begin + abs(share) for _, begin, share, _ in rows))  # a loss below zero goes beyond 1
+    scale, parts = (_WIDTH - _LEFT - _RIGHT) / widest, []
     whole = "peak" if losses.mfu is not None else "the step"
     parts += [_bar(0, 0.0, 1.0, "#9aa3ad", scale), _label(0, f"100% of {whole}", "")]
     for at, (name, begin, share, colour) in enumerate(rows, 1):
@@ -139,7 +141,8 @@ def _loss_table(losses: "Losses", predicted: "Losses | None") -> str:
 
 def _path(found: "Findings", path: "CriticalPath") -> Iterator[str]:
     yield "<h2>What decided when a step ended</h2>"
-    yield f'<p class="dim">the critical path of step {found.path_step}: {path.seconds:.4g} s in '
+    yield f'<p class="dim">the critical path of step {found.path_step}: '
+    yield f"{format_number(path.seconds, 4)} s in "
     yield f"{len(path.links)} links, from its end back to its begin, over {len(path.by_rank())} ranks</p>"
     classes = sorted(path.by_class().items(), key=lambda item: -item[1])
     rows = [[name, f"{s * 1e3:,.2f} ms", f"{s / path.seconds:.1%}"] for name, s in classes if s > 0]
@@ -148,7 +151,7 @@ def _path(found: "Findings", path: "CriticalPath") -> Iterator[str]:
         for rank, s in list(path.by_rank().items())[:_MOST_RANKS_TOLD]
     ]
     yield '<div class="charts">'
-    for headings, cells in ((["class", "on it", "share"], rows), (["most on it", "", "share"], ranks)):
+    for headings, cells in ((["class", "time", "share"], rows), (["rank", "", "share"], ranks)):
         yield f'<div class="card">{html_table(headings, cells, (1, 2))}</div>'
     yield "</div>"
 
@@ -181,7 +184,7 @@ def _heat(found: "Findings") -> Iterator[str]:
     for phase in phases:
         scores = compare(found.steady.of_phase(phase), found.ranks)
         known = scores.seconds[~np.isnan(scores.seconds)]
-        told = f"{phase}: {np.median(known) * 1e3:,.3g} ms a step" if len(known) else phase
+        told = f"{phase}: {format_number(float(np.median(known)) * 1e3)} ms a step" if len(known) else phase
         uri = data_uri(_pixels(scores.z, width))
         style = "width:100%;image-rendering:pixelated;border-radius:4px"
         image = f'<img alt="{escape(phase)} by rank" style="{style}" src="{uri}">'

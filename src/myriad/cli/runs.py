@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from myriad.errors import BadInputError
+from myriad.run import nearest_run
 
 __all__ = ["CHECKPOINTS", "existing_run"]
 
@@ -14,9 +15,10 @@ CHECKPOINTS = (
 
 
 def existing_run(name_or_path: str) -> Path:
-    """The folder of a run, given it or its name under runs/. Raises `BadInputError` when there is none;
-    without torch, so that a wrong name is told at once."""
+    """Return the folder of a run, given it or its name under runs/. Raises `BadInputError` where there is
+    none, without importing torch, so that a wrong name is refused at once."""
     for path in (Path(name_or_path), Path("runs") / name_or_path):
         if (path / "job.toml").is_file():
             return path
-    raise BadInputError("run", name_or_path, "must be a run folder, or the name of one under runs/")
+    allowed = f"must be a run folder, or the name of one under runs/{nearest_run(name_or_path)}"
+    raise BadInputError("run", name_or_path, allowed)

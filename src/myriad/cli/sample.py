@@ -28,7 +28,7 @@ def sample(
     top_p: Annotated[
         float, typer.Option(min=0, max=1, help="Draw from the likeliest tokens that make up this share.")
     ] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same text.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Same seed, same text.")] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the text.")
     ] = False,

@@ -20,13 +20,15 @@ from myriad.cli.progress import Progress
 from myriad.cli.summary import Summary
 from myriad.jsonl import Record
 from myriad.resilience.engines.engine import Observer
-from myriad.run import Run, missing_lines_told
+from myriad.run import Run
+from myriad.run_lines import missing_lines_text
 from myriad.units import format_count, format_seconds
 from myriad.whole_file import write_whole
 
 __all__ = ["Screen", "loss_series", "open_screen", "save_plot", "show_summary"]
 
 _PLAIN_LINE_SECONDS = 5.0
+_LONGEST_SILENCE_SECONDS = 60.0
 _MAX_BAR = 24
 _STOPPING = "saving a checkpoint after the step under way; Ctrl-C again stops without saving"
 
@@ -57,15 +59,20 @@ class _Stop:
     def line(self) -> str:
         """Return what is waited for, and for how long so far."""
         progress, seconds = self._progress, time.monotonic() - self._asked_at
-        if progress.has_ended:
-            waits = "the processes to end"
-        elif not progress.has_started:
-            waits = "the ranks to start"
-        elif progress.step > self._step:
-            waits = f"the checkpoint of step {progress.step}"
-        else:
-            waits = f"step {progress.step + 1} to end"
+        has_passed = progress.has_started and not progress.has_ended and progress.step > self._step
+        waits = f"the checkpoint of step {progress.step}" if has_passed else _awaited(progress)
         return f"stopping: waiting for {waits}, {seconds:.0f} s"
+
+
+def _awaited(progress: Progress) -> str:
+    """Return what a run does while no step ends."""
+    if progress.has_ended:
+        return "the processes to end"
+    if not progress.has_started:
+        return "the ranks to start"
+    if progress.step >= progress.steps:
+        return "validation and the last checkpoint"
+    return f"step {progress.step + 1} to end"
 
 
 class QuietScreen:
@@ -82,12 +89,15 @@ class QuietScreen:
 
 
 class PlainScreen:
-    """One line every few seconds, for logs and pipes."""
+    """One line every few seconds, for logs and pipes. While nothing happens there is one, too, of what is
+    awaited: after 5 s, then less and less often."""
 
     def __init__(self, console: Console, progress: Progress) -> None:
         self._console, self._progress = console, progress
         self._shown_at, self._shown_step = 0.0, 0
         self._stop: _Stop | None = None
+        self._silent_since = self._noted_at = time.monotonic()
+        self._waits_for_step = 0
 
     def tick(self) -> None:
         """New events at once, progress at intervals and at the last step."""
@@ -104,6 +114,17 @@ class PlainScreen:
         if due and progress.step != self._shown_step and (figures := progress.figures()):
             self._shown_at, self._shown_step = now, progress.step
             self._print(f"step {progress.step}/{progress.steps} · " + " · ".join(figures))
+        self._note_silence(now)
+
+    def _note_silence(self, now: float) -> None:
+        if self._progress.step != self._waits_for_step:
+            self._waits_for_step = self._progress.step
+            self._silent_since = self._noted_at = now
+        silent = now - self._silent_since
+        pause = min(max(_PLAIN_LINE_SECONDS, silent / 4), _LONGEST_SILENCE_SECONDS)
+        if now - self._noted_at > pause:
+            self._noted_at = now
+            self._print(f"waiting for {_awaited(self._progress)}, {silent:.0f} s")
 
     def stopping(self) -> None:
         """The answer to Ctrl-C."""
@@ -196,6 +217,14 @@ def _event_line(event: Record) -> Text | None:
         other += [f"layers cut at {event['partition']}"] if event.get("partition") else []
         told = f" with {', '.join(other)}" if other else ""
         return Text(f"attempt {event.get('epoch')} begins{told}", style="yellow")
+    if name == "taken_over":
+        told = f"{event.get('url')} was of the run {event.get('run')}, which is not seen from here"
+        return Text(f"{told}; this run stores there from now on", style="yellow")
+    if name == "journal":
+        return Text(str(event.get("problem")), style="yellow")
+    if name == "older_state":
+        newer = f"step {event.get('newer_step')} is in {event.get('url')}"
+        return Text(f"goes on from step {step}; {newer} (--checkpoint.url)", style="yellow")
     if name == "start_over":
         return Text(f"begins at step 1 again: {event.get('steps_done')} steps were done", style="yellow")
     if name == "restart_from_scratch" and step is not None:
@@ -243,7 +272,7 @@ def loss_series(run: Run) -> tuple[Series, Series]:
     by_step = {
         event["step"]: event["loss"]
         for event in run.read_events()
-        if event.get("event") == "validation" and event.get("loss") is not None
+        if event.get("event") == "validation" and not {"step", "loss"} - event.keys()
     }
     return training, [(float(step), loss) for step, loss in sorted(by_step.items())]
 
@@ -277,8 +306,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     steps = f"{summary.steps} of {summary.steps_planned} in {format_seconds(summary.seconds)}"
     if summary.tokens:
         steps += f", {format_count(summary.tokens)} tokens"
-    if told := missing_lines_told(summary.steps_without_line):
-        steps += f"; {told}"
+    if missing := missing_lines_text(summary.steps_without_line):
+        steps += f"; {missing}"
     rows = [("steps", steps)]
     if summary.validation_loss is not None:
         bits = summary.validation_bits_per_byte

@@ -77,27 +77,34 @@ def simulate(
     fabric: Annotated[
         bool,
         typer.Option(
-            "--fabric", help="Also on the cluster's switches: p50 and p95 over draws of their hashes."
+            "--fabric", help="Simulate the cluster's switches, too: p50 and p95 over draws of their hashes."
         ),
     ] = False,
     jitter: Annotated[
         float, typer.Option(help="Standard deviation of each compute's time, as a share of it; 0: none.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the jitter; of the first of several runs.")] = 1,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Seed of the jitter, or of the first of several runs.")
+    ] = 1,
     weeks: Annotated[
         float | None,
-        typer.Option(metavar="N", help="So many weeks with faults, instead of one iteration."),
+        typer.Option(metavar="N", help="Number of weeks with faults to simulate, instead of one iteration."),
     ] = None,
     mix: Annotated[
         str | None,
-        typer.Option(metavar="MIX", help="Of faults: llama3 (default), byterobust, megascale, or a file."),
+        typer.Option(
+            metavar="MIX", help="Mix of faults: llama3 (default), byterobust, megascale, or a file."
+        ),
     ] = None,
     spares: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Spare nodes that stand by (with --weeks); 16 if not given."),
+        typer.Option(metavar="N", help="Number of idle spare nodes (with --weeks). Default: 16."),
     ] = None,
     runs: Annotated[
-        int | None, typer.Option(metavar="N", help="With other faults each (with --weeks); 20 if not given.")
+        int | None,
+        typer.Option(
+            metavar="N", help="Number of simulated runs, each with other faults (with --weeks). Default: 20."
+        ),
     ] = None,
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Which time or rate is worth what (with --weeks; a minute).")

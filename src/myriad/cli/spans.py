@@ -50,9 +50,9 @@ _Perfetto = Annotated[
     ),
 ]
 _Steps = Annotated[
-    str | None, typer.Option(metavar="A-B", help="Of an export: the first and the last step, or one.")
+    str | None, typer.Option(metavar="A-B", help="First and last step to export, or one step.")
 ]
-_Ranks = Annotated[str | None, typer.Option(metavar="LIST", help="Of an export: ranks, such as 0-7,12.")]
+_Ranks = Annotated[str | None, typer.Option(metavar="LIST", help="Ranks to export, such as 0-7,12.")]
 
 
 def register(app: typer.Typer) -> None:

@@ -1,10 +1,12 @@
 """What a run came to, in one value: for the panel at the end, for ``--json``, for a run looked at again."""
 
+from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from myriad.jsonl import Record
-from myriad.run import Run, count_steps
+from myriad.run import Run
+from myriad.run_lines import Peaks, count_steps
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -25,7 +27,7 @@ class Summary:
     steps: int
     """Done, by their numbers."""
     steps_without_line: int
-    """Of them, those of which metrics.jsonl has no line."""
+    """Steps among ``steps_done`` that have no line in metrics.jsonl."""
     steps_planned: int
     saved_step: int | None
     """Step of the newest checkpoint."""
@@ -62,8 +64,7 @@ class Summary:
 def summarize(run: Run) -> Summary:
     """Reads the run's files."""
     metrics, events = run.read_metrics(), run.read_events()
-    start = _last(events, "start")
-    peak = start | _last_of_attempt(events, "peak")
+    start, peaks = _last(events, "start"), Peaks(events)
     validation = _last(events, "validation")
     last = metrics[-1] if metrics else {}
     job = run.job()
@@ -93,10 +94,10 @@ def summarize(run: Run) -> Summary:
         loss=last.get("loss"),
         validation_loss=validation.get("loss"),
         validation_bits_per_byte=validation.get("bits_per_byte"),
-        tokens_per_second=_time_mean(steady, "tokens_per_second"),
-        mfu=_mfu(steady, start.get("flops_per_token"), peak.get("peak_flops")),
-        peak_flops=peak.get("peak_flops"),
-        peak_source=peak.get("peak_source"),
+        tokens_per_second=_time_mean(steady, lambda line: line.get("tokens_per_second")),
+        mfu=_time_mean(steady, peaks.mfu),
+        peak_flops=peaks.flops_per_second,
+        peak_source=peaks.source or None,
         plot=str(run.plot_path) if run.plot_path.exists() else None,
         sample=_last(events, "sample").get("text"),
     )
@@ -128,20 +129,6 @@ def _held(events: list[Record]) -> dict[str, Any] | None:
     return {key: newest.get(key) for key in ("step", "problem", "servers")}
 
 
-def _last_of_attempt(events: list[Record], name: str) -> Record:
-    """The newest of that name since the ranks last started."""
-    found = next((event for event in reversed(events) if event.get("event") in (name, "start")), {})
-    return found if found.get("event") == name else {}
-
-
-def _mfu(lines: list[Record], flops_per_token: float | None, peak_flops: float | None) -> float | None:
-    """Of the newest peak: a line was written with the peak that was known then."""
-    speed = _time_mean(lines, "tokens_per_second")
-    if not speed or not flops_per_token or not peak_flops:
-        return _time_mean(lines, "mfu")
-    return speed * flops_per_token / peak_flops
-
-
 def _state(events: list[Record], steps: int, planned: int) -> str:
     if steps >= planned and _last(events, "finish"):
         return "finished"
@@ -149,8 +136,9 @@ def _state(events: list[Record], steps: int, planned: int) -> str:
     return "interrupted" if ended.get("event") == "interrupted" else "unfinished"
 
 
-def _time_mean(lines: list[Record], key: str) -> float | None:
+def _time_mean(lines: list[Record], value_of: Callable[[Record], float | None]) -> float | None:
     """Mean weighted by each step's time: what a clock on the wall would say."""
-    pairs = [(line[key], line.get("step_seconds") or 0.0) for line in lines if line.get(key) is not None]
+    found = [(value_of(line), line.get("step_seconds") or 0.0) for line in lines]
+    pairs = [(value, seconds) for value, seconds in found if value is not None]
     total = sum(seconds for _, seconds in pairs)
     return sum(value * seconds for value, seconds in pairs) / total if total > 0 else None

@@ -35,7 +35,7 @@ def _top(
         str | None,
         typer.Option(
             metavar="RANKS",
-            help="Tell how long a step would take if these ranks, like 3 or 0-7,12, were as quick as others.",
+            help="Show how long a step would take if these ranks (3 or 0-7,12) were as quick as others.",
         ),
     ] = None,
     as_json: Annotated[
@@ -109,7 +109,7 @@ def look_as_json(look: "Look", ranks: list[int]) -> dict[str, Any]:
         "tokens_per_second": look.tokens_per_second,
         "mfu": look.mfu,
         "peak_flops": look.peak_flops,
-        "peak_source": look.start.get("peak_source"),
+        "peak_source": look.peaks.source or None,
         "spans": {
             "attempt": look.spans.attempt,
             "steps": [int(step) for step in found.whole_steps],

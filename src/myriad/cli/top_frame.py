@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from myriad.cli.loss_colours import COLOURS, USEFUL
-from myriad.run import missing_lines_told
-from myriad.units import format_count
+from myriad.dashboard.event_text import event_text
+from myriad.run_lines import missing_lines_text
+from myriad.units import format_count, format_number
 
 if TYPE_CHECKING:
     from myriad.dashboard.insight.findings import Findings
@@ -24,7 +25,6 @@ __all__ = ["frame"]
 _MOST_SLOW, _MOST_EVENTS, _MOST_SILENT = 8, 6, 8
 _WIDEST_BAR = 100
 _STATE_STYLE = {"hangs": "bold red", "stopped": "bold yellow"}
-_NOT_TOLD = ("time", "event", "evidence", "rule", "problem")
 
 
 def frame(look: "Look", ranks: Sequence[int], width: int) -> RenderableType:
@@ -55,8 +55,8 @@ def _figures(look: "Look") -> Iterator[str]:
     if (speed := look.tokens_per_second) is not None:
         yield f"{format_count(speed)} tokens/s"
     if (mfu := look.mfu) is not None:
-        peak = f" of {look.peak_flops / 1e12:,.4g} TFLOP/s" if look.peak_flops else ""
-        source = f" ({look.start['peak_source']})" if look.peak_flops and "peak_source" in look.start else ""
+        peak = f" of {format_number(look.peak_flops / 1e12, 4)} TFLOP/s" if look.peak_flops else ""
+        source = f" ({look.peaks.source})" if look.peaks.source else ""
         yield f"MFU {mfu:.1%}{peak}{source}"
     layout = look.job.layout
     axes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("dp", "pp", "tp"))
@@ -148,12 +148,18 @@ def _waiting(found: "Findings") -> Iterator[RenderableType]:
 
 def _events(events: "Sequence[Record]") -> Iterator[RenderableType]:
     for event in events[-_MOST_EVENTS:]:
-        at = event.get("time")
-        when = time.strftime("%H:%M:%S", time.localtime(at)) if isinstance(at, int | float) else "-"
-        problem = str(event.get("problem") or "").partition("\n")[0]
-        rest = ", ".join(f"{key} {value}" for key, value in event.items() if key not in _NOT_TOLD)
-        line = Text(f"{when} ", style="dim", no_wrap=True, overflow="ellipsis")
-        yield line.append(f"{event.get('event')} ", style="default").append(problem or rest, style="dim")
+        line = Text(f"{_clock(event.get('time'))} ", style="dim", no_wrap=True, overflow="ellipsis")
+        step = event.get("step")
+        where = f"step {step}: " if isinstance(step, int) and not isinstance(step, bool) else ""
+        name = str(event.get("event")).replace("_", " ")
+        yield line.append(f"{name} ", style="default").append(f"{where}{event_text(event)}", style="dim")
+
+
+def _clock(at: object) -> str:
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(at)) if isinstance(at, int | float) else "-"
+    except (OverflowError, ValueError, OSError):  # of a year that no calendar has
+        return "-"
 
 
 def _told_of_spans(look: "Look") -> str:
@@ -161,15 +167,15 @@ def _told_of_spans(look: "Look") -> str:
     told = f"spans of attempt {spans.attempt}, no whole step yet"
     if len(steps):
         told = f"spans of attempt {spans.attempt}, steps {steps[0]} to {steps[-1]}"
-    parts = [told, f"clocks agree to {spans.clock_error_seconds * 1e3:.2g} ms"]
+    parts = [told, f"clocks agree to {format_number(spans.clock_error_seconds * 1e3, 2)} ms"]
     if spans.num_dropped:
         parts.append(f"{spans.num_dropped:,} were dropped")
     if spans.num_unreadable:
         parts.append(f"{spans.num_unreadable} files cannot be read")
     if not len(spans.records):
         parts = []
-    if told := missing_lines_told(look.steps.without_line):
-        parts.append(told)
+    if missing := missing_lines_text(look.steps.without_line):
+        parts.append(missing)
     if look.num_wrong_lines:
         parts.append(f"{look.num_wrong_lines} lines of metrics.jsonl and events.jsonl are wrong")
     return " · ".join(parts)

@@ -32,7 +32,10 @@ def trace(
         typer.Argument(metavar="RUN", help="The run's folder, or its name under runs/.", show_default=False),
     ],
     ranks: Annotated[
-        str, typer.Option(metavar="RANKS", help="As in 3,7 or 0-15; all: every rank of the run.")
+        str,
+        typer.Option(
+            metavar="RANKS", help="Ranks to look into, such as 3,7 or 0-15; all: every rank of the run."
+        ),
     ] = "0",
     seconds: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long, at most 60; a profile takes whole steps.")
@@ -55,7 +58,7 @@ def trace(
     Files go to RUN/traces and RUN/counters. A profile slows its rank down while it is taken, and stops it
     for a moment at the end; the others wait for it meanwhile. Nothing of the result changes.
 
-    Exit code: 0 done, 1 some of it is missing, 2 it cannot be.
+    Exit code: 0 done, 1 some of it is missing, 2 the run is not at work, or bad input.
     """
     from myriad.resilience.ask_trace import request_trace
     from myriad.run import Run

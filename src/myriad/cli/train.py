@@ -17,6 +17,7 @@ from myriad.errors import NO_STATE, BadInputError, RunFailedError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from myriad.checkpoint.folder import CheckpointFolder
     from myriad.cli.summary import Summary
     from myriad.job import Job
     from myriad.job_changes import JobChange
@@ -56,13 +57,13 @@ def train(
         typer.Option(metavar="NAME", help="What starts its nodes; short for --resilience.engine."),
     ] = None,
     submit: Annotated[
-        bool, typer.Option("--submit", help="With the engine slurm, outside a job: hand it to sbatch.")
+        bool, typer.Option("--submit", help="Hand the job to sbatch (engine slurm, outside a Slurm job).")
     ] = False,
     standby: Annotated[
         bool,
         typer.Option(
             "--standby",
-            help="With a run folder: wait here, and drive the run when its driver is lost.",
+            help="Wait beside a run (JOB: its folder), and take over when its driver is lost.",
         ),
     ] = False,
     oversubscribe: Annotated[
@@ -107,12 +108,14 @@ def train(
     if is_done(folder, resolved.train.steps):
         _refuse_unused(folder, changes, resolved)
         if console:
-            console.print(f"this run is done: all its {resolved.train.steps} steps")
+            steps = resolved.train.steps
+            text = f"{folder.path} is already finished ({steps} of {steps} steps)"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
         _report(folder, console, oversubscribe)
         return
     if not is_queued:
         check_journal(folder, resolved.resilience)
-    _check_storage(folder, resolved, changes)
+    _check_storage(folder, resolved, changes, OverrideCommand.of(context), console)
     corpora = open_inputs(resolved, lambda stage: console.print(f"{stage} ...") if console else None)
     refuse_other_tokenizer(folder, resolved, corpora)
     if resolved.train.init_from is not None:
@@ -145,11 +148,11 @@ def train(
 
 
 def _end(run: "Run", ended: str, console: "Console | None", oversubscribe: bool) -> None:
-    """Tells what has become of it, also by the exit code."""
+    """Report how the run ended, also by the exit code."""
     if ended == "left":
         if console:
-            told = f"stands by no more; others train {run.path}"
-            console.print(told, markup=False, highlight=False, soft_wrap=True)
+            text = f"standby ended: another driver trains {run.path}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(_INTERRUPTED)
     if _report(run, console, oversubscribe):
         return
@@ -176,8 +179,8 @@ def _stand_by(run: "Run", job: "Job", console: "Console | None") -> str:
     from myriad.resilience.engines.standby import stand_by
 
     if console:
-        told = f"stands by for {run.path}: drives it when its driver is lost; Ctrl-C ends that"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        text = f"standby for {run.path}: takes over when its driver is lost; Ctrl-C ends the standby"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     screen = open_screen(console, run, job.train.steps)
     try:
         return stand_by(run, job, screen)
@@ -210,16 +213,29 @@ def _queue(run: "Run", job: "Job", submit: bool, console: "Console | None") -> N
         console.print(told, markup=False, highlight=False, soft_wrap=True)
 
 
-def _check_storage(run: "Run", job: "Job", changes: "Sequence[JobChange]") -> None:
-    """Refuse a place for checkpoints that cannot be written, before hours of training need it, and a new
-    place that lacks what the run has stored; a run whose state is still in memory goes on even so."""
+def _check_storage(
+    run: "Run", job: "Job", changes: "Sequence[JobChange]", overrides: list[str], console: "Console | None"
+) -> None:
+    """Refuse a place for checkpoints that cannot be written, before hours of training need it, that is
+    another run's, or that lacks what the run has stored; a run whose state is still in memory goes on even
+    so."""
+    from myriad.checkpoint.claiming import check_run
     from myriad.checkpoint.folder import CheckpointFolder
     from myriad.checkpoint.keeper_client import list_in_memory
 
     moved = next((change for change in changes if change.key == "checkpoint.url"), None)
-    if (job.checkpoint.url is None and moved is None) or list_in_memory(run.path):
+    folder = CheckpointFolder(run.checkpoints(job))
+    if job.checkpoint.url is not None:
+        try:
+            check_run(folder, run.path)
+        except OSError as error:
+            raise BadInputError("checkpoint.url", job.checkpoint.url, f"cannot be read: {error}") from None
+    if list_in_memory(run.path):
         return
-    folder, past = CheckpointFolder(run.checkpoints(job)), run.past()
+    _check_newer_elsewhere(run, folder, job, overrides, console)
+    if job.checkpoint.url is None and moved is None:
+        return
+    past = run.past()
     folder.check()
     if moved is None or job.resilience.nodes > 1 or job.checkpoint.restart_from_scratch:
         return  # ranks know what other nodes have in memory
@@ -230,6 +246,40 @@ def _check_storage(run: "Run", job: "Job", changes: "Sequence[JobChange]") -> No
             f"first, or give --checkpoint.restart-from-scratch"
         )
         raise BadInputError("checkpoint.url", moved.after, allowed)
+
+
+def _check_newer_elsewhere(
+    run: "Run", folder: "CheckpointFolder", job: "Job", overrides: list[str], console: "Console | None"
+) -> None:
+    """Refuse to go on from an older step than another place holds of this run, as after `myriad checkpoint
+    save`, unless the place was typed: then a line says so."""
+    from myriad.checkpoint.folder import CheckpointFolder
+
+    if job.checkpoint.restart_from_scratch or not run.exists:
+        return
+    place = folder.storage.url
+    others = [(where, step) for where, step in run.past().stored_in if where != place and step]
+    here = max(folder.trained_steps(), default=0) if others else 0
+    for where, step in others:
+        if step <= here:
+            continue
+        try:
+            if step not in CheckpointFolder(where).steps():
+                continue
+            state = f"step {step} of {run.path} is in {where}"
+        except (OSError, BadInputError) as error:
+            state = f"step {step} of {run.path} was stored in {where}, which cannot be read now ({error})"
+        told = f"{state}, and the newest here is step {here}"
+        if not any(one.startswith("checkpoint.url=") for one in overrides):
+            allowed = (
+                f"{told}; go on from step {step}: `myriad train {shlex.quote(str(run.path))} "
+                f"--checkpoint.url {shlex.quote(where)}`; or from step {here}: --checkpoint.url "
+                f"{shlex.quote(job.checkpoint.url or 'off')}"
+            )
+            raise BadInputError("checkpoint.url", job.checkpoint.url or "off", allowed)
+        if console:
+            console.print(f"goes on from step {here}: {told}", markup=False, highlight=False, style="yellow")
+        return
 
 
 def _check_restart(job: "Job", overrides: list[str]) -> None:

@@ -32,7 +32,7 @@ def validate(
             help="Files with the columns of one of the tables that come with Myriad.",
         ),
     ] = None,
-    rows: Annotated[bool, typer.Option("--rows", help="Also print every row.")] = False,
+    rows: Annotated[bool, typer.Option("--rows", help="Print every row, too.")] = False,
     chart: Annotated[
         Path | None,
         typer.Option(metavar="FILE.svg|png", help="Draw predicted against published seconds."),
@@ -142,7 +142,7 @@ def _print(results: "Sequence[TableResult]", *, rows: bool) -> None:
     title = "Errors of predicted iteration times"
     grid = Grid(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     grid.add_column("table", no_wrap=True)
-    for name in ("rows", "mean", "worst", "bias", "ranks", "fitted", "left out", "90 %", "held"):
+    for name in ("rows", "mean", "worst", "bias", "ranks", "fitted", "left out", "90 %", "covered"):
         grid.add_column(name, justify="right", no_wrap=True)
     for result, (width, inside) in zip(results, intervals(results), strict=True):
         zero, alone = result.zero_shot, isnan(width)
@@ -160,15 +160,15 @@ def _print(results: "Sequence[TableResult]", *, rows: bool) -> None:
         )
     console.print(grid)
     console.print(_LEGEND, style="dim")
-    console.print(f"a system that is in none of these: 90 % within ±{interval(results):.0%}")
+    console.print(f"A system in none of these tables: 90 % of times within ±{interval(results):.0%}.")
 
 
 _LEGEND = """\
-mean, worst, bias (! all of one sign): errors of the time, zero-shot.
+mean, worst, bias: zero-shot errors of predicted times (!: all of one sign).
 ranks: rank correlation. fitted: mean error with factors fitted to other rows;
-left out: to the rows of other models.
-90 %: interval from the other tables' errors, each one voice; held: rows of this
-one within it."""
+left out: with factors fitted to the rows of other models.
+90 %: interval from the errors of the other tables, each of equal weight;
+covered: share of this table's rows within it."""
 
 
 def _mean(score: "Score | None") -> str:

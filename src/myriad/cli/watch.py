@@ -40,7 +40,7 @@ def _watch(
         typer.Option(
             metavar="TEXT",
             envvar="MYRIAD_COLLECTOR_TOKEN",
-            help="That others must know; made up and printed when left out.",
+            help="Access token that remote clients need. Default: generated and printed.",
         ),
     ] = None,
     collect: Annotated[
@@ -56,7 +56,7 @@ def _watch(
         typer.Option(metavar="URL", help="Instead of RUN: show what a server shows that runs elsewhere."),
     ] = None,
     memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="For spans and their sums; the oldest steps make room.")
+        str, typer.Option(metavar="SIZE", help="Memory for spans and their sums; the oldest steps make room.")
     ] = "2 GiB",
     open_page: Annotated[
         bool, typer.Option("--open/--no-open", help="Open the page in this machine's browser.")
@@ -65,7 +65,9 @@ def _watch(
         bool, typer.Option("--json", help="One JSON object on standard output, for programs.")
     ] = False,
 ) -> None:
-    """Show a run in the browser, while it trains or afterwards. Only reads: a run never notices.
+    """Show a run in the browser, while it trains or afterwards.
+
+    It reads the run folder; only the button "Trace" of the page slows a run down, at the traced ranks.
 
     Also collects: nodes may send their spans to URL/api/spans instead of writing them into the run's folder.
     For Prometheus it is the run's exporter: URL/metrics. Ctrl-C ends it.
@@ -206,7 +208,40 @@ def _tell(address: str, token: str | None, open_page: bool, as_json: bool) -> No
         )
     else:
         typer.echo(page)
-    if open_page:
+        if tunnel := _tunnel(address):
+            typer.echo(f"on your own machine: {tunnel}, then open {page} there", err=True)
+    if open_page and _has_browser():
+        import threading
         import webbrowser
 
-        webbrowser.open(page)
+        # In a thread: one that runs in the terminal ends when a person leaves it, and the server goes on.
+        threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
+
+
+def _has_browser() -> bool:
+    """Whether a window can open here. Without one Python starts whatever text browser is installed, in the
+    middle of this terminal."""
+    import os
+    import sys
+
+    named = ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
+    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in named)
+
+
+def _tunnel(address: str) -> str:
+    """What to type where a person sits who came here by ssh; "": nobody did, or the page is reachable."""
+    import getpass
+    import os
+    from urllib.parse import urlsplit
+
+    from_to = os.environ.get("SSH_CONNECTION", "").split()
+    parts = urlsplit(address)
+    if len(from_to) != 4 or parts.hostname not in _LOOPBACK:
+        return ""
+    try:
+        user = f"{getpass.getuser()}@"
+    except (OSError, KeyError):  # a container's user may have no name
+        user = ""
+    port = "" if from_to[3] == "22" else f"-p {from_to[3]} "
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"ssh {port}-L {parts.port}:{host}:{parts.port} {user}{from_to[2]}"

@@ -19,6 +19,8 @@ from myriad.units import format_number
 __all__ = ["WantedWeeks", "simulate_weeks"]
 
 _MOST_WEEKS, _MOST_RUNS, _MOST_SPARES = 52.0, 1000, 100_000
+_MOST_FAULTS = 50_000
+"""Expected in a run: more take hours to simulate."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,11 @@ def simulate_weeks(wanted: WantedWeeks) -> None:
     changes = sum(1 for _ in sensitivity_changes(setting)) if wanted.sensitivity else 0
     total = wanted.runs * (num_policies() + changes)
     counted = count(1)
-    with share_bar("simulating") as tell:
+    with share_bar("simulating") as show:
 
         def done() -> None:
             number = next(counted)
-            tell(f"run {number} of {total}", number / total)
+            show(f"run {number} of {total}", number / total)
 
         outcomes = compare(setting, done)
         effects = sensitivity(setting, done) if wanted.sensitivity else []
@@ -101,13 +103,18 @@ def _setting(wanted: WantedWeeks) -> "tuple[Cluster, Setting]":
         raise BadInputError("JOB", None, f"{wanted.overrides[0]} needs a job that it changes")
     seeds = range(wanted.seed, wanted.seed + wanted.runs)
     seconds = wanted.weeks * 7 * DAY
+    expected = mix.per_day(world) * seconds / DAY
+    if not expected <= _MOST_FAULTS:
+        shown = f"{format_number(expected)} faults in {wanted.weeks:g} weeks"
+        raise BadInputError(f"--mix {wanted.mix}", shown, f"at most {_MOST_FAULTS:,} in a run")
     return cluster, Setting(mix, world, seconds, wanted.spares, times, seeds, patience=patience)
 
 
 def _headline(wanted: WantedWeeks, cluster: "Cluster", setting: "Setting") -> str:
     runs = f"{wanted.runs} run{'s' if wanted.runs > 1 else ''}"
     where = f"{setting.accelerators:,} accelerators of {cluster.name} and {wanted.spares} spare nodes"
-    return f"{wanted.weeks:g} weeks on {where}: {setting.faults_per_day:.1f} faults a day, {runs}"
+    weeks = f"{wanted.weeks:g} week{'s' * (wanted.weeks != 1)}"
+    return f"{weeks} on {where}: {setting.faults_per_day:.1f} faults a day, {runs}"
 
 
 def _print(
@@ -155,7 +162,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _ratio_rows(outcomes: "Sequence[Outcome]") -> list[list[str]]:
-    rows = [["effective training time", "mean", "p5", "p95", "attempts a run", "spare node days a run"]]
+    rows = [["effective training time", "mean", "p5", "p95", "attempts", "idle spare node-days"]]
     for one in outcomes:
         low, high = one.interval
         attempts = sum(ledger.attempt for ledger in one.ledgers) / len(one.ledgers)
@@ -169,7 +176,7 @@ def _ledger_rows(outcomes: "Sequence[Outcome]") -> list[list[str]]:
     from myriad.resilience.account.ledger import KINDS
 
     shares = [one.shares for one in outcomes]
-    rows = [["share of the wall time", *(one.title for one in outcomes)]]
+    rows = [["wall time", *(one.title for one in outcomes)]]
     rows += [
         [kind, *(f"{one[kind]:.2%}" for one in shares)] for kind in KINDS if any(s[kind] for s in shares)
     ]

@@ -30,11 +30,12 @@ class CommConfig(Config):
     """Nodes, numbered from 0 as the launcher starts them, in the order in which the rank grid fills them, as
     `myriad plan` finds it; off: as the launcher says. On one machine it changes nothing."""
     node_bandwidth: _Rate | None = Field(None, gt=0)
-    """Of one rank to another of its node, "100 Gbit/s", for comm.hierarchy = auto; off: measured at start."""
+    """Bandwidth between two ranks of a node, "100 Gbit/s", for comm.hierarchy = auto. Off: measured at
+    start."""
     network_bandwidth: _Rate | None = Field(None, gt=0)
-    """Of a node to others, which its ranks share; off: measured at start."""
+    """Bandwidth of a node to others, which its ranks share. Off: measured at start."""
     switch_bandwidth: _Rate | None = Field(None, gt=0)
-    """Of a switch to others, which its nodes share; off: measured at start."""
+    """Bandwidth of a switch to others, which its nodes share. Off: measured at start."""
     compress_gradients: Literal["bfloat16", "int8"] | None = None
     """Lossy: gradients travel so, what is lost is added to the next step's; off: exact."""
     compress_parameters: Literal["bfloat16", "int8"] | None = None
@@ -44,10 +45,10 @@ class CommConfig(Config):
     """Steps between synchronisations of data-parallel replicas; more than 1 is DiLoCo (each replica
     trains alone in between) and gives other losses."""
     outer_learning_rate: float = Field(0.7, gt=0)
-    """Of the outer optimizer (Nesterov), with sync_every > 1; 1 with momentum 0 is the plain mean, which
-    loses less in a short training."""
+    """Learning rate of the outer optimizer (Nesterov), with sync_every > 1; 1 with momentum 0 is
+    the plain mean, which loses less in a short training."""
     outer_momentum: float = Field(0.9, ge=0, lt=1)
-    """Of the outer optimizer, with sync_every > 1."""
+    """Momentum of the outer optimizer, with sync_every > 1."""
 
     @property
     def lossy(self) -> tuple[str, ...]:

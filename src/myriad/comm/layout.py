@@ -62,7 +62,7 @@ class Layout(Config):
     norms and of the MLP's activation function, full all of a layer but its input. The result is the same to
     the bit."""
     recompute_ratio: float = Field(1.0, gt=0, le=1)
-    """Of a stage's layers, the first ones, that recompute = full is for; the others keep everything."""
+    """Share of a stage's layers, the first ones, that recompute = full is for; the others keep everything."""
 
     @property
     def world(self) -> int:

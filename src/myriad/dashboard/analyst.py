@@ -19,7 +19,6 @@ from myriad.dashboard.insight.ranks import Array
 from myriad.dashboard.insight.step_spans import StepSpans, programs_seen
 from myriad.dashboard.insight.stragglers import Straggler, culprits, stragglers
 from myriad.dashboard.insight.waiting import Standstill, standstill
-from myriad.dashboard.run_files import number
 from myriad.dashboard.store.step_block import StepBlock
 from myriad.dashboard.store.table import newest_table
 from myriad.dashboard.watched import Watched
@@ -112,7 +111,7 @@ class Analyst:
     @property
     def _ideal_seconds(self) -> float | None:
         """Of a step at the peak."""
-        job, peak = self._watched.files.job, number(self._watched.files.last("start").get("peak_flops"))
+        job, peak = self._watched.files.job, self._watched.files.peaks.flops_per_second
         return (
             job.model.flops_per_token() * job.model.sequence * job.train.global_batch / peak if peak else None
         )

@@ -40,7 +40,7 @@ class Follower:
 
     def poll(self) -> None:
         """One look."""
-        files = self._watched.files
+        files, began = self._watched.files, time.monotonic()
         files.poll()
         if self._watched.follow_layout():
             self._seen.clear()
@@ -61,6 +61,7 @@ class Follower:
         self._looked = True
         if left_out:
             store.counts.tell(f"{left_out} older files of spans are not read: --memory is full")
+        self._watched.looked(began)
 
     def _read(self, path: Path, size: int) -> None:
         store = self._watched.store

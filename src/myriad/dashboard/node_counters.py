@@ -1,12 +1,13 @@
 """The newest look at each node's network, from the ends of RUN/counters/node-N.jsonl: a folder of many nodes'
 files is read in the time of their last lines."""
 
-import json
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from myriad.whole_file import parse_json
 
 __all__ = ["NodeCounters", "NodeLook"]
 
@@ -41,7 +42,7 @@ class NodeCounters:
         for node, path in self._paths():
             try:
                 look = self._read(node, path)
-            except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue
             if look is not None:
                 self._looks[node] = look
@@ -62,12 +63,12 @@ class NodeCounters:
             known = self._heads.get(node)
             if known is None or known[0] != status.st_ino:
                 text = os.pread(handle, _HEAD_BYTES, 0).partition(b"\n")[0]
-                known = self._heads[node] = status.st_ino, json.loads(text)
+                known = self._heads[node] = status.st_ino, parse_json(text)
             tail = os.pread(handle, _TAIL_BYTES, max(0, status.st_size - _TAIL_BYTES))
         finally:
             os.close(handle)
         lines = tail[: tail.rfind(b"\n") + 1].splitlines()
-        return _look(known[1], json.loads(lines[-1])) if lines else None
+        return _look(known[1], parse_json(lines[-1])) if lines else None
 
 
 def _look(head: dict[str, Any], line: dict[str, Any]) -> NodeLook | None:

@@ -22,7 +22,8 @@ from prometheus_client.registry import Collector
 
 from myriad.dashboard.node_counters import NodeCounters
 from myriad.jsonl import JsonlTail, Record
-from myriad.run import Run, step_line
+from myriad.run import Run
+from myriad.run_lines import EventLines, Peaks, step_line
 
 __all__ = ["CONTENT_TYPE", "Account", "RunCollector", "RunMetrics", "Spans"]
 
@@ -35,7 +36,6 @@ _OF_STEP = {
     "myriad_loss": ("loss", "Of the newest step; NaN: it was not finite."),
     "myriad_gradient_norm": ("grad_norm", "Of the newest step."),
     "myriad_learning_rate": ("learning_rate", "Of the newest step."),
-    "myriad_mfu_ratio": ("mfu", "Model FLOP/s of the newest step by the peak of all ranks."),
     "myriad_memory_bytes": ("memory_bytes", "The most that the first rank has used."),
     "myriad_data_wait_seconds": ("data_wait_seconds", "Of the newest step, for data."),
     "myriad_exposed_communication_seconds": ("exposed_comm_seconds", "Of the newest step, first rank."),
@@ -72,7 +72,8 @@ class RunCollector(Collector):
 
     def __init__(self, run: Run, account: Account | None = None, spans: Spans | None = None) -> None:
         self._run, self._account, self._spans = run, account, spans
-        self._metrics, self._events = JsonlTail(run.metrics_path), JsonlTail(run.events_path)
+        self._metrics, self._events = JsonlTail(run.metrics_path), EventLines(run.events_path)
+        self._peaks = Peaks()
         self._nodes = NodeCounters(run.counters_path)
         self._last: Record = {}
         self._steps, self._tokens, self._tokens_each = 0, 0.0, 0.0
@@ -101,12 +102,13 @@ class RunCollector(Collector):
         for line in self._metrics.poll():
             if (checked := step_line(line)) is not None and (step := checked["step"]) > 0:
                 num_steps = max(1, step - self._last.get("step", 0))  # of some there may be no line
-                tokens, known = _number(line.get("tokens")), _number(self._last.get("tokens"))
+                tokens, known = _number(checked.get("tokens")), _number(self._last.get("tokens"))
                 is_next = step > self._last.get("step", 0) and tokens > known  # else: an attempt went back
                 self._last = checked
                 self._steps += num_steps
                 self._tokens += tokens - known if is_next else tokens / step * num_steps
         for event in self._events.poll():
+            self._peaks.add(event)
             self._take(str(event.get("event")), event)
 
     def _take(self, name: str, event: Record) -> None:
@@ -128,7 +130,8 @@ class RunCollector(Collector):
         yield InfoMetricFamily("myriad_run", "What it is.", {key: str(value) for key, value in facts.items()})
         yield _gauge("myriad_ranks", "That train.", start.get("world"))
         yield _gauge("myriad_parameters", "Of the model.", start.get("parameters"))
-        yield _gauge("myriad_peak_flops_per_second", "Of one rank, that MFU is of.", start.get("peak_flops"))
+        peak = self._peaks.flops_per_second
+        yield _gauge("myriad_peak_flops_per_second", "Of all ranks together, that MFU is of.", peak)
         yield _gauge("myriad_run_over", "1 when it has finished or was stopped.", float(self._over))
         yield _counter("myriad_steps", "Steps done, also those done again.", self._steps)
         yield _counter("myriad_tokens", "Tokens of these steps.", self._tokens)
@@ -138,6 +141,8 @@ class RunCollector(Collector):
         yield _gauge("myriad_step_timestamp_seconds", "When it ended.", self._last.get("time"))
         for name, (key, told) in _OF_STEP.items():
             yield _gauge(name, told, self._last.get(key))
+        told = "Model FLOP/s of the newest step by the peak of all ranks."
+        yield _gauge("myriad_mfu_ratio", told, self._peaks.mfu(self._last))
 
     def _of_events(self) -> Iterator[Metric]:
         for event, (name, label, told) in _COUNTED.items():

@@ -15,8 +15,9 @@ from myriad.dashboard.insight.findings import Findings
 from myriad.dashboard.insight.state import State, run_state, state_sentence
 from myriad.dashboard.run_spans import NewestSpans, SpanFolder
 from myriad.errors import MyriadError
-from myriad.jsonl import JsonlTail, Record, late_events
-from myriad.run import Run, StepCount, StepLines, count_steps
+from myriad.jsonl import Record, late_events
+from myriad.run import Run
+from myriad.run_lines import EventLines, Peaks, StepCount, StepLines, count_steps
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -61,7 +62,7 @@ class Look:
     at_work: bool = False
     """Somebody has it, here or on another machine."""
     num_wrong_lines: int = 0
-    """Of metrics.jsonl and events.jsonl, that are torn, wrong or have a wrong figure."""
+    """Number of lines of metrics.jsonl and events.jsonl that are torn, wrong or have a wrong figure."""
 
     @cached_property
     def steps(self) -> StepCount:
@@ -85,8 +86,14 @@ class Look:
 
     @property
     def mfu(self) -> float | None:
-        """Median of the newest steps, as rank 0 has it."""
-        return self._recent("mfu")
+        """Median of the newest steps, by the peak that is known now."""
+        known = [mfu for mfu in map(self.peaks.mfu, self.metrics[-_RECENT_STEPS:]) if mfu is not None]
+        return median(known) if known else None
+
+    @cached_property
+    def peaks(self) -> Peaks:
+        """Behind the MFU of each step."""
+        return Peaks(self.events)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -106,10 +113,8 @@ class Look:
 
     @property
     def peak_flops(self) -> float | None:
-        """FLOP/s of all ranks together: the newest of this attempt, which may rise as it trains."""
-        newest = next((one for one in reversed(self.events) if one.get("event") in ("peak", "start")), {})
-        found = newest.get("peak_flops")
-        return float(found) if isinstance(found, int | float) and found > 0 else None
+        """FLOP/s of all ranks together, which may rise as the run trains."""
+        return self.peaks.flops_per_second
 
     @property
     def quiet_seconds(self) -> float:
@@ -151,7 +156,7 @@ class RunWatch:
     def __init__(self, run: Run, most_steps: int = 50) -> None:
         self.run, self._job = run, run.job()
         self._spans = SpanFolder(run.spans_path, most_steps)
-        self._steps, self._events_tail = StepLines(run.metrics_path), JsonlTail(run.events_path)
+        self._steps, self._events_tail = StepLines(run.metrics_path), EventLines(run.events_path)
         self._events: list[Record] = []
 
     def look(self) -> Look:

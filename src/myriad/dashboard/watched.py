@@ -10,6 +10,7 @@ import numpy as np
 
 from myriad.dashboard.at_work import is_at_work
 from myriad.dashboard.checkpoints import Checkpoints
+from myriad.dashboard.freshness import Freshness
 from myriad.dashboard.insight.ranks import Ranks
 from myriad.dashboard.insight.state import State, run_state
 from myriad.dashboard.node_counters import NodeCounters
@@ -31,6 +32,7 @@ MakePlan = Callable[["Job"], Plan]
 """Raises `MyriadError` for a job that the cluster cannot hold."""
 _RECENT_STEPS = 20
 _NODES_SECONDS = 2.0
+_HANG_TOLD_EACH_SECONDS = 10.0
 _ACCOUNT_SECONDS, _ACCOUNT_TIMES = 1.0, 20.0
 
 
@@ -52,6 +54,9 @@ class Watched:
     """The server is told to end: what goes on for ever ends by itself."""
 
     def __post_init__(self) -> None:
+        self._num_runs = self.files.num_runs
+        self._freshness = Freshness()
+        self._shown: tuple[Any, ...] = ()
         self._account: Mapping[str, Any] = {}
         self._account_due, self._account_lock = 0.0, threading.Lock()
         self.ranks = self.files.ranks
@@ -64,6 +69,8 @@ class Watched:
         """After a look at the files: whether ranks have got other places, so that all spans count anew."""
         ranks, since_ns = self.files.ranks, self.files.layout_since_ns
         is_new = since_ns != self.store.since_ns or ranks.world != self.store.world
+        is_new = is_new or self.files.num_runs != self._num_runs
+        self._num_runs = self.files.num_runs
         if is_new or ranks != self.ranks:
             steps = self.files.job.train.steps
             store = self.store.followed_by(ranks.world, steps, since_ns) if is_new else self.store
@@ -108,17 +115,40 @@ class Watched:
         return newest
 
     @property
-    def changes(self) -> tuple[int, int, int]:
-        """Differs when there is something new to show."""
-        return self.store.version, len(self.files.events), len(self.files.metrics)
+    def changes(self) -> tuple[Any, ...]:
+        """Differs when there is something new to show, also when that is only that nothing comes any more."""
+        return (*self._amounts, *self._shown)
+
+    @property
+    def _amounts(self) -> tuple[int, ...]:
+        files = self.files
+        last = int(files.metrics[-1]["step"]) if files.metrics else 0
+        return files.num_runs, self.store.version, len(files.events), len(files.metrics), last
+
+    def looked(self, began: float) -> None:
+        """The follower has read the files. ``began``: when, by the monotonic clock."""
+        self._freshness.looked(self._amounts, self._newest, began)
+        state, quiet = self.state, self.quiet_seconds
+        tens = int(quiet / _HANG_TOLD_EACH_SECONDS) if state == "hangs" else 0
+        told = (self.store.counts.num_told, *self.files.problems)
+        self._shown = (state, tens, self.files.is_gone, *told)
+
+    @property
+    def _newest(self) -> float:
+        newest = float(self.store.last_end_ns.max()) * 1e-9
+        for line in (*self.files.metrics[-1:], *self.files.events[-1:]):
+            newest = max(newest, number(line.get("time")) or 0.0)
+        return newest
 
     @property
     def quiet_seconds(self) -> float:
         """Since the newest span, step or event; 0: there was none."""
-        newest = float(self.store.last_end_ns.max()) * 1e-9
-        for line in (*self.files.metrics[-1:], *self.files.events[-1:]):
-            newest = max(newest, number(line.get("time")) or 0.0)
-        return max(0.0, time.time() - newest) if newest > 0 else 0.0
+        return self._freshness.quiet_seconds(self._newest)
+
+    @property
+    def behind_seconds(self) -> float:
+        """Since the run's files were last read."""
+        return self._freshness.behind_seconds
 
     @property
     def step_seconds(self) -> float:

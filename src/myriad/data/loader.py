@@ -3,9 +3,12 @@
     rank 0 ── starts, wakes, revives ──► loader process ──► ring in shared memory ──► rank 0, rank 1, ...
 
 All ranks of a node that need the same tokens read the same bytes. What a step holds is a pure function of
-(seed, position of the run's state, step), so a loader that dies, or is stopped while it is waited for, is
-replaced and goes on with the step that is asked for: nothing is lost, nothing comes twice. It ends by itself
-when the rank that started it does.
+(seed, position of the run's state, step), so a loader that dies, is stopped or hangs while it is waited for
+is replaced and goes on with the step that is asked for: nothing is lost, nothing comes twice. It ends by
+itself when the rank that started it does.
+
+A loader hangs if a rank waits for it and it has neither filled a slot nor used processor time for 5 s (20 s
+before its first slot). A storage that is slower looks the same, so this limit doubles with each replacement.
 """
 
 import hashlib
@@ -28,7 +31,7 @@ from myriad.data.manifest import Split
 from myriad.data.ring import Geometry, Ring
 from myriad.data.sampler import DataPosition
 from myriad.errors import RunFailedError
-from myriad.processes import process_state
+from myriad.processes import StopTimer, WatchClock, process_cpu_ticks
 
 __all__ = ["CHANGED_WHILE_READ", "LoaderClient", "LoaderSpec"]
 
@@ -38,7 +41,9 @@ _log = logging.getLogger(__name__)
 
 _SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 5e-5, 5e-4
 _LIVENESS_SECONDS = 0.02
-_STOPPED_SECONDS = 1.5
+_STOPPED_SECONDS, _HUNG_SECONDS = 1.5, 5.0
+_FIRST_RATIO = 4.0
+"""How much longer a loader may use no processor time while it starts."""
 _ATTACH_SECONDS = 300.0
 _DEATHS_WITHOUT_PROGRESS = 3
 
@@ -90,9 +95,10 @@ class LoaderClient:
         num_local_ranks: int = 1,
         first_step: int | None = 0,
         on_restart: Callable[[str], None] = lambda problem: None,
+        patience: float = 1.0,
     ) -> None:
         """``local_rank`` counts the node's ranks that read; number 0 owns the loader process. ``on_restart``
-        is called with the reason when that process is replaced.
+        is called with the reason when that process is replaced; ``patience`` scales its deadlines.
 
         The loader prepares ``first_step`` at once; any other may be asked for. None: it waits for `begin`.
         """
@@ -106,7 +112,7 @@ class LoaderClient:
         if local_rank == 0:
             geometry = Geometry(spec.data.prefetch + 1, spec.num_rows, spec.sequence + 1, num_local_ranks)
             self._ring, descriptor = Ring.create(name, geometry, first_step)
-            self._process = _LoaderProcess(spec, self._ring, descriptor)
+            self._process = _LoaderProcess(spec, self._ring, descriptor, patience)
         else:
             self._ring = _attach(name)
         self._ring.mark_attached(local_rank)
@@ -157,12 +163,14 @@ class LoaderClient:
 
     def _wait(self, step: int) -> None:
         sleep, next_look = _SHORTEST_SLEEP_SECONDS, time.monotonic() + _LIVENESS_SECONDS
+        if self._process is not None:
+            self._process.begin_wait()
         while not self._ring.is_ready(step):
             time.sleep(sleep)
             sleep = min(sleep * 1.5, _LONGEST_SLEEP_SECONDS)
             if time.monotonic() >= next_look:
                 if self._process is not None:
-                    self._process.end_if_stopped()
+                    self._process.end_if_stuck()
                 self._look_after_loader()
                 next_look = time.monotonic() + _LIVENESS_SECONDS
 
@@ -188,15 +196,16 @@ class LoaderClient:
 class _LoaderProcess:
     """The process, as the rank that owns it sees it."""
 
-    def __init__(self, spec: LoaderSpec, ring: Ring, descriptor: int) -> None:
+    def __init__(self, spec: LoaderSpec, ring: Ring, descriptor: int, patience: float) -> None:
         self._spec, self._ring, self._descriptor = spec, ring, descriptor
-        self._deaths = 0
+        self._stopped_seconds, self._hung_seconds = _STOPPED_SECONDS * patience, _HUNG_SECONDS * patience
+        self._deaths, self._clock, self._stopped = 0, WatchClock(), StopTimer()
         self._start()
 
     def _start(self) -> None:
         self._progress = self._ring.progress
-        self._stopped_since: float | None = None
-        self._was_stopped = False
+        self._why_killed = ""
+        self.begin_wait()
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "myriad.data.loader_process", str(self._descriptor)],
@@ -218,7 +227,7 @@ class _LoaderProcess:
 
     def wake(self) -> bool:
         """Tells the loader that something was asked for; False when it is dead."""
-        if self._process.poll() is not None:
+        if self._why_killed or self._process.poll() is not None:
             return False
         try:
             os.write(self._pipe.fileno(), b".")
@@ -229,24 +238,38 @@ class _LoaderProcess:
             return False
         return True
 
-    def end_if_stopped(self) -> None:
-        """A loader that stays stopped (SIGSTOP) would never end by itself."""
-        if process_state(self.pid) != "T":
-            self._stopped_since = None
-            return
-        self._stopped_since = self._stopped_since or time.monotonic()
-        if time.monotonic() - self._stopped_since > _STOPPED_SECONDS:
-            self._was_stopped = True
-            self._process.kill()
-            self._process.wait()
+    def begin_wait(self) -> None:
+        """A rank begins to wait for it: before, it had no reason to do anything."""
+        self._seen, self._idle_since = (-1, -1), self._clock.look()
+
+    def end_if_stuck(self) -> None:
+        """Kill a loader that is stopped (SIGSTOP) or hangs. Called while a rank waits."""
+        now, pid = self._clock.look(), self.pid
+        if (stopped := self._stopped.look(pid, now)) is not None and stopped > self._stopped_seconds:
+            return self._kill("was stopped (SIGSTOP)")
+        seen = self._ring.progress, process_cpu_ticks(pid)
+        if seen != self._seen:
+            self._seen, self._idle_since = seen, now
+        limit = self._hung_seconds * (_FIRST_RATIO if self._ring.progress == self._progress else 1.0)
+        if now - self._idle_since > limit:
+            self._hung_seconds *= 2
+            self._kill(f"did nothing for {now - self._idle_since:.0f} s while a rank waited")
+
+    def _kill(self, why: str) -> None:
+        self._why_killed = f"{why} and was killed"
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):  # one that waits for a disk in the kernel is left behind
+            self._process.wait(timeout=1)
 
     def restart(self) -> str:
         """Starts a new process for a dead one and returns what happened. Raises `RunFailedError` when they
         die without preparing a step."""
-        code = self._process.returncode
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        how = "was stopped (SIGSTOP) and killed" if self._was_stopped else f"died ({how})"
-        self._deaths = self._deaths + 1 if self._ring.progress == self._progress else 1
+        how = self._why_killed
+        if not how:
+            code = self._process.returncode
+            how = f"died ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+        no_progress = self._ring.progress == self._progress
+        self._deaths = self._deaths + (not self._why_killed) if no_progress else 1
         if self._deaths > _DEATHS_WITHOUT_PROGRESS:
             self._ring.fail(f"died {self._deaths} times without preparing a step, the last one {how}")
             raise RunFailedError(f"data loader: {self._ring.error}")

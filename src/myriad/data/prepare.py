@@ -71,7 +71,7 @@ class Progress(NamedTuple):
     stage: str
     done_bytes: int = 0
     total_bytes: int = 0
-    """0: not known."""
+    """Bytes of all inputs; 0 while that is unknown."""
 
 
 def prepare(

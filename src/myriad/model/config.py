@@ -141,7 +141,9 @@ class ModelConfig(Config):
     def layer_flops_per_token(self) -> list[float]:
         """Of embedding (rows are looked up), blocks and head, as `flops_per_token` counts them."""
         width = 2 * self.heads * self.head_width / self.sequence
-        blocks = [self._block_matrices + width * self.attended_pairs(layer) for layer in range(self.layers)]
+        period = range(min(self.layers, len(self.window_pattern)))
+        each = [self._block_matrices + width * self.attended_pairs(layer) for layer in period]
+        blocks = [each[layer % len(each)] for layer in range(self.layers)]
         return [6.0 * one for one in (0.0, *blocks, self.hidden * self.vocabulary)]
 
     def flops_per_token(self) -> float:

@@ -61,7 +61,7 @@ def switch_rows(question: SwitchQuestion) -> list[Row]:
     """Exactly. Raises `BadInputError`."""
     n, m = question.num_flows, question.num_uplinks
     split, pairs = question.split, question.queue_pairs
-    rows = [_of_switch("as asked", conflicts(n, m, split=split, queue_pairs=pairs), is_asked=True)]
+    rows = [_of_switch("baseline", conflicts(n, m, split=split, queue_pairs=pairs), is_asked=True)]
     wide = conflicts(n, m, split=2 * split, queue_pairs=pairs)
     rows.append(_of_switch(f"split {2 * split}, as many uplinks", wide))
     if m >= 2:
@@ -92,7 +92,7 @@ def curves(question: SwitchQuestion, points: int = 24) -> dict[str, list[tuple[f
     most = max(2 * question.num_flows, question.num_uplinks * question.split)
     counts = sorted({max(1, round(x)) for x in np.linspace(1, most, points)})
     variants = {
-        "as asked": question,
+        "baseline": question,
         f"split {2 * question.split}": replace(question, split=2 * question.split),
     }
     for more in _MORE:
@@ -147,7 +147,7 @@ def fabric_rows(
 
 def _variants(question: FabricQuestion) -> Iterator[tuple[str, FabricQuestion, str]]:
     """What is asked, and the same with one thing different: its name, and how switches choose."""
-    yield "as asked", question, "hash"
+    yield "baseline", question, "hash"
     if (name_and_shape := _other_split(question.shape)) is not None:
         name, shape = name_and_shape
         yield name, replace(question, shape=shape), "hash"

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from myriad.config import Config
+from myriad.config import Config, Rate, Seconds
 
 __all__ = ["Cable", "FabricShape", "Kind"]
 
@@ -25,7 +25,7 @@ class Cable(Config):
     ends: tuple[str, str]
     """A switch by its name; ports of nodes by numbers: "3" all ports of node 3, "0-7" of eight nodes, "0-7.1"
     port 1 of each."""
-    bytes_per_second: float | None = Field(None, gt=0)
+    bytes_per_second: Rate | None = None
     """In each direction; off: as a NIC port."""
     count: int = Field(1, ge=1)
     """So many beside each other."""
@@ -40,7 +40,7 @@ class FabricShape(Config):
     whatever cables say."""
     ports_per_switch: int | None = Field(None, ge=2)
     """Of port_bytes_per_second each; off: as many as are needed."""
-    port_bytes_per_second: float | None = Field(None, gt=0)
+    port_bytes_per_second: Rate | None = None
     """Of a switch port, in one direction: 400 Gbit/s is 50e9; off: split x what a NIC's link carries."""
     split: int = Field(1, ge=1, le=8)
     """Ports that one switch port towards servers is split in."""
@@ -57,7 +57,7 @@ class FabricShape(Config):
     ports_per_switch allows, else all."""
     nodes_per_pod: int | None = Field(None, ge=1)
     """Of clos3; off: what ports_per_switch allows."""
-    latency_seconds: float = Field(1e-6, gt=0)
+    latency_seconds: Seconds = 1e-6
     """Of a link with the forwarding of the switch at its end (1 us: as the simulations of HPCC have it,
     SIGCOMM 2019, section 5.1)."""
     cables: tuple[Cable, ...] = ()

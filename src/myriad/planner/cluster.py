@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import Field
 
 from myriad.comm.layout import MOST_RANKS
-from myriad.config import Config, Size
+from myriad.config import Config, Rate, Seconds, Size
 from myriad.errors import BadInputError
 from myriad.network.nics import Nics
 from myriad.network.shape import FabricShape
@@ -36,9 +36,9 @@ class Float32(Config):
 
     saturation: float | None = Field(None, ge=0)
     launch_seconds: float | None = Field(None, ge=0)
-    stream_bytes_per_second: float | None = Field(None, gt=0)
-    loss_bytes_per_second: float | None = Field(None, gt=0)
-    weights_bytes_per_second: float | None = Field(None, gt=0)
+    stream_bytes_per_second: Rate | None = None
+    loss_bytes_per_second: Rate | None = None
+    weights_bytes_per_second: Rate | None = None
     flash_ratio: float | None = Field(None, gt=0, le=1)
     flash_half_length: float | None = Field(None, ge=0)
     flash_backward: float | None = Field(None, gt=0)
@@ -49,18 +49,18 @@ class Accelerator(Config):
 
     name: str
     """As its maker calls it."""
-    peak_flops_per_second: float = Field(gt=0)
+    peak_flops_per_second: float = Field(ge=1, le=1e21)
     """Of dense matrix products in bfloat16 (of a CPU core: in the type it trains in)."""
-    float32_flops_per_second: float | None = Field(None, gt=0)
+    float32_flops_per_second: float | None = Field(None, ge=1, le=1e21)
     """The same in float32; off: half of the other."""
-    float8_flops_per_second: float | None = Field(None, gt=0)
+    float8_flops_per_second: float | None = Field(None, ge=1, le=1e21)
     """The same in float8; off: it has no such instructions, and computes as in bfloat16."""
     achievable_ratio: float = Field(0.85, gt=0, le=1)
     """Share of the peak that large matrix products reach: 0.86 on A100, 0.80 on H100 and H200 (measured by
     others, 268 of 312 and 792 of 989 TFLOP/s)."""
     memory_bytes: Size
     """Of its own."""
-    memory_bytes_per_second: float = Field(gt=0)
+    memory_bytes_per_second: Rate
     """To and from its memory."""
     memory_ratio: float = Field(0.85, gt=0, le=1)
     """Share of that which streaming operators reach."""
@@ -74,9 +74,9 @@ class Accelerator(Config):
     training, at the clock that the power limit leaves."""
     saturation: float = Field(96.0, ge=0)
     """Inner length of a matrix product at which half of its time is start and end of a tile."""
-    launch_seconds: float = Field(4e-6, ge=0)
+    launch_seconds: float = Field(4e-6, ge=0, le=1e4)
     """For each operator, however small."""
-    captured_launch_seconds: float = Field(1.3e-6, ge=0)
+    captured_launch_seconds: float = Field(1.3e-6, ge=0, le=1e4)
     """The same in a captured CUDA graph: additions of 1,024 numbers take 1.1 to 1.3 us each in one, with what
     they compute (https://github.com/pytorch/pytorch/issues/161104)."""
     flash_ratio: float = Field(0.60, gt=0, le=1)
@@ -88,16 +88,16 @@ class Accelerator(Config):
     flash_backward: float = Field(2.5, gt=0)
     """Seconds of its backward for one of the forward: five products for two (arXiv 2307.08691, section
     3.1.2)."""
-    host_bytes_per_second: float = Field(32e9, gt=0)
+    host_bytes_per_second: Rate = 32e9
     """To its host's memory, as its data sheet says: what snapshots are copied over. A CPU core copies within
     its own memory instead."""
-    stream_bytes_per_second: float | None = Field(None, gt=0)
+    stream_bytes_per_second: Rate | None = None
     """What the operators between products (norms, activations, residuals) reach, by the bytes that fused ones
     move; off: memory_bytes_per_second x memory_ratio, as large sweeps over memory do."""
-    loss_bytes_per_second: float | None = Field(None, gt=0)
+    loss_bytes_per_second: Rate | None = None
     """The same of the loss over the vocabulary, by the bytes of its logits that a fused one moves; off: as
     stream_bytes_per_second."""
-    weights_bytes_per_second: float | None = Field(None, gt=0)
+    weights_bytes_per_second: Rate | None = None
     """At which the weights of products come from memory, and sums of gradients from there and back, for each
     micro-batch, where products wait for that (a CPU core's do); off: it happens beside their compute, at
     memory_bytes_per_second."""
@@ -118,14 +118,14 @@ class Accelerator(Config):
 class Link(Config):
     """A level of the network, as one accelerator sees it."""
 
-    bytes_per_second: float = Field(gt=0)
+    bytes_per_second: Rate
     """Of one accelerator, in one direction."""
-    latency_seconds: float = Field(gt=0)
+    latency_seconds: Seconds
     """Of one step of a ring, or of one message."""
-    launch_seconds: float = Field(38e-6, ge=0)
+    launch_seconds: float = Field(38e-6, ge=0, le=1e4)
     """Until a collective has begun (NCCL on A100: 46 us for two ranks, 79 us for eight, the rest is
     steps)."""
-    skew_seconds: float = Field(4e-5, ge=0)
+    skew_seconds: float = Field(4e-5, ge=0, le=1e4)
     """Ranks of a tensor-parallel group wait so long for the last of them at each collective that nothing
     hides: fit to what the parallel block gained in MegaScale's table 3, which halves their number."""
     achievable_ratio: float | None = Field(None, gt=0, le=1)
@@ -166,7 +166,7 @@ class NodeLinks(Config):
 
     nodes: tuple[int, ...]
     """Their numbers, from 0."""
-    bytes_per_second: float = Field(gt=0)
+    bytes_per_second: Rate
     """Of one accelerator of theirs, in one direction."""
 
 
@@ -207,9 +207,9 @@ class Cluster(Config):
     pace_seconds: float | None = Field(None, gt=0)
     """What a small block took on a core when it was measured (`train.measure_compute.Pace`): by what
     it takes later, that core's speed then is known. Off: not measured."""
-    storage_bytes_per_second: float | None = Field(None, gt=0)
+    storage_bytes_per_second: Rate | None = None
     """To where checkpoints are stored, for all nodes together; off: unknown."""
-    dollars_per_hour: float | None = Field(None, ge=0)
+    dollars_per_hour: float | None = Field(None, ge=0, le=1e6)
     """For one accelerator; off: unknown."""
 
     @property

@@ -10,7 +10,7 @@ clip, update             reading and writing gradients, master values and moment
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from itertools import groupby
 from operator import add
 
@@ -27,7 +27,15 @@ from myriad.program.build import count_chunks
 from myriad.program.partition import cut_ranges, num_recomputed, partition_layers
 from myriad.program.schedules import stage_owners
 
-__all__ = ["Costs", "StageCosts", "computed_pairs", "layer_parameters", "optimizer_bytes", "stage_layers"]
+__all__ = [
+    "Costs",
+    "StageCosts",
+    "computed_pairs",
+    "cut_layers",
+    "layer_parameters",
+    "optimizer_bytes",
+    "stage_layers",
+]
 
 
 def layer_parameters(model: ModelConfig) -> list[int]:
@@ -39,12 +47,27 @@ def layer_parameters(model: ModelConfig) -> list[int]:
     return [rows + positions, *([block] * model.layers), rows + one - block]
 
 
+def cut_layers(model: ModelConfig, partition: str, num_stages: int) -> list[range]:
+    """Layers of each of so many stages, as the runtime cuts them. Raises `BadInputError`."""
+    return list(_cut_layers(model, partition, num_stages))
+
+
+@lru_cache(maxsize=256)
+def _cut_layers(model: ModelConfig, partition: str, num_stages: int) -> tuple[range, ...]:
+    kinds = ("Embedding", *(("Block",) * model.layers), "Head")
+    costs = None if partition == "uniform" else [float(count) for count in layer_parameters(model)]
+    return tuple(partition_layers(partition, num_stages, kinds, costs))
+
+
 def stage_layers(work: Work) -> list[range]:
-    """Layers of each stage of the layout, as the runtime cuts them."""
-    model = work.model
-    kinds = ("Embedding", *("Block" for _ in range(model.layers)), "Head")
-    costs = [float(count) for count in layer_parameters(model)]
-    return partition_layers(work.layout.partition, work.layout.num_stages, kinds, costs)
+    """Layers of each stage of the layout."""
+    return cut_layers(work.model, work.layout.partition, work.layout.num_stages)
+
+
+@lru_cache(maxsize=16)
+def _layer_kinds(model: ModelConfig) -> tuple[str, ...]:
+    """Of embedding, blocks and head: layers of one kind cost the same."""
+    return ("embedding", *(f"block {model.layer_window(i)}" for i in range(model.layers)), "head")
 
 
 def optimizer_bytes(optimizer: str, value_bytes: int) -> float:
@@ -107,31 +130,27 @@ class Costs:
     def stages(self) -> list[StageCosts]:
         """Of every stage of the program."""
         found: dict[tuple[str, ...], StageCosts] = {}
-        kinds = self._layer_kinds()
+        kinds = _layer_kinds(self.work.model)
         stages = []
         for own in cut_ranges(self.layers_of_stage, self.num_chunks):
-            key = tuple(kinds[layer] for layer in own)
+            key = kinds[own.start : own.stop]
             if key not in found:
                 found[key] = self._stage(own)
             stages.append(found[key])
         return stages
 
-    def _layer_kinds(self) -> list[str]:
-        model = self.work.model
-        return ["embedding", *(f"block {model.layer_window(i)}" for i in range(model.layers)), "head"]
-
     @cached_property
     def _times(self) -> dict[str, LayerTimes]:
         model = self.work.model
         times = {"embedding": embedding_times(model, self.slice), "head": head_times(model, self.slice)}
-        for layer in range(model.layers):
-            window = model.layer_window(layer)
-            if f"block {window}" not in times:
-                times[f"block {window}"] = block_times(model, self.slice, computed_pairs(model, layer))
+        for layer in range(min(model.layers, len(model.window_pattern))):
+            kind = f"block {model.layer_window(layer)}"
+            if kind not in times:
+                times[kind] = block_times(model, self.slice, computed_pairs(model, layer))
         return times
 
     def _stage(self, own: Sequence[int]) -> StageCosts:
-        kinds, work = self._layer_kinds(), self.work
+        kinds, work = _layer_kinds(self.work.model), self.work
         counts = {kind: len(list(group)) for kind, group in groupby(sorted(kinds[i] for i in own))}
         times = reduce(add, (self._times[kind].times(float(n)) for kind, n in counts.items()))
         every = layer_parameters(work.model)

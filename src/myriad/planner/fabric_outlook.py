@@ -68,15 +68,24 @@ class OnFabric:
         """On nodes as they are numbered."""
         return Tenant(costs, seats_of(costs, self.routes, range(num_slots(costs))))
 
-    def outlook(self, tenant: Tenant, nodes: Sequence[int] | None = None) -> FabricOutlook:
-        """``nodes``: slot by slot; off: where the job is."""
+    def outlook(
+        self,
+        tenant: Tenant,
+        nodes: Sequence[int] | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> FabricOutlook:
+        """``nodes``: slot by slot; off: where the job is. ``progress(done, total)`` is called after each
+        draw."""
         if nodes is not None:
             tenant = tenant.at(seats_of(tenant.costs, self.routes, nodes))
         exposure = JobExposure(self.routes, [tenant], known=self._known)
         seconds, rings = [], []
-        for draw in exposure.draws(self.seeds):
+        for number, draw in enumerate(exposure.draws(self.seeds), 1):
             seconds += exposure.judged(self.judge, draw)
             rings.append(1 / draw.stretches[0].slowest_ring)
+            if progress:
+                progress(number, len(self.seeds))
         return FabricOutlook(np.array(seconds), np.array(rings))
 
     def placed(self, tenant: Tenant, slower: dict[int, float]) -> Placement:

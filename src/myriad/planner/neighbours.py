@@ -3,18 +3,30 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from myriad.planner.costs import cut_layers
 from myriad.planner.space import Candidate, Plot, Problem, is_redundant, plots
+from myriad.planner.steady import num_computes
+from myriad.program.build import count_chunks
 
 __all__ = ["neighbours"]
 
+_MOST_COMPUTES = 600_000
+"""Forwards in the programs of all of them: more take tens of seconds."""
 _SWITCHES = ("tensor", "pipeline", "data", "optimizer")
 
 
 def neighbours(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
-    """Each with what differs."""
+    """Each with what differs, as many as are predicted in a short time."""
+    in_all = 0
     for what, other in _steps(problem, candidate):
         layout = other.layout
-        if not is_redundant(layout.pp, layout.virtual_stages, layout.zero):
+        if is_redundant(layout.pp, layout.virtual_stages, layout.zero):
+            continue
+        layers = cut_layers(problem.model, layout.partition, layout.num_stages)
+        num_chunks = count_chunks(layout, other.overlap, layers)
+        whole = problem.global_batch // (layout.dp * layout.micro_batch)
+        in_all += num_computes(layout, num_chunks, whole)
+        if in_all <= _MOST_COMPUTES:
             yield what, other
 
 
@@ -71,9 +83,9 @@ def _moved(plot: Plot, candidate: Candidate, what: str) -> Iterator[tuple[str, C
         zero=zero,
         reduce=reduce,
     )
-    extra = f", {v} virtual stages" if v != layout.virtual_stages else ""
-    extra += f", micro-batch {size}" if size != layout.micro_batch else ""
-    yield f"{what}, dp {plot.dp}{extra}", found
+    extra = f" x {v}" if v != layout.virtual_stages else ""
+    other_size = f", micro-batch {size}" if size != layout.micro_batch else ""
+    yield f"{what}{extra}, dp {plot.dp}{other_size}", found
 
 
 def _beside(values: list[int], value: int) -> list[int]:
@@ -91,7 +103,7 @@ def _other_schedules(home: Plot, candidate: Candidate) -> Iterator[tuple[str, Ca
             continue
         stages = [v for other, v in home.schedules if other == name]
         v = min(stages, key=lambda v: abs(v - layout.virtual_stages))
-        extra = f", {v} virtual stages" if v != layout.virtual_stages else ""
+        extra = f" x {v}" if v != layout.virtual_stages else ""
         yield f"schedule {name}{extra}", _changed(candidate, schedule=name, virtual_stages=v)
 
 

@@ -7,6 +7,7 @@ whose memory fits, the one that is predicted to be the quickest, as its authors 
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -29,6 +30,7 @@ from myriad.planner.systems import (
     System,
 )
 from myriad.planner.work import Recompute, Work
+from myriad.whole_file import read_regular
 
 __all__ = ["Clusters", "Row", "Table", "read_table", "ready_tables"]
 
@@ -36,6 +38,7 @@ Clusters = Callable[[str, int], Cluster]
 """A ready cluster by name, with so many accelerators."""
 
 
+_MOST_BYTES = 2**28
 _MOST = 1e12
 """Above any number in a table."""
 
@@ -45,9 +48,9 @@ class Cells:
     """A row of a file; each cell is checked where it is read. All methods raise `BadInputError`."""
 
     place: str
-    """File and line."""
+    """File and line of the row, for errors."""
     values: Mapping[str, str | None]
-    """By column."""
+    """Text of each cell, by the name of its column."""
 
     def text(self, column: str) -> str:
         """Return a cell that is not empty."""
@@ -134,13 +137,23 @@ def ready_tables() -> list[str]:
     """Files that come with the project and hold iterations."""
     folder = resources.files("myriad.planner") / "tables"
     names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".csv"))
-    return [name for name in names if _kind_of(_header((folder / name).read_text())) is not None]
+    return [
+        name
+        for name in names
+        if _kind_of(frozenset(_columns((folder / name).read_text(encoding="utf-8")))) is not None
+    ]
 
 
 def read_table(name_or_path: str, clusters: Clusters) -> Table:
     """A table that comes with the project, or a file with the same columns. Raises `BadInputError`."""
     text = _text(name_or_path)
-    kind = _kind_of(_header(text))
+    columns = _columns(text)
+    kind = _kind_of(frozenset(columns))
+    twice = sorted(column for column, count in Counter(columns).items() if count > 1)
+    if kind is not None and twice:
+        raise BadInputError("TABLE", name_or_path, f"each column once: {', '.join(twice)} is there twice")
+    if kind is None and any(len(columns) == 1 and mark in columns[0] for mark in ";\t"):
+        raise BadInputError("TABLE", name_or_path, "columns that commas separate: not ; nor tabs")
     if kind is None:
         allowed = "; ".join(f"{known.title}: {', '.join(sorted(known.columns))}" for known in _KINDS)
         raise BadInputError("TABLE", name_or_path, f"columns of one of these are needed: {allowed}")
@@ -208,14 +221,16 @@ def _text(name_or_path: str) -> str:
     if "/" not in name_or_path and ready.is_file():
         return ready.read_text(encoding="utf-8")
     try:
-        return Path(name_or_path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInputError("TABLE", name_or_path, f"cannot be read: {error}") from None
+        return read_regular(Path(name_or_path), _MOST_BYTES).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise BadInputError("TABLE", name_or_path, "not UTF-8") from None
+    except OSError as error:
+        raise BadInputError("TABLE", name_or_path, f"cannot be read: {error.strerror}") from None
 
 
-def _header(text: str) -> frozenset[str]:
-    first = next(csv.reader(text.splitlines()[:1]), [])
-    return frozenset(first)
+def _columns(text: str) -> list[str]:
+    """The names in the first line."""
+    return next(csv.reader(text.splitlines()[:1]), [])
 
 
 def _kind_of(header: frozenset[str]) -> _Kind | None:
@@ -243,7 +258,7 @@ def _work(
 
 
 def _spread(gpus: int, tp: int, pp: int) -> int:
-    """Replicas. Raises `BadInputError`."""
+    """Return the number of data-parallel replicas. Raises `BadInputError`."""
     if gpus % (tp * pp):
         raise BadInputError("gpus", gpus, f"a multiple of tp x pp = {tp * pp}")
     return gpus // (tp * pp)

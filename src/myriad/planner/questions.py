@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from myriad.comm.layout import MOST_RANKS
 from myriad.errors import BadInputError
 from myriad.planner.cluster import Cluster
+from myriad.planner.operators import peak_flops
 from myriad.planner.rescore import Plan, Simulations, rescore
 from myriad.planner.search import Found, Objective, search
 from myriad.planner.space import Candidate, Problem, tensor_degrees
@@ -161,7 +162,7 @@ def fewest_accelerators(
     per_node = cluster.accelerators_per_node
     least = problem_of(per_node)
     flops = least.model.flops_per_token() * least.model.sequence * least.global_batch
-    fewest = flops / (seconds * cluster.accelerator.peak_flops_per_second)
+    fewest = flops / (seconds * peak_flops(cluster.accelerator, least.value_bytes))
     most = per_node if cluster.links.network is None else _MOST_ACCELERATORS
     sizes = [size for size in sizes_between(1, most, per_node) if size >= fewest]
     quickest: tuple[float, int] | None = None

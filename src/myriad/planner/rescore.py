@@ -18,6 +18,7 @@ from typing import Any
 from myriad.errors import BadInputError
 from myriad.planner.costs import Costs
 from myriad.planner.memory import Memory
+from myriad.planner.operators import peak_flops
 from myriad.planner.rank_memory import memory_of_ranks, memory_of_repeating_ranks
 from myriad.planner.sharing import predict
 from myriad.planner.simulator import program_of, simulate
@@ -42,7 +43,7 @@ class Plan:
     candidate: Candidate
     seconds: float
     mfu: float
-    """Of the peak of all accelerators."""
+    """Of the peak of all accelerators in the type that the job computes in."""
 
     @property
     def key(self) -> tuple[float, float]:
@@ -159,7 +160,7 @@ def rescore(
             seconds = simulations.seconds(Costs(work, problem.cluster))
         except BadInputError:
             continue
-        peak = problem.cluster.accelerator.peak_flops_per_second * candidate.layout.world
+        peak = peak_flops(problem.cluster.accelerator, problem.value_bytes) * candidate.layout.world
         plans.append(Plan(candidate, seconds, work.model_flops / (seconds * peak)))
         if progress:
             progress()

@@ -1,7 +1,8 @@
 """All legal layouts of a problem, memory first, by the closed form; the best of them, and the Pareto front.
 
 Of the layouts that differ only in shards, recomputation and overlaps only the best few are handed on:
-otherwise a hundred variants of one layout would fill the list that the simulator is to judge.
+otherwise a hundred variants of one layout would fill the list that the simulator is to judge. Layouts whose
+programs take long to simulate are left out, as thousands of blocks in hundreds of stages make them.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,9 +12,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from myriad.planner.costs import cut_layers
 from myriad.planner.judge import judge, judge_plot
 from myriad.planner.space import Candidate, Plot, Problem, plots
 from myriad.planner.stage_times import Array, LayerTable
+from myriad.planner.steady import num_computes
+from myriad.program.build import count_chunks
 
 __all__ = ["Found", "Objective", "search"]
 
@@ -23,6 +27,10 @@ _VARIANTS = 3
 _TIE = 1e-4
 """Of the time, that a layout which fills all memory is put behind one that needs none: between equals the
 leaner one wins."""
+
+_MOST_COMPUTES, _MOST_IN_ALL = 2**17, 1_000_000
+"""Forwards in the programs of one layout that is handed on, and of all of them: a million take some ten
+seconds. Of ready-made jobs the longest have 53 thousand, a hundred of them half a million."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class _Pool:
     plots: list[Plot]
     table: LayerTable
     rows: list[Array] = field(default_factory=list)
+    num_computes: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def add(self, number: int, places: npt.NDArray[np.int64], keys: Array, num_bytes: Array) -> None:
         plot = np.full(len(places), float(number))
@@ -56,10 +65,39 @@ class _Pool:
         return rows[np.lexsort((rows[:, 3], rows[:, 2]))]
 
     def candidate(self, row: Array) -> Candidate:
-        plot = self.plots[int(row[0])]
-        index = tuple(int(place) for place in np.unravel_index(int(row[1]), plot.axes))
+        plot, index = self._place(row)
         layout, overlap = plot.at(index)
         return judge(plot.problem, Candidate(layout, overlap, 0.0, 0.0, 0.0), self.table)
+
+    def first(self, count: int) -> list[Candidate]:
+        """The best that are simulated in a short time; if all take long, the one that takes the least."""
+        rows, chosen, in_all = self.joined(), list[Array](), 0
+        for row in rows:
+            own = self._num_computes(row)
+            if own > _MOST_COMPUTES:
+                continue
+            in_all += own
+            if len(chosen) == count or in_all > _MOST_IN_ALL:
+                break
+            chosen.append(row)
+        if not chosen and len(rows):
+            chosen = [min(rows, key=self._num_computes)]
+        return [self.candidate(row) for row in chosen]
+
+    def _place(self, row: Array) -> tuple[Plot, tuple[int, ...]]:
+        plot = self.plots[int(row[0])]
+        return plot, tuple(int(place) for place in np.unravel_index(int(row[1]), plot.axes))
+
+    def _num_computes(self, row: Array) -> int:
+        """Forwards that the simulation of a layout goes through."""
+        plot, index = self._place(row)
+        key = int(row[0]), *index[:2], index[6]
+        if key not in self.num_computes:
+            layout, overlap = plot.at(index)
+            whole = plot.problem.global_batch // (plot.dp * layout.micro_batch)
+            layers = cut_layers(plot.problem.model, layout.partition, layout.num_stages)
+            self.num_computes[key] = num_computes(layout, count_chunks(layout, overlap, layers), whole)
+        return self.num_computes[key]
 
 
 def search(
@@ -81,7 +119,7 @@ def search(
         num_fitting += _count(plot, fits)
         if progress:
             progress(number + 1, len(every))
-    first = [best.candidate(row) for row in best.joined()[:count]]
+    first = best.first(count)
     pareto = [front.candidate(row) for row in reversed(list(_undominated(front.joined())))]
     return Found(tuple(first), tuple(pareto), sum(plot.num_layouts for plot in every), num_fitting)
 
@@ -108,7 +146,8 @@ def _keys(problem: Problem, seconds: Array, total: Array, objective: Objective) 
 
 
 def _num_cells(plot: Plot) -> int:
-    """Of which only the best variants are handed on: schedules of a single pipeline rank are variants."""
+    """Return the number of cells; only the best variant of each goes on, and a single pipeline rank's
+    schedules are variants."""
     return len(plot.micro_batches) * (1 if plot.pp == 1 else len(plot.schedules))
 
 

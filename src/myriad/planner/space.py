@@ -2,6 +2,7 @@
 
     tp            divides key/value heads, the MLP's width, the sequence and the padding of the vocabulary
     pp            any divisor of what is left, up to a stage for each layer, embedding and head
+    stages        of a pipeline rank: each number up to 128, above it the fewest for each size of a stage
     dp            the rest; it divides the batch, and replicas stand on nodes as comm.hierarchy needs it
     micro_batch   divides what a replica gets of the batch
     schedule      `interleaved` with one stage a rank is 1f1b; on one pipeline rank those of one stage are all
@@ -42,6 +43,7 @@ __all__ = [
     "Plot",
     "Problem",
     "Shards",
+    "divisors",
     "grids",
     "has_layout",
     "is_redundant",
@@ -52,6 +54,8 @@ __all__ = [
 Shards = tuple[int, Literal["last", "each"]]
 """`zero` and `reduce`."""
 _SHARDS: tuple[Shards, ...] = ((0, "last"), (1, "last"), (2, "last"), (2, "each"), (3, "last"), (3, "each"))
+_EVERY = 128
+"""Virtual stages up to which each number is searched: all that models of up to 126 blocks can have."""
 Switches = tuple[bool, bool]
 """`overlap.data` and `overlap.optimizer`."""
 
@@ -237,7 +241,7 @@ def grids(problem: Problem) -> Iterator[tuple[int, int, int]]:
     for tp in tensor_degrees(problem.model):
         if world % tp or not problem.allows("tp", tp):
             continue
-        for pp in _divisors(world // tp):
+        for pp in divisors(world // tp):
             dp = world // (tp * pp)
             if pp <= most and problem.allows("pp", pp) and problem.allows("dp", dp):
                 yield tp, pp, dp
@@ -253,26 +257,23 @@ def _micro_batches(problem: Problem, dp: int) -> tuple[int, ...]:
     """Sizes that a replica can cut its sequences into; none where the batch cannot be divided."""
     if problem.global_batch % dp:
         return ()
-    return tuple(
-        size for size in _divisors(problem.global_batch // dp) if problem.allows("micro_batch", size)
-    )
+    return tuple(size for size in divisors(problem.global_batch // dp) if problem.allows("micro_batch", size))
 
 
 def tensor_degrees(model: ModelConfig) -> list[int]:
     """That `Job.check` accepts."""
     shared = (model.num_kv_heads, model.ffn_width, model.sequence, model.vocabulary_multiple)
-    return [tp for tp in _divisors(model.num_kv_heads) if not any(number % tp for number in shared)]
+    return [tp for tp in divisors(model.num_kv_heads) if not any(number % tp for number in shared)]
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return every divisor, in order."""
     low = [one for one in range(1, isqrt(number) + 1) if number % one == 0]
     return sorted({*low, *(number // one for one in low)})
 
 
 def _schedules(problem: Problem, pp: int) -> Iterator[tuple[str, int]]:
-    for virtual_stages in range(1, (problem.model.layers + 2) // pp + 1):
-        if not problem.allows("virtual_stages", virtual_stages):
-            continue
+    for virtual_stages in _virtual_stages(problem, pp):
         if not _can_be_cut(problem, pp * virtual_stages):
             continue
         for name in SCHEDULES:
@@ -285,6 +286,19 @@ def _schedules(problem: Problem, pp: int) -> Iterator[tuple[str, int]]:
             except BadInputError:
                 continue
             yield name, virtual_stages
+
+
+def _virtual_stages(problem: Problem, pp: int) -> list[int]:
+    """Numbers of stages of a rank, in order. Of those above `_EVERY` the fewest for each size of the largest
+    stage: more stages of that size send more messages and compute no sooner."""
+    layers = problem.model.layers
+    most = (layers + 2) // pp
+    if "virtual_stages" in problem.fixed:
+        return [given for given in (problem.fixed["virtual_stages"],) if given <= most]
+    every = range(1, min(most, _EVERY) + 1)
+    sizes = range(layers // (pp * _EVERY), 0, -1)
+    fewest = (-(-layers // (pp * size)) for size in sizes)
+    return [*every, *(stages for stages in fewest if _EVERY < stages <= most)]
 
 
 def _is_another(name: str, virtual_stages: int, pp: int) -> bool:
@@ -302,9 +316,9 @@ def _can_be_summed(problem: Problem, dp: int, stride: int) -> bool:
 
 
 def _can_be_cut(problem: Problem, num_stages: int) -> bool:
-    kinds = ("Embedding", *("Block" for _ in range(problem.model.layers)), "Head")
     if problem.partition == "uniform":
-        return num_stages <= len(kinds)
+        return num_stages <= problem.model.layers + 2
+    kinds = ("Embedding", *("Block" for _ in range(problem.model.layers)), "Head")
     try:
         partition_layers(problem.partition, num_stages, kinds, [1.0] * len(kinds))
     except BadInputError:

@@ -51,7 +51,7 @@ class StageBytes:
         )
         self.full = work.recompute == "full"
         self.message = float(message_bytes(work.model, work.practice, self.part))
-        self._layers_held: dict[tuple[int, Recompute], _LayerHeld] = {}
+        self._layers_held: dict[tuple[LayerKind, int, Recompute], _LayerHeld] = {}
         self._stages_held: dict[tuple[int, bool], StageHeld] = {}
 
     def kind(self, layer: int) -> LayerKind:
@@ -94,10 +94,11 @@ class StageBytes:
         )
 
     def _layer_held(self, layer: int, recompute: Recompute) -> _LayerHeld:
-        key = layer, recompute
+        model, practice, kind = self.work.model, self.work.practice, self.kind(layer)
+        block = (layer - 1) % len(model.window_pattern) if kind == "block" else 0
+        key = kind, block, recompute
         if key not in self._layers_held:
-            model, practice, kind = self.work.model, self.work.practice, self.kind(layer)
-            found = layer_held(model, practice, kind, max(layer - 1, 0), self.part, recompute)
+            found = layer_held(model, practice, kind, block, self.part, recompute)
             self._layers_held[key] = _LayerHeld(
                 float(found.kept), float(found.forward), float(found.backward)
             )
@@ -114,11 +115,17 @@ class StageBytes:
         model = self.work.model
         return model.padded_vocabulary() * model.hidden / self.work.layout.tp if model.tied else 0.0
 
+    @cached_property
+    def _elements_of(self) -> dict[LayerKind, float]:
+        kinds: tuple[LayerKind, ...] = ("embedding", "block", "head")
+        tp = self.work.layout.tp
+        return {kind: float(layer_elements(self.work.model, kind, tp)) for kind in kinds}
+
     def chunk(self, stage: int) -> float:
         """Elements of a stage of the program, without shared ones."""
         every = 0.0
         for kind in map(self.kind, self.layers[stage]):
-            every += float(layer_elements(self.work.model, kind, self.work.layout.tp))
+            every += self._elements_of[kind]
             every -= self.table if kind != "block" else 0.0
         return self.padded(every)
 

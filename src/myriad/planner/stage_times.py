@@ -6,15 +6,14 @@ overlap.tensor.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from myriad.planner.costs import computed_pairs, layer_parameters
+from myriad.planner.costs import computed_pairs, cut_layers, layer_parameters
 from myriad.planner.layers import LayerTimes, Slice, block_times, embedding_times, head_times
-from myriad.planner.space import Plot, Problem, tensor_degrees
-from myriad.program.partition import partition_layers
+from myriad.planner.space import Plot, Problem, divisors, tensor_degrees
 from myriad.program.vee import vee_stage_rank
 
 __all__ = ["Array", "Cut", "LayerTable", "PlotTimes"]
@@ -29,19 +28,22 @@ class LayerTable:
         self.problem, model = problem, problem.model
         self.degrees = tensor_degrees(model)
         batch = problem.global_batch
-        self.sizes = [size for size in range(1, batch + 1) if batch % size == 0]
-        self.layer_kinds = self._layer_kinds()
-        self.num_kinds = max(self.layer_kinds) + 1
+        self.sizes = divisors(batch)
+        self.layer_kinds = np.array(self._layer_kinds())
+        """Of each layer, embedding and head among them."""
+        self.num_kinds = int(self.layer_kinds.max()) + 1
         self.parameters = np.array(layer_parameters(model), dtype=float)
         self._tp = {degree: index for index, degree in enumerate(self.degrees)}
         self._size = {size: index for index, size in enumerate(self.sizes)}
-        self._cuts: dict[int, list[range]] = {}
+        self._lengths: dict[int, npt.NDArray[np.int64]] = {}
+        self._cuts: dict[tuple[int, int, bool], Cut] = {}
 
     def _layer_kinds(self) -> list[int]:
         """0 embedding, 1 head, then a kind for each window."""
         model = self.problem.model
-        windows = list(dict.fromkeys(model.layer_window(layer) for layer in range(model.layers)))
-        return [0, *(2 + windows.index(model.layer_window(layer)) for layer in range(model.layers)), 1]
+        windows = [model.layer_window(layer) for layer in range(model.layers)]
+        numbers = {window: 2 + number for number, window in enumerate(dict.fromkeys(windows))}
+        return [0, *(numbers[window] for window in windows), 1]
 
     @cached_property
     def seconds(self) -> Array:
@@ -51,7 +53,7 @@ class LayerTable:
         tp, size, hides = (axis.astype(float) for axis in grid)
         value = problem.value_bytes
         where = Slice(problem.cluster, problem.practice, tp, size, value, problem.overlap, hides)
-        first = {kind: layer - 1 for layer, kind in reversed(list(enumerate(self.layer_kinds)))}
+        first = {kind: layer - 1 for layer, kind in reversed(list(enumerate(self.layer_kinds.tolist())))}
         kinds = [embedding_times(model, where), head_times(model, where)]
         for kind in range(2, self.num_kinds):
             kinds.append(block_times(model, where, computed_pairs(model, first[kind])))
@@ -69,13 +71,28 @@ class LayerTable:
         found: Array = self.seconds[:, :, self._tp[tp], [self._size[size] for size in sizes]]
         return found
 
-    def layers_of_stages(self, num_stages: int) -> list[range]:
-        """As the runtime cuts them."""
-        if num_stages not in self._cuts:
-            kinds = ("Embedding", *("Block" for _ in range(self.problem.model.layers)), "Head")
-            costs = [float(count) for count in self.parameters]
-            self._cuts[num_stages] = partition_layers(self.problem.partition, num_stages, kinds, costs)
-        return self._cuts[num_stages]
+    def lengths_of_stages(self, num_stages: int) -> npt.NDArray[np.int64]:
+        """Layers in each stage, as the runtime cuts them."""
+        if num_stages not in self._lengths:
+            stages = cut_layers(self.problem.model, self.problem.partition, num_stages)
+            self._lengths[num_stages] = np.array([len(own) for own in stages])
+        return self._lengths[num_stages]
+
+    def cut(self, pp: int, virtual_stages: int, vee: bool) -> "Cut":
+        """How layers are given to so many pipeline ranks."""
+        key = pp, virtual_stages, vee
+        if key not in self._cuts:
+            self._cuts[key] = self._cut(*key)
+        return self._cuts[key]
+
+    def _cut(self, pp: int, virtual_stages: int, vee: bool) -> "Cut":
+        lengths = self.lengths_of_stages(pp * virtual_stages)
+        owner = np.repeat(_owners(pp, virtual_stages, vee), lengths)
+        places = owner * self.num_kinds + self.layer_kinds
+        counts = np.bincount(places, minlength=pp * self.num_kinds).reshape(pp, self.num_kinds)
+        held = np.bincount(owner, weights=self.parameters, minlength=pp)
+        rows = np.unique(counts.astype(float), axis=0)
+        return Cut(rows, float(held.max()), int(lengths.min()))
 
 
 def _turns(times: LayerTimes) -> list[Array]:
@@ -83,11 +100,9 @@ def _turns(times: LayerTimes) -> list[Array]:
     return [np.asarray(turn.total, dtype=float) for turn in turns]
 
 
-@lru_cache(maxsize=512)
-def _owners(pp: int, virtual_stages: int, vee: bool) -> tuple[int, ...]:
-    if vee:
-        return vee_stage_rank(pp)
-    return tuple(stage % pp for stage in range(pp * virtual_stages))
+def _owners(pp: int, virtual_stages: int, vee: bool) -> npt.NDArray[np.int64]:
+    """Pipeline rank of each stage."""
+    return np.array(vee_stage_rank(pp)) if vee else np.arange(pp * virtual_stages) % pp
 
 
 @dataclass(frozen=True)
@@ -111,20 +126,8 @@ class PlotTimes:
         distinct = list(dict.fromkeys(keys))
         self.cut_of = np.array([distinct.index(key) for key in keys])
         """Of each schedule."""
-        self.cuts = [self._cut(*key) for key in distinct]
+        self.cuts = [table.cut(plot.pp, *key) for key in distinct]
         self.turns = table.at(plot.tp, plot.micro_batches)[..., : len(plot.tensors)]
-
-    def _cut(self, virtual_stages: int, vee: bool) -> Cut:
-        table, pp = self.table, self.plot.pp
-        stages = table.layers_of_stages(pp * virtual_stages)
-        owner = np.empty(len(table.layer_kinds), dtype=int)
-        for stage, rank in enumerate(_owners(pp, virtual_stages, vee)):
-            owner[stages[stage].start : stages[stage].stop] = rank
-        counts = np.zeros((pp, table.num_kinds))
-        np.add.at(counts, (owner, np.array(table.layer_kinds)), 1.0)
-        held = np.bincount(owner, weights=table.parameters, minlength=pp)
-        rows = np.array(sorted({tuple(row) for row in counts.tolist()}))
-        return Cut(rows, float(held.max()), min(len(own) for own in stages))
 
     @cached_property
     def again(self) -> Array:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from myriad.comm.layout import Layout
 from myriad.program.actions import Action, Program, Transfer
 
-__all__ = ["SteadyPart", "short_counts", "steady_parts"]
+__all__ = ["SteadyPart", "num_computes", "short_counts", "steady_parts"]
 
 _DEEP = {"interleaved": 3, "eager-1f1b": 6, "zero-bubble": 3, "eager-zero-bubble": 6, "zero-bubble-v": 4}
 """Micro-batches for each pipeline rank until an iteration is steady, where it is not 2."""
@@ -36,6 +36,12 @@ def short_counts(layout: Layout, whole: int, times: int = 1) -> tuple[int, int] 
         short += max(2, rest - 1) * layout.pp
     longer = short + max(2, layout.pp)
     return None if whole <= longer else (short, longer)
+
+
+def num_computes(layout: Layout, num_chunks: int, whole: int) -> int:
+    """Return how many forwards the programs have that a prediction goes through: what it costs."""
+    counts = short_counts(layout, whole) or (whole,)
+    return sum(counts) * layout.num_stages * num_chunks
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from myriad.planner.space import Problem, grids, has_layout
 __all__ = ["nearest_that_plan"]
 
 _MOST_BATCH = 2**24
-"""As `train.global_batch` allows."""
+"""Largest batch that `train.global_batch` allows."""
 _MOST_TRIED, _MOST_STEPS = 3, 4096
 """Problems that are planned, and numbers of nodes that are looked at, in each direction."""
 

@@ -10,6 +10,7 @@ manual:B1,B2   first layer of each later stage
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import ceil
 
@@ -40,9 +41,8 @@ def partition_layers(
         assert costs is not None
         cuts = _balanced_cuts(costs, num_stages)
     elif rule == "uniform":
-        common = Counter(kinds).most_common(1)[0][0]
-        matching = [layer for layer, kind in enumerate(kinds) if kind == common]
-        chosen = matching if len(matching) >= num_stages else list(range(num_layers))
+        matching = _most_common(tuple(kinds))
+        chosen = matching if len(matching) >= num_stages else range(num_layers)
         cuts = _even_cuts(chosen, num_stages, num_layers)
     else:
         raise BadInputError(_KEY, rule, _RULES)
@@ -78,6 +78,13 @@ def _matching(rule: str, pattern: str, num_stages: int, kinds: Sequence[str]) ->
         allowed = f"at least {num_stages} layers must match; kinds are {known}"
         raise BadInputError(_KEY, rule, allowed)
     return matching
+
+
+@lru_cache(maxsize=8)
+def _most_common(kinds: tuple[str, ...]) -> Sequence[int]:
+    """Layers of the kind that most layers have."""
+    common = Counter(kinds).most_common(1)[0][0]
+    return [layer for layer, kind in enumerate(kinds) if kind == common]
 
 
 def _even_cuts(chosen: Sequence[int], num_stages: int, num_layers: int) -> list[int]:

@@ -2,15 +2,18 @@
 wherever a path does."""
 
 import difflib
-import tomllib
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from myriad.errors import BadInputError
+from myriad.toml_text import parse_toml
+from myriad.whole_file import read_regular
 
 __all__ = ["Kind", "read_recipe", "recipe_names"]
 
+_MOST_BYTES = 2**24
+"""Of a TOML file: 16 MiB."""
 Kind = Literal["accelerators", "clusters", "faults", "jobs", "mixes", "models"]
 
 
@@ -23,22 +26,21 @@ def recipe_names(kind: Kind) -> list[str]:
 def read_recipe(kind: Kind, name_or_path: str, key: str) -> dict[str, Any]:
     """A TOML file by path, or a recipe by name, as a tree; ``key`` is what the user gave it as."""
     try:
-        return tomllib.loads(_text(kind, name_or_path, key))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return parse_toml(_text(kind, name_or_path, key))
+    except UnicodeDecodeError:
+        raise BadInputError(key, name_or_path, "not valid TOML: not UTF-8") from None
+    except ValueError as error:
         raise BadInputError(key, name_or_path, f"not valid TOML: {error}") from None
 
 
 def _text(kind: Kind, name_or_path: str, key: str) -> str:
     if name_or_path.endswith(".toml") or "/" in name_or_path:
         try:
-            return Path(name_or_path).read_text(encoding="utf-8")
+            return read_regular(Path(name_or_path), _MOST_BYTES).decode("utf-8")
+        except FileNotFoundError:
+            raise BadInputError(key, name_or_path, "no such file") from None
         except OSError as error:
-            reason = (
-                "no such file"
-                if isinstance(error, FileNotFoundError)
-                else f"cannot be read: {error.strerror}"
-            )
-            raise BadInputError(key, name_or_path, reason) from None
+            raise BadInputError(key, name_or_path, f"cannot be read: {error.strerror}") from None
     names = recipe_names(kind)
     if name_or_path not in names:
         near = difflib.get_close_matches(name_or_path, names, 1)

@@ -24,6 +24,10 @@ _SPIKE = re.compile(r"step \d+: (a spike, twice: .*)$", re.MULTILINE)
 """As every rank ends where `myriad.train.spikes` is to go back before it."""
 _NO_STATE = re.compile(rf"^{NO_STATE}", re.MULTILINE)
 """As every rank ends when the run has trained and no state of it can be loaded."""
+_SERVER_LOST = re.compile(
+    r"^myriad\.checkpoint\.(wire\.Closed|keeper_watch\.ServerKilledError)\b", re.MULTILINE
+)
+"""A snapshot server ended while a rank asked it what no other server can answer."""
 _BAD_INPUT = 2
 
 
@@ -71,6 +75,7 @@ def spike_text(error: str) -> str:
 
 
 _BY_WORDS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
+    ("killed", _SERVER_LOST),
     ("unsaved", re.compile(re.escape(IN_MEMORY_ONLY))),
     ("device memory", _DEVICE_MEMORY),
     ("user", _PROGRAM),

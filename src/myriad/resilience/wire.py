@@ -52,7 +52,7 @@ SECRET_FILE = "MYRIAD_SECRET_FILE"
 _HEADER = struct.Struct("!2sHI")
 _MAGIC = b"MY"
 _STRANGER_BYTES = 2**10
-"""Of a message before the other end has proved that it knows the secret."""
+"""Longest message from a peer that has not yet proved that it knows the secret."""
 _READ_BYTES = 2**16
 
 
@@ -82,7 +82,7 @@ class Frames:
             yield message
 
     def add(self, data: bytes) -> None:
-        """What has come."""
+        """Append received bytes."""
         self._buffer += data
 
     def next_message(self) -> dict[str, Any] | None:

@@ -22,8 +22,8 @@ class TelemetryConfig(Config):
     collector: str | None = None
     """Where else spans go: http://HOST:PORT of a `myriad watch` on another machine; off: nowhere."""
     loggers: tuple[LoggerName, ...] = ()
-    """Who else gets each step's metrics: tensorboard (RUN/tensorboard), wandb (RUN/wandb where it has no
-    key), mlflow (RUN/mlflow.db where MLFLOW_TRACKING_URI is not set); each in a process beside the
+    """Other programs that get each step's metrics: tensorboard (RUN/tensorboard), wandb (RUN/wandb where it
+    has no key), mlflow (RUN/mlflow.db where MLFLOW_TRACKING_URI is not set); each in a process beside the
     launcher."""
 
 

@@ -17,16 +17,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from myriad.jsonl import JsonlTail, Record
 from myriad.telemetry.sinks import Sink, open_sink, scalars_of
-from myriad.whole_file import write_whole
+from myriad.whole_file import read_json, write_whole
 
 __all__ = ["Follower", "Place", "main", "read_place"]
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 1.0
 _AGAIN_SECONDS, _MOST_AGAIN_SECONDS = 5.0, 60.0
+_MOST_OFFSET = 2**63
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,15 @@ class Place:
 
 def read_place(run: Path, name: str) -> Place:
     """From where to go on."""
-    with suppress(OSError, ValueError, TypeError):
-        return Place(**json.loads((run / "loggers" / f"{name}.json").read_text()))
-    return Place()
+    found: Any = None
+    with suppress(OSError, ValueError):
+        found = read_json(run / "loggers" / f"{name}.json")
+    known = found if isinstance(found, dict) else {}
+    return Place(*(_offset(known.get(what)) for what in ("metrics", "events")))
+
+
+def _offset(value: object) -> int:
+    return value if isinstance(value, int) and 0 <= value < _MOST_OFFSET else 0
 
 
 class Follower:
@@ -50,6 +58,8 @@ class Follower:
     def __init__(self, name: str, run: Path, open_it: Callable[[str, Path], Sink] = open_sink) -> None:
         self._name, self._run, self._open = name, run, open_it
         self._sink: Sink | None = None
+        self._told: Place | None = None
+        """Also where its file cannot be written."""
         self.failures = 0
 
     def follow(self, over: threading.Event) -> None:
@@ -75,7 +85,7 @@ class Follower:
 
     def tell(self) -> None:
         """All that is new."""
-        place = read_place(self._run, self._name)
+        place = self._told or read_place(self._run, self._name)
         tails = {
             what: JsonlTail(self._run / f"{what}.jsonl", offset=start)
             for what, start in asdict(place).items()
@@ -89,9 +99,12 @@ class Follower:
             if scalars := scalars_of(record):
                 self._sink.write(int(record["step"]), float(record["time"]), scalars)
         self._sink.flush()
-        (self._run / "loggers").mkdir(exist_ok=True)
-        told = Place(**{what: tail.offset for what, tail in tails.items()})
-        write_whole(self._run / "loggers" / f"{self._name}.json", json.dumps(asdict(told)))
+        self._told = Place(**{what: tail.offset for what, tail in tails.items()})
+        try:
+            (self._run / "loggers").mkdir(exist_ok=True)
+            write_whole(self._run / "loggers" / f"{self._name}.json", json.dumps(asdict(self._told)))
+        except OSError as error:
+            _LOG.warning("%s: where it stopped is not kept: %s", self._name, error)
 
 
 def _as_metrics(event: Record) -> Record:

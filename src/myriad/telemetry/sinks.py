@@ -1,21 +1,22 @@
 """TensorBoard, W&B and MLflow, as far as a run needs them: numbers of a step."""
 
 import json
-import math
 import netrc
 import os
 import secrets
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from myriad.jsonl import Record
-from myriad.whole_file import write_whole
+from myriad.whole_file import read_text, write_whole
 
 __all__ = ["Sink", "open_sink", "scalars_of"]
 
 _NO_CURVE = ("time", "step", "tokens", "event")
+_LARGEST = 1e300
 _MOST_PARAMETERS = 100
 """That MLflow takes at once."""
 
@@ -45,13 +46,15 @@ def open_sink(name: str, run: Path) -> Sink:
 
 def scalars_of(record: Record) -> dict[str, float]:
     """What there is to draw; none for a line that is not of a step."""
-    if not isinstance(record.get("step"), int) or not isinstance(record.get("time"), int | float):
+    step, at = record.get("step"), record.get("time")
+    is_step = isinstance(step, int) and 0 <= step < 2**53
+    if not is_step or not isinstance(at, int | float) or not abs(at) < _LARGEST:
         return {}
     numbers = {key: value for key, value in record.items() if key not in _NO_CURVE}
     return {
         key: float(value)
         for key, value in numbers.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
     }
 
 
@@ -152,8 +155,9 @@ class _MLflow:
 
 def _kept_number(path: Path, make: Any) -> str:
     """By which the tool knows the run, also when it is gone on with."""
-    if path.exists():
-        return path.read_text()
+    with suppress(OSError):
+        if kept := read_text(path).strip():
+            return kept
     number = str(make())
     path.parent.mkdir(exist_ok=True)
     write_whole(path, number)

@@ -22,6 +22,7 @@ import numpy as np
 
 from myriad.telemetry.batch import BatchError, SpanBatch, check_names
 from myriad.telemetry.records import RECORD, Records
+from myriad.whole_file import opened_to_read
 
 if TYPE_CHECKING:
     import pyarrow as arrow
@@ -186,17 +187,25 @@ def _opened(path: Path) -> Iterator[Any]:
 
     try:
         with (
-            path.open("rb") as file,
+            opened_to_read(path) as handle,
+            open(handle, "rb", closefd=False) as file,
             parquet.ParquetFile(file, read_dictionary=["name"], page_checksum_verification=True) as reader,
         ):
             _check(reader)
             yield reader
     except BatchError:
         raise
+    except KeyError as error:  # of a file without a column that is named when it is opened
+        raise BatchError(f"has no column {_column(error)}") from None
     except (arrow.ArrowException, ValueError, EOFError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's; without a number it is what a damaged page is told by
         raise BatchError(f"no whole file of spans: {_first_line(error)}") from None
+
+
+def _column(error: KeyError) -> str:
+    name = error.args[0] if error.args else ""
+    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
 
 def _facts(reader: Any) -> tuple[int, float]:

@@ -1,5 +1,7 @@
 """Runs to Hugging Face's folders, and back."""
 
+import errno
+import os
 import re
 import shutil
 from pathlib import Path
@@ -10,10 +12,10 @@ from myriad.checkpoint.hugging_face import (
     HuggingFaceWeights,
     end_of_text,
     is_hugging_face,
-    staged_folder,
     write_folder,
 )
 from myriad.checkpoint.hugging_face_config import kind_of
+from myriad.checkpoint.staging import staged_folder
 from myriad.checkpoint.store import save
 from myriad.checkpoint.weights import CheckpointWeights
 from myriad.data.config import DataConfig
@@ -73,7 +75,7 @@ def import_hugging_face(folder: Path, out: Path) -> dict[str, Any]:
     weights = HuggingFaceWeights(folder)
     assert weights.model is not None, "config.json says what the model is"
     named = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", out.name)
-    data = DataConfig(corpus=str(out / "corpus"))
+    data = DataConfig(corpus=str(out.absolute() / "corpus"))
     job = Job(name=out.name if named else "imported", model=weights.model, data=data).check()
     has_tokenizer = (folder / TOKENIZER_FILE).is_file()
     other_end = _check_tokenizer(folder, weights.model.vocabulary) if has_tokenizer else None
@@ -86,6 +88,8 @@ def import_hugging_face(folder: Path, out: Path) -> dict[str, Any]:
         parts = [Rectangle(name, tuple(x.shape), (0,) * x.dim(), x) for name, x in values.items()]
         save(CheckpointFolder(run.checkpoints_path), 0, parts, {"step": 0, "optimizer_steps": 0})
         run.append_event("import", source=str(folder), tensors=len(parts))
+        if run.flush_lines():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     parameters = weights.model.num_parameters()
     made = {"source": str(folder), "run": str(out), "parameters": parameters, "tokenizer": has_tokenizer}
     return {**made, "other_end": other_end}

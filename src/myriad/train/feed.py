@@ -35,6 +35,7 @@ def open_feed(run: Run, job: Job, grid: RankGrid, place: Place, content: str) ->
         place.local_world,
         first_step=None,
         on_restart=lambda problem: run.append_event("fault", rank=place.rank, problem=problem),
+        patience=job.resilience.patience,
     )
 
 

@@ -62,7 +62,7 @@ def refuse_other_tokenizer(run: Run, job: Job, corpora: Corpora) -> None:
 
 
 def _kept_fingerprint(run: Run) -> str | None:
-    """Of the run's own tokenizer.json; ``None``: it has none that can be read."""
+    """Return the fingerprint of the run's own tokenizer.json; ``None`` where none can be read."""
     from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 
     with contextlib.suppress(BadInputError):

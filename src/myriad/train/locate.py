@@ -16,7 +16,7 @@ from myriad.checkpoint.folder import REPLACED, Checkpoint, CheckpointFolder, ope
 from myriad.checkpoint.manifest import MANIFEST
 from myriad.checkpoint.storage import open_storage
 from myriad.errors import BadInputError
-from myriad.run import Run
+from myriad.run import Run, nearest_run
 
 __all__ = ["ALLOWED", "Location", "local_path", "locate", "newest_whole"]
 
@@ -64,10 +64,10 @@ def locate(name: str, key: str = "PATH") -> Location:
     when the place cannot be read."""
     try:
         found = _find(name, key)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no name of a file, as with a zero byte
         raise BadInputError(key, name, f"cannot be read: {error}") from None
     if found is None:
-        raise BadInputError(key, name, ALLOWED)
+        raise BadInputError(key, name, ALLOWED + nearest_run(name))
     return found
 
 
@@ -105,7 +105,7 @@ def _find(name: str, key: str) -> Location | None:
 
 
 def local_path(where: str) -> Path | None:
-    """Of a path or a ``file://`` URL; ``None`` of any other URL."""
+    """Return the local path that a path or a ``file://`` URL names; ``None`` for any other URL."""
     scheme, mark, rest = where.partition("://")
     if mark and scheme != "file":
         return None

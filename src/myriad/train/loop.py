@@ -46,7 +46,13 @@ from myriad.train.build import Place, find_place, pick_device, settle_links, sta
 from myriad.train.feed import open_feed
 from myriad.train.garbage import GarbageSchedule
 from myriad.train.initial import fill_initial, refuse_other_run
-from myriad.train.inputs import open_inputs, refuse_replaced_corpus
+from myriad.train.inputs import (
+    keep_tokenizer,
+    note_corpus,
+    open_inputs,
+    refuse_other_tokenizer,
+    refuse_replaced_corpus,
+)
 from myriad.train.memory_budget import within_budget
 from myriad.train.metrics import StepMeter
 from myriad.train.own_spans import open_ring
@@ -90,9 +96,7 @@ class Trainer:
         self.progress = own_row()
         self._epoch = int(os.environ.get("MYRIAD_EPOCH", "0"))
         """Number of this attempt, from the driver; 0: there is none."""
-        content = open_inputs(job, _LOG.info).content
-        if self._epoch and self.place.local_rank == 0:  # without a driver no event says what this start reads
-            refuse_replaced_corpus(run, job, content)
+        content = self._open_inputs()
         self.device = pick_device(job.train.device, job.train.threads, self.place)
         self._spin_watch = watch_spinning(torch.get_num_threads()) if self.device.type == "cpu" else None
         self.dtype = resolve_precision(job.train.precision, self.device)
@@ -131,6 +135,22 @@ class Trainer:
         """Whose batches the driver has found to give no finite numbers, wherever they are computed, or which
         led to a spike."""
         self.spikes = SpikeWatch(job, self._event)
+
+    def _open_inputs(self) -> str:
+        """Check what the job reads, and return its `Corpora.content`. `myriad train` has compared the
+        tokenizer with the run's; where another launcher (torchrun) has started the ranks, they do."""
+        run, job = self.run_folder, self.job
+        corpora = open_inputs(job, _LOG.info)
+        if self._epoch:
+            if self.place.local_rank == 0:
+                refuse_replaced_corpus(run, job, corpora.content)
+            return corpora.content
+        refuse_other_tokenizer(run, job, corpora)
+        if self.place.rank == 0:
+            keep_tokenizer(run, corpora)
+            for change in note_corpus(run, corpora):
+                _LOG.warning("changed: %s", change)
+        return corpora.content
 
     def _open_recorder(self) -> Recorder:
         device = cuda_clock() if self.device.type == "cuda" else None
@@ -218,10 +238,16 @@ class Trainer:
 
     def _tell_past(self, past: Past) -> None:
         """What of earlier attempts does not count from here on."""
+        if other := self.session.taken_from:
+            self._event("taken_over", url=self.job.checkpoint.url, run=other)
         if gone := self.session.set_aside_wrong:
             newest = os.environ.get("MYRIAD_NEWEST_STEP")
             problem = f"states after step {newest} are not gone on from: replicas differed, or a spike came"
             self._event("fault", step=int(newest or 0), problem=problem, set_aside=gone)
+        here, step = self.run_folder.checkpoints(self.job), 0 if self.resumed is None else self.resumed.step
+        newer = [(where, known) for where, known in past.stored_in if known > step and where != here]
+        if newer:
+            self._event("older_state", step=step, newer_step=newer[0][1], url=newer[0][0])
         if self.resumed is None and past.done_step:
             self._event("start_over", steps_done=past.done_step, allowed=past.may_start_over)
         elif self.resumed is not None and past.may_start_over:
@@ -278,7 +304,9 @@ class Trainer:
 
     def _announce(self) -> None:
         job = self.job
-        resumed = {"resumed_from": self.step} if self.step else {}
+        resumed: dict[str, Any] = {"resumed_from": self.step} if self.step else {}
+        if self._skipped_steps:  # so that they are known where the driver's journal is lost
+            resumed["skipped_steps"] = sorted(self._skipped_steps)
         self._event(
             "start",
             world=self.place.world,

@@ -8,9 +8,11 @@
 No torch here.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
+from myriad.checkpoint.claiming import give_back, take_folder
 from myriad.checkpoint.folder import CheckpointFolder, verify
 from myriad.checkpoint.keeper_client import ask_server, list_in_memory
 from myriad.checkpoint.keeper_start import keeper_names
@@ -30,7 +32,14 @@ def save_from_memory(path: Path, to: str | None) -> dict[str, Any]:
         if not list_in_memory(path):
             raise BadInputError("RUN", str(path), "has no state in the memory of this machine")
         folder = _target(run, to)
-        saved = _ask(path, {"op": "save", "url": folder.storage.url})
+        _take(folder, path, to)
+        try:
+            saved = _ask(path, {"op": "save", "url": folder.storage.url})
+        except BaseException:
+            if to is not None:
+                with contextlib.suppress(OSError):
+                    give_back(folder)
+            raise
         if problems := verify(folder.at_step(saved["step"])):
             raise RunFailedError(f"stored, and not the same when read from here: {problems[0]}")
         _release(path)
@@ -70,6 +79,18 @@ def _target(run: Run, to: str | None) -> CheckpointFolder:
     except BadInputError as error:
         raise BadInputError("--to", to, error.allowed) from None
     return folder
+
+
+def _take(folder: CheckpointFolder, path: Path, to: str | None) -> None:
+    """Two runs that are saved to one place at the same time: the second is refused."""
+    if to is None:
+        return
+    try:
+        take_folder(folder, path)
+    except BadInputError as error:
+        raise BadInputError("--to", to, error.allowed) from None
+    except OSError as error:
+        raise BadInputError("--to", to, f"cannot be written: {error}") from None
 
 
 def _ask(path: Path, message: dict[str, Any]) -> dict[str, Any]:

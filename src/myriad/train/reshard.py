@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from myriad.checkpoint.folder import CheckpointFolder, open_checkpoint
+from myriad.checkpoint.manifest import Manifest
 from myriad.checkpoint.reshard import Cut, reshard
 from myriad.checkpoint.weights import CheckpointWeights
 from myriad.errors import BadInputError
@@ -41,8 +42,18 @@ def reshard_checkpoint(
     manifest = source.manifest()
     target = CheckpointFolder(out).at_step(manifest.step)
     cuts = cuts_of_ranks(job, sorted(manifest.tensors))
+    _refuse_dropped(path, manifest, cuts)
     reshard(source, target, cuts, job.layout.model_dump(mode="json"), show)
     return {"checkpoint": source.where, "out": target.where, "step": manifest.step, "ranks": len(cuts)}
+
+
+def _refuse_dropped(path: str, manifest: Manifest, cuts: Sequence[Sequence[Cut]]) -> None:
+    """Refuse a checkpoint with tensors that no rank of its job's model keeps."""
+    kept = {name for own in cuts for name, _, _ in own}
+    state = {name for name in manifest.tensors if name.startswith(("model.", "optimizer."))}
+    if left := sorted(state - kept):
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise BadInputError("PATH", path, f"not the model of its job.toml, which has no {left[0]}{more}")
 
 
 def cuts_of_ranks(job: Job, tensors: Sequence[str]) -> list[list[Cut]]:

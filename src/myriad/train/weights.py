@@ -27,7 +27,7 @@ def open_weights(name: str, key: str, *, vocabulary_multiple: int = 64, every_by
         for path in (Path(name).expanduser(), Path("runs") / name):
             if is_hugging_face(path):
                 return HuggingFaceWeights(path, vocabulary_multiple)
-        if error.allowed != ALLOWED:
+        if not error.allowed.startswith(ALLOWED):
             raise
         raise BadInputError(key, name, f"{ALLOWED}, or a Hugging Face folder with safetensors") from None
     return _open_checkpoint(newest_whole(found, every_byte=every_byte), found.run)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from myriad.errors import MyriadError
 from myriad.run import Run
 from myriad.train.loop import Trainer
+from myriad.train.rank_errors import report_error
 
 __all__ = ["main"]
 
@@ -31,19 +32,23 @@ def main(arguments: list[str]) -> int:
         trainer = Trainer(run)
         trainer.train()
     except MyriadError as error:
-        sys.stderr.write(f"myriad: error: {error}\n")
-        return error.exit_code
+        return report_error(error)
     finally:
         run.flush_lines()
     trainer.close()
     return trainer.exit_code
 
 
+def _has_agent() -> bool:
+    """Whether a node agent of Myriad started this rank, not torchrun or another launcher."""
+    return "MYRIAD_EPOCH" in os.environ
+
+
 @contextlib.contextmanager
 def _shown(path: str) -> Iterator[None]:
     """Print progress inside, where this is rank 0 and nothing else shows the run."""
     run = Run(path)
-    if "MYRIAD_EPOCH" in os.environ or os.environ.get("RANK", "0") != "0" or not run.exists:
+    if _has_agent() or os.environ.get("RANK", "0") != "0" or not run.exists:
         yield
         return
     ready, theirs = os.pipe()

@@ -19,6 +19,7 @@ from myriad.data.corpus import open_corpora, read_batch
 from myriad.data.loader import LoaderClient, LoaderSpec
 from myriad.data.sampler import DataPosition
 from myriad.errors import RunFailedError
+from myriad.processes import process_state
 
 SEQUENCE, BATCH, SEED = 16, 12, 5
 
@@ -113,6 +114,41 @@ def test_a_stopped_loader_is_replaced_and_no_rank_waits_for_ever(spec: LoaderSpe
         for step in range(1, 12):
             assert np.array_equal(client.get(step), expected(spec, step)), step
         assert client.restarts == 1 and not is_running(stopped)
+
+
+def test_a_hung_loader_is_replaced_and_no_rank_is_restarted_for_it(spec: LoaderSpec) -> None:
+    told: list[str] = []
+    with LoaderClient(spec, on_restart=told.append, patience=0.2) as client:
+        client.get(0)
+        hung = loader_pid(client)
+        command = [sys.executable, "-m", "myriad.resilience.faults.freeze", str(hung), str(os.getpid())]
+        with subprocess.Popen(command) as freezer:
+            while process_state(hung) != "t":
+                assert freezer.poll() is None, "this machine does not let a process be traced"
+            for step in range(1, 12):
+                assert np.array_equal(client.get(step), expected(spec, step)), step
+        assert client.restarts == 1 and not is_running(hung)
+        assert len(told) == 1 and "did nothing for 1 s while a rank waited and was killed" in told[0]
+
+
+def test_a_slow_loader_is_waited_for(spec: LoaderSpec) -> None:
+    """It has a tenth of the time: it is stopped 100 ms in each 110 ms, and so whenever it is looked at."""
+    with LoaderClient(spec, patience=0.3) as client:
+        client.get(0)
+        command = [
+            sys.executable,
+            "-m",
+            "myriad.resilience.faults.slow",
+            str(loader_pid(client)),
+            "0.11",
+            "0.1",
+        ]
+        with subprocess.Popen([*command, str(os.getpid())]) as slower:
+            for step in range(1, 8):
+                assert np.array_equal(client.get(10**6 * step), expected(spec, 10**6 * step)), step
+            assert slower.poll() is None
+            slower.terminate()
+        assert client.restarts == 0
 
 
 def test_a_loader_killed_before_its_first_batch_is_replaced(spec: LoaderSpec) -> None:

@@ -180,6 +180,8 @@ class Machine:
         self.attempt, self.best = 0, 0
         """`best`: the newest step of which every rank has said that it is whole."""
         self.said: dict[tuple[int, int], set[int]] = {}
+        self.newest: dict[int, int] = {}
+        """By attempt: the last step that still counts, of those that a later attempt has gone back behind."""
         self.saved: set[str] = set()
 
     def _new_server(self) -> None:
@@ -201,7 +203,8 @@ class Machine:
 
     # What ranks do
 
-    def _start(self, joining: int, zombie: bool) -> None:
+    def _start(self, joining: int, zombie: bool, back: int = 0) -> None:
+        """``back``: how many steps that could be loaded are not trusted."""
         client = self._client()
         claimed = client.claim(HOME, self.attempt, 5.0)
         whole = self._whole_in_memory(client.snapshots())
@@ -212,7 +215,12 @@ class Machine:
         elif not whole:
             return  # neither memory nor storage: the start is refused
         self.attempt = max(claimed.attempt, 1 + max(whole.values(), default=0))
-        resumed = max(steps, default=None)
+        distrusted = sorted(steps, reverse=True)[:back]
+        resumed = max(steps - {*distrusted}, default=None)
+        for step in {*claimed.steps} & {*distrusted}:
+            CheckpointFolder(HOME).set_aside(step)
+        for number in range(self.attempt):
+            self.newest[number] = min(resumed or 0, self.newest.get(number, resumed or 0))
         for old in self.ranks:
             self.zombies.append(old) if zombie else old.die()
         made = [Rank(self.name, self.attempt, rank, resumed or 0) for rank in range(RANKS)]
@@ -243,6 +251,19 @@ class Machine:
         if self.ranks:
             self._start(3, zombie=True)
             self._configure(True)
+
+    @rule(back=st.integers(1, 3), zombie=st.booleans())
+    def start_from_an_older_step(self, back: int, zombie: bool) -> None:
+        """As after a spike, or where replicas differed: what is newer never counts again."""
+        self._settle()
+        if Flaky.full or Flaky.left >= 0:
+            return  # what is set aside is renamed
+        for old in [] if zombie else self.ranks:
+            old.die()
+        self.ranks = self.ranks if zombie else []
+        self._settle()
+        self._start(3, zombie, back)
+        self._configure(True)
 
     def _configure(self, configured: bool) -> None:
         if len(self.ranks) < RANKS or not configured:
@@ -306,9 +327,12 @@ class Machine:
             self.ranks = [rank for rank in self.ranks if rank is not one]
         self._settle()
 
-    @rule(again=st.booleans())
-    def finish(self, again: bool) -> None:
+    @rule(again=st.booleans(), room=st.booleans())
+    def finish(self, again: bool, room: bool) -> None:
         """The last step: stored, and a good-bye; or held."""
+        if room:
+            Flaky.full, Flaky.left = False, -1
+        self.start(3, True)
         if len(self.ranks) < RANKS:
             return
         self._settle()
@@ -479,6 +503,7 @@ class Machine:
         client = self._client()
         for one in client.snapshots():
             for step in one["steps"]:
+                assert step <= self.newest.get(one["attempt"], step), "a step that was not trusted is back"
                 opened = client.open(one["attempt"], one["rank"], step, copied=one["copied"])
                 if opened is None:
                     continue

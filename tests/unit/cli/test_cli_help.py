@@ -66,3 +66,14 @@ def test_slips_get_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, argum
     err = capsys.readouterr().err
     assert ended.value.code == 2
     assert err.startswith("myriad: error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["sample", "report", "checkpoint list", "evict"])
+def test_a_run_of_a_similar_name_is_suggested(verb, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "first-try"
+    folder.mkdir(parents=True)
+    (folder / "job.toml").touch()
+    with pytest.raises(SystemExit) as ended:
+        main([*verb.split(), "frist-try", *(["0"] if verb == "evict" else [])])
+    assert ended.value.code == 2 and "did you mean first-try?" in capsys.readouterr().err

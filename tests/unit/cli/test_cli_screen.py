@@ -72,6 +72,25 @@ def test_a_pipe_gets_plain_lines_and_the_last_step(run):
     assert "\x1b" not in console.file.getvalue()
 
 
+def test_a_log_gets_lines_while_nothing_ends(run, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("myriad.cli.screen.time.monotonic", lambda: clock[0])
+    console = Console(file=io.StringIO(), width=80)
+    screen = open_screen(console, run, 3)
+    for _ in range(26):
+        clock[0] += 1.0
+        screen.tick()
+    run.append_event("start", ranks=1, device="cpu", precision="float32", parameters=1000)
+    step(run, 1)
+    screen.tick()
+    for _ in range(8):
+        clock[0] += 1.0
+        screen.tick()
+    lines = [line for line in drawn(console) if line.startswith("waiting")]
+    starts = [f"waiting for the ranks to start, {seconds} s" for seconds in (6, 12, 18, 25)]
+    assert lines == [*starts, "waiting for step 2 to end, 6 s"]
+
+
 def test_spans_that_are_lost_are_told_while_the_run_goes_on(run):
     console = Console(file=io.StringIO(), width=120)
     screen = open_screen(console, run, 3)

@@ -61,7 +61,7 @@ def test_a_finished_run_is_left_alone_and_can_be_made_longer(myriad):
     myriad("train", "tiny")
     before = Path("runs/tiny/metrics.jsonl").read_bytes()
     code, out, _ = myriad("train", "tiny")
-    assert code == 0 and "done" in out and "--train.steps 40" in out
+    assert code == 0 and "already finished" in out and "--train.steps 40" in out
     assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
     code, out, _ = myriad("train", "tiny", "--train.steps", "25")
     assert code == 0 and "going on from step 20" in out
@@ -160,7 +160,7 @@ def test_a_failed_rank_ends_the_command_with_one_line_and_exit_code_1(myriad, mo
         (["tiny", "stray"], "unexpected extra argument"),
         (["tiny", "--run", "/proc/none/run"], "must be a writable folder"),
         (["."], "run folder"),
-        (["tiny", "--run", ""], "a name, or a path"),
+        (["tiny", "--run", ""], "--run = '': must not be empty"),
     ],
 )
 def test_bad_input_gets_one_line_exit_code_2_and_leaves_no_trace(myriad, arguments, told):

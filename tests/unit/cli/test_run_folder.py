@@ -100,6 +100,16 @@ def test_a_damaged_job_file_is_refused_with_the_copy_to_restore(run, damage):
     assert run.job().name == "mine", "a person may write a short one, for torchrun"
 
 
+def test_a_job_file_of_another_version_is_named_with_the_key_that_is_not_known(run):
+    run.create_or_resume(load_job("tiny"))
+    text = run.job_path.read_text()
+    run.job_path.write_text(text.replace("[train]\n", "[train]\nof_later = 3\n", 1))
+    words = rf"run = '{run.job_path}': has train.of_later = 3: unknown key.*another version"
+    with pytest.raises(BadInputError, match=words) as caught:
+        run.job()
+    assert "\n" not in str(caught.value)
+
+
 def test_the_permission_to_start_over_holds_for_one_start_and_is_never_kept(run):
     run.create_or_resume(load_job("tiny", ["checkpoint.restart_from_scratch=true"]))
     assert "restart_from_scratch = false" in run.job_path.read_text()

@@ -14,6 +14,8 @@ from run_folder import slow_run, write_run
 from simulated_run import as_recorded
 
 from myriad.cli.main import main
+from myriad.cli.report_spans import _RIGHT, _WIDTH, _waterfall
+from myriad.dashboard.insight.losses import Losses
 from myriad.run import Run
 
 
@@ -160,6 +162,53 @@ def test_the_report_tells_the_slow_rank_in_words(folder: Path, capsys) -> None:
     found = told(capsys, "report", folder)
     assert found["slow"][0]["sentence"] in (folder / "report.html").read_text()
     assert found["steps"] == 24
+
+
+def test_a_loss_that_is_no_number_any_more_is_the_report_s_news(tmp_path: Path, capsys) -> None:
+    """A chart that ends early and a figure that is left out say nothing."""
+    path = write_run(tmp_path / "gone", slow_run(8))
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for wrong, words in (
+        ([3], "the loss of 1 steps is not a number"),
+        ([6, 7, 8], "not a number after step 5"),
+    ):
+        for line in lines:
+            line["loss"] = None if line["step"] in wrong else 2.0
+        (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+        assert words in told(capsys, "report", path)["doubts"][0]
+        page = (path / "report.html").read_text()
+        assert words in page and (f"<b>{'NaN' if 8 in wrong else '2.0000'}</b><span>training loss" in page)
+
+
+def test_ten_thousand_faults_are_no_page_without_an_end(tmp_path: Path, capsys) -> None:
+    path = write_run(tmp_path / "many", slow_run(8))
+    with (path / "events.jsonl").open("a") as file:
+        for number in range(10_000):
+            line = {"time": time.time(), "event": "fault", "cause": "rank", "problem": f"number {number}."}
+            file.write(json.dumps(line) + "\n")
+    assert run_verb("report", path) == 0
+    printed, page = capsys.readouterr().out, (path / "report.html").read_text()
+    for text in (printed, page):
+        assert (
+            "number 9999." in text and "number 99." not in text and "older ones stand in events.jsonl" in text
+        )
+    assert "10000: number 9999." in printed
+
+
+def test_a_loss_below_zero_stays_inside_the_report_s_chart() -> None:
+    """Ranks that compute faster than the peak that somebody set."""
+    losses = Losses(1.0, 0.8, 0.6, {"slower than peak": -0.2, "bubble": 0.3, "other": 0.1}, True)
+    bars = [
+        (float(x), float(width))
+        for x, width in re.findall(
+            r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', _waterfall(losses, None)
+        )
+    ]
+    assert max(x + width for x, width in bars) <= _WIDTH - _RIGHT + 1
+    (_, whole), (slower, wide), *_ = bars
+    assert slower == pytest.approx(bars[0][0] + whole, abs=0.2) and wide == pytest.approx(
+        0.2 * whole, abs=0.2
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,11 @@
 """Whatever is asked of the planner: a plan that trains, or one line that says what would have one."""
 
+import math
+import os
 import re
+import time
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -12,8 +16,11 @@ from myriad.cli.plan_job import job_of, problem_of
 from myriad.errors import BadInputError
 from myriad.job import Job, dump_toml, load_job, load_job_to_plan
 from myriad.planner.cluster import Cluster
+from myriad.planner.costs import Costs
 from myriad.planner.questions import answer
-from myriad.planner.space import Problem
+from myriad.planner.search import search
+from myriad.planner.space import Problem, plots
+from myriad.planner.steady import num_computes
 from myriad.program.build import build_program
 from myriad.program.checker import check
 from myriad.recipes.cluster import load_cluster
@@ -67,6 +74,22 @@ KEYS = st.sampled_from(
         "unequal",
         "fabric.ports_per_switch",
         "nothing",
+    ]
+)
+NUMBERS = st.sampled_from(
+    [
+        "accelerator.peak_flops_per_second",
+        "accelerator.memory_bytes_per_second",
+        "accelerator.launch_seconds",
+        "accelerator.saturation",
+        "accelerator.flash_half_length",
+        "links.node.bytes_per_second",
+        "links.node.latency_seconds",
+        "links.network.bytes_per_second",
+        "links.network.latency_seconds",
+        "links.network.skew_seconds",
+        "dollars_per_hour",
+        "storage_bytes_per_second",
     ]
 )
 
@@ -152,9 +175,87 @@ def test_a_bad_value_of_a_cluster_is_refused_or_planned_with(key: str, value: st
     assert 1 <= cluster.world <= 2**20
 
 
-@pytest.mark.parametrize("text", ["nodes = ", "nodes = 2\nnodes = 3", "\x00", "[links", "x = 'é"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nodes = ",
+        "nodes = 2\nnodes = 3",
+        "\x00",
+        "[links",
+        "x = 'é",
+        f"x = {'[' * 3000}{']' * 3000}",
+        f"nodes = {'9' * 5000}",
+    ],
+    ids=["cut off", "twice", "zero byte", "open section", "open text", "deep", "long number"],
+)
 def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(text)
     with pytest.raises(BadInputError, match="--cluster"):
         load_cluster(str(path))
+
+
+@pytest.mark.parametrize("name", ["folder", "pipe", "loop", "nowhere"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder.toml").mkdir()
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "loop.toml").symlink_to("loop.toml")
+    with pytest.raises(BadInputError, match="--cluster"):
+        load_cluster(str(tmp_path / f"{name}.toml"))
+
+
+def test_a_file_may_have_a_byte_order_mark_and_rates_with_units(tmp_path: Path) -> None:
+    plain = (resources.files("myriad") / "recipes/clusters/h200-512xh200.toml").read_text()
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + plain.replace("450e9", '"450 GB/s"').encode())
+    assert load_cluster(str(path)) == load_cluster("h200-512xh200")
+    path.write_text(plain.replace("= 50e9 # per", '= "400 Gbit/s" # per'))
+    assert load_cluster(str(path)) == load_cluster("h200-512xh200")
+    path.write_text(plain.replace("450e9", '"450 parsecs"'))
+    with pytest.raises(BadInputError, match="is not a rate"):
+        load_cluster(str(path))
+
+
+@settings(ANY, max_examples=25)
+@given(st.dictionaries(NUMBERS, st.sampled_from([1.0, 1e-6, 7.3, 1e3, 1e9, 1e12, 1e18]), max_size=4))
+def test_whatever_a_cluster_says_is_planned_in_finite_figures(changes: dict[str, float]) -> None:
+    """Warnings of numpy are errors here, so that no figure comes from an overflow."""
+    few = ["nodes=2", "accelerators_per_node=2", *(f"{key}={value!r}" for key, value in changes.items())]
+    try:
+        problem = problem_of(load_job_to_plan("tiny", ["layout.tp=1"]), load_cluster("h200-512xh200", few))
+        plans = answer(problem, count=3).plans
+    except BadInputError as error:
+        assert "\n" not in str(error) and "inf" not in error.allowed and "nan" not in error.allowed
+        return
+    for plan in plans:
+        assert 0 < plan.seconds < math.inf and 0 <= plan.mfu <= 1
+        assert 0 < plan.candidate.memory_bytes < math.inf
+
+
+@pytest.mark.parametrize("job", ["tiny"])
+def test_ten_thousand_layers_are_searched_in_seconds(job: str) -> None:
+    """What is simulated afterwards is bounded by the number of forwards in its programs."""
+    problem = problem_of(load_job_to_plan(job, ["model.layers=10000"]), of_64())
+    began = time.process_time()
+    found = search(problem)
+    assert time.process_time() - began < 30
+    forwards = 0
+    for candidate in found.best:
+        costs = Costs(candidate.work(problem), problem.cluster)
+        forwards += num_computes(candidate.layout, costs.num_chunks, costs.work.num_micro_batches)
+    assert found.best and forwards <= 1_000_000
+
+
+def test_stages_that_are_searched_are_all_for_ordinary_models_and_few_for_deep_ones() -> None:
+    stages = {}
+    for layers in (126, 10000):
+        problem = problem_of(load_job_to_plan("tiny", [f"model.layers={layers}"]), of_64())
+        plot = next(plot for plot in plots(problem) if plot.pp == 4)
+        stages[layers] = {v for _, v in plot.schedules}
+    assert stages[126] == set(range(1, 33))
+    assert set(range(1, 129)) <= stages[10000] and len(stages[10000]) < 160
+    assert 2500 in stages[10000] and 1250 in stages[10000]
+
+
+def of_64() -> Cluster:
+    return load_cluster("h200-512xh200", ["nodes=8"])

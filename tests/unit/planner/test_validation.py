@@ -3,6 +3,7 @@ not."""
 
 import csv
 import math
+import os
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -213,3 +214,48 @@ def test_any_cell_is_read_or_refused_with_its_place(tmp_path: Path, data: st.Dat
         return
     for one in found.rows:
         assert 0 < one.seconds < math.inf and 0 < one.row.seconds < math.inf and math.isfinite(one.error)
+
+
+_TABLE = (resources.files("myriad.planner") / "tables" / "megascale_table2.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "\ufeff" + _TABLE,
+        _TABLE.replace("\n", "\r\n"),
+        "\n".join(f'{line},"a, ""b""\n"' for line in _TABLE.splitlines()),
+    ],
+    ids=["byte order mark", "CRLF", "quoted column of one's own"],
+)
+def test_a_table_is_read_however_it_was_saved(tmp_path: Path, changed: str) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_bytes(changed.encode())
+    plain = read_table("megascale_table2.csv", clusters)
+    assert [row.seconds for row in read_table(str(path), clusters).rows] == [
+        row.seconds for row in plain.rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (_TABLE.replace(",", ";"), "commas"),
+        (_TABLE.replace(",", "\t"), "commas"),
+        (_TABLE.replace("mfu_percent", "gpus", 1), "gpus is there twice"),
+        (_TABLE + "\udcff", "not UTF-8"),
+        (_TABLE + '"open', "not CSV"),
+    ],
+)
+def test_a_table_that_is_ambiguous_is_refused(tmp_path: Path, changed: str, said: str) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_bytes(changed.encode(errors="surrogateescape"))
+    with pytest.raises(BadInputError, match=said) as refused:
+        read_table(str(path), clusters)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_table_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.csv")
+    with pytest.raises(BadInputError, match="regular file"):
+        read_table(str(tmp_path / "pipe.csv"), clusters)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from myriad.resilience.faults.grade import Evidence, Report, grade_run
+from myriad.resilience.faults.grade import OVERDUE, Evidence, Report, grade_end, grade_run
 from myriad.resilience.faults.scenario import Fault
 
 KILL = Fault(kind="kill", where="rank", rank=1, step=20)
@@ -247,3 +247,42 @@ def test_the_node_of_a_broken_device_is_no_healthy_one() -> None:
     told = {"event": "fault", "time": 104.0, "cause": "device", "rank": 1, "node": 1, "problem": "device"}
     report = graded(broken, lines=[caused()], events=[told, EVICTED | {"time": 104.1}, *again(105.0)])
     assert report.met and report.evicted_healthy == 0
+
+
+SLOW = Fault(kind="slow-process", where="driver", step=20)
+
+
+def test_a_process_that_is_slow_is_to_be_left_alone() -> None:
+    assert graded(SLOW, lines=[caused()], events=[]).met
+    storage = {"event": "fault", "time": 101.0, "problem": "the loader was stopped"}
+    for event in (storage, {"event": "restart", "time": 101.0}):
+        (grade,) = graded(SLOW, lines=[caused()], events=[event]).grades
+        assert grade.missed and grade.missed[0].startswith(event["event"])
+
+
+def test_away_for_a_while_is_reported_and_a_rank_that_dies_meanwhile_may_restart_all() -> None:
+    stop = Fault(kind="stop", where="redis", step=20)
+    away = {"event": "health", "time": 102.0, "what": "redis", "problem": "it is away"}
+    assert graded(stop, lines=[caused()], events=[away]).met
+    assert graded(stop, lines=[caused()], events=[away, *again(103.0)]).grades[0].missed == ["all began anew"]
+    kill = Fault(kind="kill", where="rank", rank=1, after_seconds=1.0)
+    events = [told(at=101.02), *again(101.6), away]
+    assert graded(stop, kill, lines=[caused(), caused(1, 101.0)], events=events).met
+
+
+@pytest.mark.parametrize(
+    ("outcome", "equal", "problems", "missed"),
+    [
+        ("finished", True, [], []),
+        ("rank 1 was killed too often", None, [], []),
+        ("finished", False, [], ["losses or weights differ from those of the undisturbed run"]),
+        (f"{OVERDUE} 300 s", None, [], [f"the run did not end: {OVERDUE} 300 s"]),
+        ("finished", True, ["2 processes are left"], ["2 processes are left"]),
+    ],
+)
+def test_of_many_faults_at_once_only_the_end_counts(
+    outcome: str, equal: bool | None, problems: list[str], missed: list[str]
+) -> None:
+    report = graded(KILL, lines=[caused()], events=[], outcome=outcome, equal=equal)
+    report = grade_end(report, problems)
+    assert report.missed == missed and report.met == (not missed)

@@ -72,6 +72,13 @@ def test_every_kind_has_a_ready_scenario_for_whatever_it_is_done_to() -> None:
             "[soak]\nminutes = 1\nfaults_per_minute = 1\nkinds = ['device-lost']\n",
             "soak.kinds = 'device-lost'",
         ),
+        ('[[faults]]\nkind = "kill"\nwhere = "redis"\n', "faults.0.where = 'redis': needs redis = true"),
+        ('[[faults]]\nkind = "stop"\nwhere = "watch"\n', "faults.0.where = 'watch': needs watch = true"),
+        ('standby = true\n[[faults]]\nkind = "kill"\n', "standby = True: needs redis = true"),
+        (
+            "[soak]\nminutes = 1\nfaults_per_minute = 1\nkinds = ['segv']\nwhere = ['driver']\n",
+            "soak.kinds = 'segv': one of kill, stop, freeze, slow-process",
+        ),
         ("", "faults = []: at least one"),
         ("faultz = 1\n", "faultz = 1: unknown key; one of about"),
     ],
@@ -98,6 +105,17 @@ def test_what_is_left_open_is_drawn_by_the_seed() -> None:
     assert plan(1) == [first, *soaked] != plan(2)
     seconds = [fault.seconds for fault in soaked]
     assert seconds == sorted(seconds) and seconds[-1] < 120 and 5 < len(seconds) < 40
+
+
+def test_a_soak_hits_each_process_that_it_names_with_what_can_be_done_to_it() -> None:
+    where = ("rank", "driver", "executor", "loader")
+    soak = Soak(minutes=20, faults_per_minute=10, kinds=("kill", "segv", "slow-process"), where=where)
+    scenario = Scenario(overrides=("layout.dp=2", "resilience.nodes=2"), soak=soak)
+    drawn = planned_faults(scenario, scenario.resolved_job())
+    assert {fault.where for fault in drawn} == set(where)
+    assert {fault.where for fault in drawn if fault.kind == "segv"} == {"rank"}
+    assert {fault.node for fault in drawn if fault.where == "executor"} == {0, 1}
+    assert all((fault.rank is not None) == (fault.where == "rank") for fault in drawn)
 
 
 def test_a_flip_that_nobody_could_see_is_refused(tmp_path: Path) -> None:

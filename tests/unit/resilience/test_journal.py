@@ -9,7 +9,7 @@ from myriad.resilience.decide.actions import EndRun, StartAttempt
 from myriad.resilience.decide.incidents import Incident
 from myriad.resilience.decide.numbers import Trial
 from myriad.resilience.decide.state import Plan, State
-from myriad.resilience.drive.journal import Journal
+from myriad.resilience.drive.journal import Journal, LeftOver
 from myriad.resilience.facts import RankExited
 
 PLAN = Plan(world=4, nodes=2, first_epoch=3, patience=0.5)
@@ -63,11 +63,50 @@ def test_a_start_that_ended_before_ranks_went_back_tells_the_next_how_far_and_wh
     tmp_path: Path,
 ) -> None:
     journal = Journal(tmp_path / "journal.jsonl")
-    assert journal.left_over() == (None, ())
+    assert journal.left_over() == LeftOver()
     journal.begin(PLAN)
     journal.write([START], STATE)
-    assert journal.left_over() == (40, (8, 30))
+    assert journal.left_over() == LeftOver(40, (8, 30))
     journal.begin(replace(PLAN, newest_step=40, skipped_steps=(8,)))
-    assert journal.left_over() == (40, (8,)), "that one did not begin either"
+    assert journal.left_over() == LeftOver(40, (8,)), "that one did not begin either"
     journal.write([START], State("running", 3, skipped_steps=(8,)))
-    assert journal.left_over() == (None, (8,))
+    assert journal.left_over() == LeftOver(None, (8,))
+
+
+EVENTS = [
+    {"event": "start"},
+    {"event": "restart", "newest_step": 40, "skipped_steps": [8]},
+    {"event": "start", "skipped_steps": [8]},
+    {"event": "restart", "newest_step": 60, "skipped_steps": [8, 70]},
+]
+
+
+@pytest.mark.parametrize("damage", ["lost", "empty", "other", "torn in the middle", "a line is gone"])
+def test_what_a_damaged_journal_forgets_is_reported_and_read_from_the_events(
+    tmp_path: Path, damage: str
+) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.begin(PLAN)
+    journal.write([START], replace(STATE, newest_step=None, skipped_steps=(8,)))
+    journal.write([START], replace(STATE, newest_step=60, skipped_steps=(8, 70)))
+    journal.write([START], replace(STATE, newest_step=60, skipped_steps=(8, 70)))
+    lines = journal.path.read_bytes().splitlines(keepends=True)
+    assert journal.left_over(EVENTS, was_driven=True) == LeftOver(60, (8, 70))
+    if damage == "lost":
+        journal.path.unlink()
+    else:
+        damaged = {
+            "empty": [],
+            "other": [b'{"plan": {"world": "many"}}\n'],
+            "torn in the middle": [*lines[:2], lines[2][:50] + b"\n", lines[3][:50] + b"\n"],
+            "a line is gone": [lines[0], *lines[2:]],
+        }
+        journal.path.write_bytes(b"".join(damaged[damage]))
+    left = journal.left_over(EVENTS, was_driven=True)
+    assert (left.newest_step, left.skipped_steps) == (60, (8, 70)) and left.problem
+    assert "skips the batches of steps 8, 70, goes back to step 60" in left.told()
+    assert "\n" not in left.told()
+
+
+def test_a_run_that_never_had_a_journal_has_lost_none(tmp_path: Path) -> None:
+    assert Journal(tmp_path / "journal.jsonl").left_over(EVENTS) == LeftOver()

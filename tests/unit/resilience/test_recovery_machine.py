@@ -2,9 +2,9 @@
 twice, or finish before it is done.
 
 A simulated cluster obeys the real recovery policy: nodes whose messages are late, cables that are cut,
-executors and ranks that die, hang or only lose a peer, a person who stops the run, and drivers that die at
-any instant, also between the journal and the act, or with a decision that the journal has missed. The clock
-is the test's own.
+executors that die or are stopped, ranks that die, hang, are stopped or only lose a peer, a person who stops
+the run, and drivers that are held up, or die at any instant, also between the journal and the act, or with a
+decision that the journal has missed. The clock is the test's own. No healthy node may be evicted.
 """
 
 from collections.abc import Iterable
@@ -28,6 +28,9 @@ CUT_OFF_SECONDS = 3.5
 SETTLE_SECONDS = 3600.0
 """In which a run that meets no more faults must be at work again, or have ended with a reason."""
 
+STOPPED_SECONDS = 6.0
+"""In which a rank that is stopped must be found, while everything else is well."""
+
 WHILE = st.sampled_from([0.0, 0.25, 1.0, 4.0, 12.0])
 RANK, NODE = st.integers(0, WORLD - 1), st.integers(0, NODES)
 
@@ -38,6 +41,9 @@ class Rank:
     since: float = 0.0
     """When it made progress last."""
     hangs: bool = False
+    stopped: bool = False
+    unfound: float = 0.0
+    """Seconds for which it has been stopped and could have been found."""
     dies_at: float | None = None
     """It has lost a peer."""
 
@@ -52,6 +58,8 @@ class Node:
     cut_at: float | None = None
     connects_at: float = 0.0
     connected: bool = False
+    linked: bool = False
+    """The driver has heard that it is connected; what is sent to it before is lost."""
     epoch: int = 0
     ranks: dict[int, Rank] = field(default_factory=dict)
     exits: dict[int, RankExited] = field(default_factory=dict)
@@ -59,6 +67,10 @@ class Node:
     orders: list[tuple[float, Any]] = field(default_factory=list)
     waiting: tuple[int, tuple[int, ...]] | None = None
     stop_asked: bool = False
+    silent_until: float = 0.0
+    """It is stopped: its connection stands, and it neither tells nor obeys."""
+    troubled: bool = False
+    """Something was wrong with it."""
 
 
 class Cluster(RuleBasedStateMachine):
@@ -74,6 +86,12 @@ class Cluster(RuleBasedStateMachine):
         self.journal: Any = None
         self.dies: str | None = None
         self.started: list[StartAttempt] = []
+        self.held_until = 0.0
+        """The driver is stopped."""
+        self.faults, self.hung, self.stop_asked = 0, False, False
+        self.troubled: set[int] = set()
+        """Numbers of nodes with which something was wrong, and which were replaced."""
+        """Of ranks and executors, that were their own."""
         self.end: EndRun | None = None
         self.failed_over = False
         """A driver has lost what it had decided."""
@@ -92,6 +110,7 @@ class Cluster(RuleBasedStateMachine):
         if not actions or self.end is not None:
             return
         dies, self.dies = self.dies, None
+        self.faults += dies == "dies before it acts"
         if dies != "acts before the journal":
             self.journal = plain(self.decider.state)
         if dies != "dies before it acts":
@@ -106,12 +125,17 @@ class Cluster(RuleBasedStateMachine):
             for number, ranks in action.placement.items():
                 self.send(number, ("start", action.epoch, ranks))
         elif isinstance(action, StopRanks):
+            assert self.faults or self.hung or self.stop_asked, f"nothing was wrong with them: {action}"
             for number in self.nodes:
                 self.send(number, ("end", action.epoch, ()))
         elif isinstance(action, TurnRanks):
             for number in self.nodes:
                 self.send(number, ("turn", action.epoch, ()))
         elif isinstance(action, Evict):
+            was_cause = "cause" in action.evidence and action.node in self.troubled  # its machine, that is
+            assert self.nodes[action.node].troubled or was_cause, f"nothing was wrong with it: {action}"
+            assert self.hung or self.faults > 1 or "cause" not in action.evidence, f"too early: {action}"
+            assert len(self.decider.nodes) >= NODES or "cause" not in action.evidence, f"no spare: {action}"
             self.replace(action.node, REPLACE_SECONDS)
         elif isinstance(action, EndRun):
             self.end = action
@@ -122,8 +146,9 @@ class Cluster(RuleBasedStateMachine):
         assert sorted(rank for ranks in action.placement.values() for rank in ranks) == list(range(WORLD))
         for number in action.placement:
             node = self.nodes[number]
-            assert self.failed_over or node.lag or not node.ranks or node.epoch == action.epoch, (
-                "still at work"
+            is_late = node.lag or self.now < node.silent_until
+            assert self.failed_over or is_late or not node.ranks or node.epoch == action.epoch, (
+                f"still at work: {node}"
             )
         self.started.append(action)
 
@@ -144,7 +169,10 @@ class Cluster(RuleBasedStateMachine):
 
     def next_driver(self) -> None:
         self.failed_over = True
+        self.held_until = 0.0
+        self.faults += any(node.orders for node in self.nodes.values())  # they are lost
         for node in self.nodes.values():
+            node.troubled = True
             self.disconnect(node, self.now + RECONNECT_SECONDS + node.lag)
         state = None if self.journal is None else read(State, self.journal)
         self.decider = Decider(self.plan, self.now, state)
@@ -156,15 +184,25 @@ class Cluster(RuleBasedStateMachine):
     def replace(self, number: int, after: float) -> None:
         """Another executor with this number comes; the one before it, and its ranks, are ended."""
         self.born += 1
-        self.nodes[number] = Node(number, self.born, connects_at=self.now + after)
+        if number in self.nodes and self.nodes[number].troubled:
+            self.troubled.add(number)
+        known = self.stop_asked if self.born > NODES + SPARES else False
+        self.nodes[number] = Node(number, self.born, connects_at=self.now + after, stop_asked=known)
 
     def send(self, number: int, order: tuple[str, int, tuple[int, ...]]) -> None:
         node = self.nodes.get(number)
-        if node is not None and node.connected:
+        if node is not None and node.linked:
             node.orders.append((self.now + node.lag, order))
 
+    def leave(self, number: int) -> None:
+        """Its connection is lost; a driver that is held up hears of it when it goes on."""
+        if self.now >= self.held_until:
+            self.hear(NodeLeft(number))
+        else:
+            self.nodes[number].sent.insert(0, (self.now, NodeLeft(number)))
+
     def disconnect(self, node: Node, until: float) -> None:
-        node.connected, node.connects_at = False, until
+        node.connected, node.linked, node.connects_at = False, False, until
         node.sent, node.orders = [], []
 
     def connect(self, node: Node) -> None:
@@ -209,6 +247,10 @@ class Cluster(RuleBasedStateMachine):
             for rank in list(node.ranks):
                 self.exit(node, rank, 0, "turned")
 
+    def trouble(self, node: Node) -> None:
+        """Something is wrong with it: it may be evicted."""
+        node.troubled, self.faults = True, self.faults + 1
+
     def kill_all(self, node: Node) -> None:
         for rank in list(node.ranks):
             self.exit(node, rank, -9, "killed")
@@ -219,13 +261,29 @@ class Cluster(RuleBasedStateMachine):
         until = self.now + seconds
         while self.now < until and self.end is None:
             self.now += TICK_SECONDS
+            if self.now == self.held_until:  # it looks at the time before it hears what has waited for it
+                self.act(self.decider.due(self.now))
             for number in sorted(self.nodes):
                 self.live(self.nodes[number])
-            if self.now >= self.look_at:
+            self.check_stopped()
+            if self.now >= self.look_at and self.now >= self.held_until:
                 self.act(self.decider.due(self.now))
                 self.look_at = self.now + (1.0 if self.decider.is_calm(self.now) else TICK_SECONDS)
 
+    def check_stopped(self) -> None:
+        """A rank that is stopped is found soon where nothing else is wrong."""
+        state, nodes = self.decider.state, self.nodes.values()
+        well = all(node.connected and not node.lag and self.now >= node.silent_until for node in nodes)
+        well &= state.phase == "running" and state.incident is None and self.now >= self.held_until
+        for node in nodes:
+            for rank in node.ranks.values():
+                counts = well and rank.stopped and node.epoch == state.epoch
+                rank.unfound = rank.unfound + TICK_SECONDS if counts else 0.0
+                assert rank.unfound <= STOPPED_SECONDS * self.plan.patience, "a stopped rank is not found"
+
     def live(self, node: Node) -> None:
+        if self.now < node.silent_until:
+            return self.train(node)
         if node.cut_at is not None:
             if node.ranks and self.now - node.cut_at > CUT_OFF_SECONDS * self.plan.patience:
                 self.kill_all(node)
@@ -241,13 +299,17 @@ class Cluster(RuleBasedStateMachine):
     def deliver(self, node: Node) -> None:
         while node.orders and node.orders[0][0] <= self.now:
             self.obey(node, *node.orders.pop(0)[1])
+        if self.now < self.held_until:
+            return
         while node.sent and node.sent[0][0] <= self.now and self.nodes[node.number] is node:
-            self.hear(node.sent.pop(0)[1])
+            told = node.sent.pop(0)[1]
+            node.linked |= isinstance(told, NodeJoined)
+            self.hear(told)
 
     def train(self, node: Node) -> None:
         """A step a second, where all ranks of the attempt are at work."""
         for number, rank in list(node.ranks.items()):
-            if rank.dies_at is not None and self.now >= rank.dies_at:
+            if rank.dies_at is not None and self.now >= rank.dies_at and not rank.hangs:
                 self.exit(node, number, 1, "peer")
         peers = [
             rank
@@ -264,7 +326,8 @@ class Cluster(RuleBasedStateMachine):
         entered, left = (3, 3) if rank.hangs else (4, 3)
         idle = self.now - rank.since
         step_seconds = 1.0 if rank.step > 0 else 0.0
-        return RankSeen(number, 9, "S", phase, "reduce", rank.step, entered, left, idle, step_seconds)
+        letter = "T" if rank.stopped else "S"
+        return RankSeen(number, 9, letter, phase, "reduce", rank.step, entered, left, idle, step_seconds)
 
     # What can happen, after a while
 
@@ -279,6 +342,7 @@ class Cluster(RuleBasedStateMachine):
     def a_rank_ends(self, after: float, number: int, how: tuple[int, str]) -> None:
         self.advance(after)
         if self.end is None and (node := self.node_of(number)) is not None:
+            self.trouble(node)
             self.exit(node, number, *how)
 
     @rule(after=WHILE, number=RANK)
@@ -286,20 +350,43 @@ class Cluster(RuleBasedStateMachine):
         self.advance(after)
         node = self.node_of(number)
         if node is not None and node.ranks[number].step > 0:
-            node.ranks[number].hangs = True
+            node.ranks[number].hangs = node.troubled = self.hung = True
+
+    @rule(after=WHILE, number=RANK)
+    def a_rank_is_stopped(self, after: float, number: int) -> None:
+        self.advance(after)
+        if (node := self.node_of(number)) is not None:
+            rank = node.ranks[number]
+            rank.stopped = rank.hangs = node.troubled = self.hung = True
+
+    @rule(after=WHILE, number=NODE, seconds=st.sampled_from([1.0, 2.0, 5.0, 30.0, 1e9]))
+    def an_executor_is_stopped(self, after: float, number: int, seconds: float) -> None:
+        self.advance(after)
+        if self.end is None and number in self.nodes:
+            node = self.nodes[number]
+            if seconds > 1.0 or self.now - node.silent_until < 2.0:
+                self.trouble(node)
+            node.silent_until = self.now + seconds
+
+    @rule(after=WHILE, seconds=st.sampled_from([2.0, 5.0, 30.0]))
+    def the_driver_is_held_up(self, after: float, seconds: float) -> None:
+        self.advance(after)
+        self.held_until = self.now + seconds
 
     @rule(after=WHILE, number=NODE, lag=st.sampled_from([0.0, 0.5, 2.0]))
     def messages_are_late(self, after: float, number: int, lag: float) -> None:
         self.advance(after)
         if number in self.nodes:
             self.nodes[number].lag = lag
+            if lag:
+                self.trouble(self.nodes[number])
 
     @rule(after=WHILE, number=NODE)
     def a_connection_breaks(self, after: float, number: int) -> None:
         self.advance(after)
         if self.end is None and number in self.nodes and self.nodes[number].connected:
             self.disconnect(self.nodes[number], self.now + RECONNECT_SECONDS)
-            self.hear(NodeLeft(number))
+            self.leave(number)
 
     @rule(after=WHILE, number=NODE)
     def a_cable_is_cut_or_repaired(self, after: float, number: int) -> None:
@@ -311,20 +398,24 @@ class Cluster(RuleBasedStateMachine):
             node.cut_at, node.connects_at = None, self.now
         else:
             node.cut_at = self.now
+            self.trouble(node)
             if node.connected:
                 self.disconnect(node, self.now)
-                self.hear(NodeLeft(number))
+                self.leave(number)
 
     @rule(after=WHILE, number=NODE, with_driver=st.booleans())
     def an_executor_dies(self, after: float, number: int, with_driver: bool) -> None:
         self.advance(after)
         if self.end is None and number in self.nodes:
             was = self.nodes[number].connected
-            self.replace(number, 60.0 if with_driver else REPLACE_SECONDS)
+            state = self.decider.state
+            needed = with_driver and state.phase == "running" and number in state.placement
+            self.replace(number, 1e9 if needed else 60.0 if with_driver else REPLACE_SECONDS)
+            self.trouble(self.nodes[number])
             if with_driver:
                 self.next_driver()
             elif was:
-                self.hear(NodeLeft(number))
+                self.leave(number)
 
     @rule(
         after=WHILE,
@@ -337,10 +428,11 @@ class Cluster(RuleBasedStateMachine):
         else:
             self.dies = how
 
-    @rule(after=WHILE, sure=st.integers(0, 9))
+    @rule(after=WHILE, sure=st.integers(0, 6))
     def a_person_stops_it(self, after: float, sure: int) -> None:
         self.advance(after)
-        if sure == 9 and self.end is None:
+        if sure == 6 and self.end is None:
+            self.stop_asked = True
             for node in self.nodes.values():
                 node.stop_asked = True
             self.hear(StopAsked(-1))
@@ -354,20 +446,32 @@ class Cluster(RuleBasedStateMachine):
         """No more faults: the run is at work soon, and then ends well."""
         if not hasattr(self, "decider"):
             return
-        self.dies = None
+        self.dies, self.held_until = None, min(self.held_until, self.now + TICK_SECONDS)
         for node in self.nodes.values():
-            node.lag, node.cut_at = 0.0, None
+            node.lag = 0.0
+        self.advance(5.0)  # what is on its way arrives
         limit = self.now + SETTLE_SECONDS * self.plan.patience
         while self.end is None and not self.is_at_work():
             assert self.now < limit, f"waits for ever: {self.decider.state}"
+            self.heal()
             self.advance(1.0)
         if self.end is None:
             self.finish()
 
+    def heal(self) -> None:
+        """Nodes that the driver cannot know to be needed; it must replace the others itself."""
+        state = self.decider.state
+        for number, node in self.nodes.items():
+            needed = state.phase in ("running", "ending") and number in state.placement
+            if not needed and number not in self.decider._presence:
+                node.cut_at, node.silent_until = None, 0.0
+                node.connects_at = min(node.connects_at, self.now)
+
     def is_at_work(self) -> bool:
         state, at_work = self.decider.state, set()
         for node in self.nodes.values():
-            if node.epoch == state.epoch and node.connected:
+            is_well = node.connected and node.cut_at is None and self.now >= node.silent_until
+            if node.epoch == state.epoch and is_well:
                 at_work |= {
                     number for number, rank in node.ranks.items() if not rank.hangs and rank.dies_at is None
                 }
@@ -375,11 +479,14 @@ class Cluster(RuleBasedStateMachine):
 
     def finish(self) -> None:
         for node in self.nodes.values():
+            of_this_attempt = not node.ranks or node.epoch == self.decider.state.epoch
+            assert of_this_attempt or not node.connected, f"left behind: {node}"
+            node.cut_at, node.silent_until = None, 0.0
             for number in list(node.ranks):
-                self.exit(node, number, 0, "interrupted" if self.decider.state.stop_asked else "done")
+                self.exit(node, number, 0, "interrupted" if self.stop_asked else "done")
         self.advance(30.0)
-        assert self.end is not None, "all ranks are done, and it does not end"
-        assert self.end.outcome == ("interrupted" if self.decider.state.stop_asked else "finished"), self.end
+        assert self.end is not None, f"all ranks are done, and it does not end: {self.decider.state}"
+        assert self.end.outcome == ("interrupted" if self.stop_asked else "finished"), self.end
 
 
 TestCluster = Cluster.TestCase

@@ -91,6 +91,7 @@ def _changed(path: Path, name: str, column: Any) -> None:
         ("duration_seconds", lambda t: arrow.array(["long"] * len(t)), "duration_seconds: string"),
         ("rank", lambda t: arrow.array([0.5] * len(t)), "rank: double"),
         ("start_seconds", None, "no column start_seconds"),
+        ("name", None, "no column name"),
         ("rank", lambda t: arrow.array([-1] * len(t), arrow.int32()), "negative rank"),
         ("duration_seconds", lambda t: arrow.array([np.nan] * len(t), arrow.float32()), "no time"),
         ("start_seconds", lambda t: arrow.array([1e300] * len(t)), "no time"),
@@ -108,6 +109,9 @@ def test_a_file_of_other_things_is_refused_and_says_why(
     _changed(path, name, column)
     with pytest.raises(BatchError, match=why):
         read_span_file(path)
+    if column is None:
+        with pytest.raises(BatchError, match=why):
+            read_facts(path)
 
 
 def test_files_come_in_the_order_in_which_they_were_written_and_drafts_not_at_all(tmp_path: Path) -> None:

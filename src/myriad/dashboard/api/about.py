@@ -1,35 +1,34 @@
 """The run as a whole: what it is, how it goes, what happened."""
 
-import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.api.questions import as_int
 from myriad.dashboard.api.ranks import told_silent
+from myriad.dashboard.event_text import event_text
 from myriad.dashboard.insight.state import state_sentence
 from myriad.dashboard.run_files import number
 from myriad.dashboard.watched import Watched
 from myriad.jsonl import Record
+from myriad.units import format_seconds
 
 __all__ = ["faults", "overview", "run"]
 
-_COLUMNS = ("step", "time", "loss", "tokens_per_second", "mfu", "step_seconds")
-_MOST_EVENTS = 500
-_NOT_TOLD = ("time", "event", "evidence", "rule", "log")
+_MOST_EVENTS, _MOST_NUMBER = 500, 2**53
+_BEHIND_SECONDS = 10.0
+_ABOUT_LAST_STEP = ("held", "checkpoint", "finish", "start")
 _DECISIONS = (
     *("fault", "diagnosis", "health", "refusal", "quarantine", "eviction", "restart", "move", "takeover"),
-    *("spares", "replace", "drain", "requeue"),
+    *("spares", "replace", "drain", "requeue", "spike", "skip", "start_over", "retry", "held"),
 )
 
 
 def run(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
     """What it is."""
     files, store, ranks = watched.files, watched.store, watched.ranks
-    steps, start = store.steps(), files.last("start")
+    steps = store.steps()
     layout = {axis: getattr(ranks.layout, axis) for axis in ("dp", "pp", "cp", "tp", "ep", "virtual_stages")}
     return {
         "name": files.run.path.resolve().name,
@@ -44,10 +43,10 @@ def run(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[st
         "last_step": watched.last_step,
         "first_seconds": None if store.first_ns is None else store.first_ns * 1e-9,
         "predicted": watched.plan is not None,
-        "peak_flops": number(start.get("peak_flops")),
-        "peak_source": start.get("peak_source"),
+        "peak_flops": files.peaks.flops_per_second,
+        "peak_source": files.peaks.source or None,
         "dropped": dropped(watched),
-        "problems": store.counts.problems,
+        "problems": [*store.counts.problems, *files.problems],
         "clock_error_seconds": store.clock_error_seconds,
         "attempts": sum(event.get("event") == "start" for event in files.events),
     }
@@ -75,63 +74,80 @@ def sentence(watched: Watched, analyst: Analyst) -> str:
     step, planned = watched.steps_done, watched.files.job.train.steps
     told = state_sentence(watched.state, step, planned, watched.step_seconds, watched.quiet_seconds)
     if (still := analyst.standstill()) is not None:
-        return f"{told}; {told_silent(watched, still)}"
-    return "; ".join([told, *(one.sentence for one in analyst.culprits[:1])])
+        parts = [told, told_silent(watched, still)]
+    else:
+        parts = [told, *(one.sentence for one in analyst.culprits[:1])]
+    return "; ".join([*parts, *_doubts(watched)])
+
+
+def _doubts(watched: Watched) -> list[str]:
+    """Why all else may not be so, and what is about to be lost."""
+    files, found = watched.files, []
+    if files.is_gone:
+        found.append(f"the run's folder {files.run.path} is gone: this is what was read before")
+    elif (behind := watched.behind_seconds) > _BEHIND_SECONDS:
+        found.append(
+            f"its files were last read {format_seconds(behind)} ago: the disk or this server is slow"
+        )
+    newest = next((one for one in reversed(files.events) if one.get("event") in _ABOUT_LAST_STEP), {})
+    if newest.get("event") == "held":
+        step = _whole(newest.get("step"))
+        found.append(f"step {step} is in memory only: `myriad checkpoint save` stores it elsewhere")
+    return found
 
 
 def overview(watched: Watched, query: Mapping[str, str]) -> dict[str, Any]:
     """Curves, ledger and events."""
     points = as_int(query, "points", 2000, 2, 20_000)
-    metrics = watched.files.metrics
-    places: Iterable[int] = (
-        np.unique(np.linspace(0, len(metrics) - 1, min(points, len(metrics))).astype(int)) if metrics else []
-    )
-    lines = [metrics[place] for place in places]
-    account = watched.account
+    account, events = watched.account, watched.files.events
+    first = max(0, len(events) - _MOST_EVENTS)
     return {
-        **{key: [number(line.get(key)) for line in lines] for key in _COLUMNS},
+        **watched.files.curves.thinned(points, watched.files.peaks),
         "ledger": account.get("classes", {}),
         "ettr": account.get("effective_ratio"),
         "goodput": account.get("goodput_tokens_per_second"),
-        "events": [_event(event) for event in watched.files.events[-_MOST_EVENTS:]],
+        "num_events": len(events),
+        "events": [_event(event, place) for place, event in enumerate(events[first:], first)],
     }
 
 
-def _event(event: Record) -> dict[str, Any]:
+def _event(event: Record, place: int) -> dict[str, Any]:
+    """``place``: among all events."""
     return {
+        "place": place,
         "time": number(event.get("time")),
-        "step": number(event.get("step")),
         "event": str(event.get("event", "")),
-        "text": _text(event),
+        "text": event_text(event),
+        **{key: _whole(event.get(key)) for key in ("step", "rank", "node")},
     }
 
 
-def _text(event: Record) -> str:
-    """What people want to know of it first."""
-    if problem := event.get("problem"):
-        return re.sub(r" \(log:.*", "", str(problem).partition("\n")[0])[:300]
-    return ", ".join(f"{key} {value}" for key, value in event.items() if key not in _NOT_TOLD)[:300]
+def _whole(value: Any) -> int | None:
+    """A step, rank or node; ``None`` where a line has something else."""
+    found = number(value)
+    return int(found) if found is not None and 0 <= found < _MOST_NUMBER else None
 
 
 def faults(watched: Watched, query: Mapping[str, str]) -> dict[str, Any]:
     """Nodes, and what was decided about them."""
-    decided = [event for event in watched.files.events if event.get("event") in _DECISIONS]
+    events = enumerate(watched.files.events)
+    decided = [(place, event) for place, event in events if event.get("event") in _DECISIONS]
     of_kind: dict[str, list[dict[str, Any]]] = {
-        kind: [_decision(event) for event in decided if event["event"] == kind][-_MOST_EVENTS:]
+        kind: [_decision(event, place) for place, event in decided if event["event"] == kind][-_MOST_EVENTS:]
         for kind in ("eviction", "diagnosis")
     }
     return {
-        "nodes": _nodes(watched, decided),
-        "decisions": [_decision(event) for event in decided[-_MOST_EVENTS:]],
+        "nodes": _nodes(watched, [event for _, event in decided]),
+        "decisions": [_decision(event, place) for place, event in decided[-_MOST_EVENTS:]],
+        "num_decisions": len(decided),
         "evictions": of_kind["eviction"],
         "diagnoses": of_kind["diagnosis"],
         "checkpoints": watched.checkpoints.newest(),
     }
 
 
-def _decision(event: Record) -> dict[str, Any]:
-    told = {key: event.get(key) for key in ("rank", "node", "cause", "verdict", "rule", "evidence")}
-    return _event(event) | told
+def _decision(event: Record, place: int) -> dict[str, Any]:
+    return _event(event, place) | {key: event.get(key) for key in ("cause", "verdict", "rule", "evidence")}
 
 
 def _nodes(watched: Watched, decided: list[Record]) -> list[dict[str, Any]]:
@@ -159,7 +175,7 @@ def _nodes(watched: Watched, decided: list[Record]) -> list[dict[str, Any]]:
 def _health(decided: list[Record]) -> dict[int, str]:
     """The last that was said of each node."""
     return {
-        event["node"]: f"{event['event']}: {_text(event)}"
+        event["node"]: f"{event['event']}: {event_text(event)}"
         for event in decided
         if isinstance(event.get("node"), int) and event["event"] != "restart"
     }

@@ -17,6 +17,7 @@ import numpy as np
 from myriad.dashboard.insight.nesting import Nested
 from myriad.dashboard.insight.peers import median_known
 from myriad.dashboard.insight.ranks import Array, Ranks
+from myriad.units import format_number
 
 __all__ = ["Drift", "drift", "launches"]
 
@@ -47,7 +48,7 @@ class Drift:
     def sentence(self, rank: int) -> str:
         """For people."""
         each = self.slope[rank] * 1e3
-        return f"rank {rank} comes {each:.3g} ms later to its first reduction with each step"
+        return f"rank {rank} comes {format_number(each)} ms later to its first reduction with each step"
 
 
 def launches(spans: Nested, names: Sequence[str], world: int) -> tuple[Array, Array]:

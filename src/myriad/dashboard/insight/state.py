@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from myriad.units import format_seconds
+from myriad.units import format_number, format_seconds
 
 __all__ = ["State", "run_state", "state_sentence"]
 
@@ -52,4 +52,6 @@ def state_sentence(state: State, step: int, steps: int, step_seconds: float, qui
 
 
 def _pace(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    if seconds >= 120:
+        return format_seconds(seconds)
+    return f"{format_number(seconds)} s" if seconds >= 1 else f"{format_number(seconds * 1e3)} ms"

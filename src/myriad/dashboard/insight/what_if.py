@@ -23,7 +23,7 @@ from myriad.dashboard.insight.ranks import Array
 from myriad.dashboard.insight.step_spans import StepSpans
 from myriad.planner.rank_clocks import RankClocks
 from myriad.program.actions import COMPUTE, Action, Kind
-from myriad.units import format_ranks
+from myriad.units import format_number, format_ranks
 
 __all__ = ["WhatIf", "what_if"]
 
@@ -67,7 +67,7 @@ def what_if(step: StepSpans, heal: Collection[int], measured_seconds: float | No
 
 
 def _told(seconds: float) -> str:
-    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
+    return f"{format_number(seconds, 4)} s" if seconds >= 1 else f"{format_number(seconds * 1e3, 4)} ms"
 
 
 class _Lanes:

@@ -7,12 +7,12 @@ import { askJson } from "./api.js";
 import { FaultsView } from "./faults_view.js";
 import { count } from "./format.js";
 import { HeatView } from "./heat_view.js";
-import { html, render, useEffect, useRef, useState } from "./html.js";
+import { html, render, useEffect, useErrorBoundary, useRef, useState } from "./html.js";
 import { OverviewView } from "./overview_view.js";
 import { ParallelView } from "./parallel_view.js";
 import { useAnswer } from "./query.js";
 import { hrefOf, useRoute } from "./route.js";
-import { listen } from "./stream.js";
+import { listenTogether } from "./shared_stream.js";
 import { useTheme } from "./theme.js";
 import { TimelineView } from "./timeline_view.js";
 
@@ -25,6 +25,8 @@ const VIEWS = {
 };
 const NEEDS_SPANS = new Set([HeatView, TimelineView]);
 const REFRESH_MS = 1000;
+/** A page that is hidden for so long stops to listen. */
+const HIDDEN_MS = 2000;
 const STATES = { training: "●", finished: "✓", hangs: "▲", failed: "▲", stopped: "■" };
 
 function App() {
@@ -34,7 +36,7 @@ function App() {
   const run = useAnswer("run", () => askJson("/api/run"), version);
   const hangs = run.value?.state === "hangs";
   const silent = useAnswer(hangs ? "silent" : "", () => askJson("/api/silent"), version);
-  const [title, View] = VIEWS[route.view] ?? VIEWS.overview;
+  const [title, View] = Object.hasOwn(VIEWS, route.view) ? VIEWS[route.view] : VIEWS.overview;
   useEffect(() => {
     if (run.value) document.title = `${run.value.name}: ${title}`;
   }, [run.value?.name, title]);
@@ -50,11 +52,19 @@ function App() {
     </header>
     <${Link} link=${link} />
     <main id="main" tabindex="-1">
+      <h1 class="unseen">${run.value ? `${run.value.name}: ${title}` : title}</h1>
       ${run.error && !run.value && html`<p class="problem" role="alert">${run.error.message}</p>`}
       ${waitsForSpans && html`
         <p class="dim">No span has come yet. Ranks record them from the first step on; they are here some seconds later.</p>`}
-      ${run.value && !waitsForSpans && html`<${View} run=${run.value} query=${route.query} version=${version} theme=${theme} silent=${silentRanks} />`}
+      ${run.value && !waitsForSpans && html`<${Guarded} key=${route.view} view=${View} run=${run.value} query=${route.query} version=${version} theme=${theme} silent=${silentRanks} />`}
     </main>`;
+}
+
+/** A view, or what is wrong with it: the rest of the page goes on. */
+function Guarded({ view, ...props }) {
+  const [error, again] = useErrorBoundary((problem) => console.error(problem));
+  if (error) return html`<p class="problem" role="alert">This view cannot be shown: ${error.message}. <button class="link" onClick=${again}>Try again</button></p>`;
+  return html`<${view} ...${props} />`;
 }
 
 /** A chosen rank stays chosen in other views. */
@@ -69,13 +79,13 @@ function skip(event) {
 /** Name, state and the sentence. */
 function State({ run, silent }) {
   return html`
-    <span class="name">${run.name}</span>
-    <span class="state ${run.state}"><span aria-hidden="true">${STATES[run.state] ?? "●"}</span> ${run.state}</span>
-    <p class="sentence" role="status">${run.sentence.charAt(0).toUpperCase()}${run.sentence.slice(1)}.
+    <span class="name" title=${run.name}>${run.name}</span>
+    <span class="state ${run.state}" role="status"><span aria-hidden="true">${STATES[run.state] ?? "●"}</span> ${run.state}</span>
+    <p class="sentence">${run.sentence.charAt(0).toUpperCase()}${run.sentence.slice(1)}.
       ${silent.length > 0 && html` <a href=${hrefOf("parallel", { rank: silent[0].rank })}>Silent: rank ${silent.slice(0, 5).map((one) => one.rank).join(", ")}${silent.length > 5 ? ` and ${count(silent.length - 5)} more` : ""}</a>`}</p>`;
 }
 
-/** Counts what the server says, at most once a second and not while nobody looks. */
+/** Counts what the server says, at most once a second. While the page is hidden it does not listen. */
 function useNews() {
   const [version, setVersion] = useState(0);
   const [link, setLink] = useState({ here: true, since: 0, retryAt: 0 });
@@ -88,19 +98,42 @@ function useNews() {
       else setVersion((before) => before + 1);
     };
     const changed = () => (now.timer ||= setTimeout(count_, REFRESH_MS));
-    const shown = () => {
-      if (!document.hidden && now.stale) changed();
-      now.stale = now.stale && document.hidden;
+    const begin = () =>
+      listenTogether(changed, (next) => {
+        if (next.here && now.wasGone) count_();
+        now.wasGone = !next.here;
+        setLink(next);
+      });
+    let stop = null;
+    let timer = 0;
+    const follow = () => {
+      clearTimeout(timer);
+      if (!document.hidden) {
+        stop ??= begin();
+        if (now.stale) changed();
+        now.stale = false;
+      } else if (stop) {
+        timer = setTimeout(() => {
+          stop();
+          stop = null;
+        }, HIDDEN_MS);
+      }
     };
-    document.addEventListener("visibilitychange", shown);
-    const stop = listen(changed, (next) => {
-      if (next.here && now.wasGone) count_();
-      now.wasGone = !next.here;
-      setLink(next);
-    });
+    document.addEventListener("visibilitychange", follow);
+    // One that comes back from the browser's memory listens no more.
+    const shown = ({ persisted }) => {
+      if (!persisted) return;
+      stop?.();
+      stop = null;
+      follow();
+    };
+    addEventListener("pageshow", shown);
+    follow();
     return () => {
-      stop();
-      document.removeEventListener("visibilitychange", shown);
+      clearTimeout(timer);
+      stop?.();
+      removeEventListener("pageshow", shown);
+      document.removeEventListener("visibilitychange", follow);
     };
   }, []);
   return { version, link };

@@ -5,6 +5,7 @@
  * @typedef {{from: number, to: number}} Stretch indices into the steps
  */
 
+import { count } from "./format.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
 import { lastNotAbove } from "./sorted.js";
 import { useSize } from "./theme.js";
@@ -15,11 +16,12 @@ const INK = {
 };
 const FONT = "11px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
 const [LEFT, RIGHT, TOP, BOTTOM] = [58, 8, 6, 20];
+const [MOST_TICKS, MOST_DIGITS] = [12, 6];
 
 /**
  * @param {object} props
  * @param {string} props.title @param {number[]} props.at steps, ascending @param {(number | null)[]} props.values
- * @param {(value: number | null | undefined) => string} props.show
+ * @param {(value: number | null | undefined, more?: number) => string} props.show ``more``: digits beyond the usual
  * @param {{at: number, text: string}[]} props.marks
  * @param {number} props.cursor index of a step; -1: none @param {(index: number) => void} props.onCursor
  * @param {Stretch} props.stretch @param {(stretch: Stretch | null) => void} props.onStretch
@@ -57,8 +59,9 @@ export function Chart({ title, at, values, show, marks, cursor, onCursor, stretc
     event.preventDefault();
   };
   const shown = cursor >= 0 && cursor < at.length ? cursor : -1;
-  const now = values.findLast((value) => value !== null && value !== undefined);
-  const said = shown < 0 ? `now ${show(now)}` : `step ${at[shown]}: ${show(values[shown])}`;
+  const last = values.findLastIndex((value) => value !== null && value !== undefined);
+  const isNow = last === values.length - 1 || last < 0;
+  const said = shown >= 0 ? `step ${count(at[shown])}: ${show(values[shown])}` : isNow ? `now ${show(values[last])}` : `last ${show(values[last])}, step ${count(at[last])}`;
   const nearby = marks.filter((mark) => shown >= 0 && Math.abs(xOf(mark.at) - xOf(at[shown])) < 6).map((mark) => mark.text);
 
   return html`
@@ -93,23 +96,26 @@ function drawCurve(canvas, { width, height, at, values, show, marks, stretch, xO
   drawMarks(context, marks, at, stretch, xOf, height, ink.mark);
   Object.assign(context, { strokeStyle: ink.line, lineWidth: 1.5, lineJoin: "round" });
   context.beginPath();
-  let open = false;
+  const isThere = (i) => i >= stretch.from && i <= stretch.to && values[i] !== null && values[i] !== undefined;
   for (let i = stretch.from; i <= stretch.to; i++) {
-    if (values[i] === null || values[i] === undefined) continue;
-    if (open) context.lineTo(xOf(at[i]), yOf(values[i]));
-    else context.moveTo(xOf(at[i]), yOf(values[i]));
-    open = true;
+    if (!isThere(i)) continue;
+    const [x, y] = [xOf(at[i]), yOf(values[i])];
+    if (isThere(i - 1)) context.lineTo(x, y);
+    else context.moveTo(x, y);
+    // One without neighbours is no line: a dot.
+    if (!isThere(i - 1) && !isThere(i + 1)) context.arc(x, y, 1.5, 0, 2 * Math.PI);
   }
   context.stroke();
 }
 
 /** Room for nearly all values: a first loss or one slow step may leave at the top. @param {number[]} part */
-function niceRange(part) {
+export function niceRange(part) {
   const sorted = Float64Array.from(part).sort();
   const bottom = sorted[0];
   const usual = sorted[Math.floor((sorted.length - 1) * 0.98)];
   const top = sorted.at(-1) > usual + 2 * (usual - bottom) ? usual + (usual - bottom) * 0.3 : sorted.at(-1);
-  const span = top - bottom || Math.abs(top) || 1;
+  // A difference that is lost in a number's own precision is none.
+  const span = top - bottom > Math.abs(top) * 1e-9 ? top - bottom : Math.abs(top) || 1;
   const power = 10 ** Math.floor(Math.log10(span / 3));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= span / 3.001);
   return { low: Math.floor(bottom / step + 1e-9) * step, high: Math.max(top + span * 0.06, bottom + step), step };
@@ -118,18 +124,35 @@ function niceRange(part) {
 function drawAxes(context, { width, height, low, high, step, show, yOf, at, stretch, xOf }) {
   context.textAlign = "right";
   context.beginPath();
-  for (let value = low; value <= high + step * 1e-6; value += step) {
+  const ticks = ticksOf(low, high, step);
+  const texts = tickTexts(ticks, show);
+  for (const [i, value] of ticks.entries()) {
     const y = Math.round(yOf(value)) + 0.5;
     context.moveTo(LEFT, y);
     context.lineTo(width - RIGHT, y);
-    context.fillText(show(Math.abs(value) < step * 1e-6 ? 0 : value), LEFT - 6, Math.max(y, 6));
+    context.fillText(texts[i], LEFT - 6, Math.max(y, 6), LEFT - 8);
   }
   context.stroke();
-  const texts = Math.max(1, Math.floor((width - LEFT) / 90));
-  for (let i = 0; i <= texts; i++) {
-    const index = Math.round(stretch.from + ((stretch.to - stretch.from) * i) / texts);
-    context.textAlign = i === texts ? "right" : i ? "center" : "left";
-    if (i === 0 || index !== stretch.from) context.fillText(at[index], xOf(at[index]), height - BOTTOM / 2);
+  const places = Math.max(1, Math.floor((width - LEFT) / 90));
+  for (let i = 0; i <= places; i++) {
+    const index = Math.round(stretch.from + ((stretch.to - stretch.from) * i) / places);
+    context.textAlign = i === places ? "right" : i ? "center" : "left";
+    if (i === 0 || index !== stretch.from) context.fillText(count(at[index]), xOf(at[index]), height - BOTTOM / 2);
+  }
+}
+
+/** @param {number} low @param {number} high @param {number} step @returns {number[]} */
+export function ticksOf(low, high, step) {
+  const number = Math.min(MOST_TICKS, Math.floor((high - low) / step + 1e-6) + 1);
+  const values = Array.from({ length: number }, (_, i) => low + i * step);
+  return values.map((value) => (Math.abs(value) < step * 1e-6 ? 0 : value));
+}
+
+/** With as many digits as it takes that no two look alike. @param {number[]} ticks @param {(value: number, more?: number) => string} show */
+export function tickTexts(ticks, show) {
+  for (let more = 0; ; more++) {
+    const texts = ticks.map((value) => show(value, more));
+    if (more === MOST_DIGITS || new Set(texts).size === texts.length) return texts;
   }
 }
 

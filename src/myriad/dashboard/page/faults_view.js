@@ -1,11 +1,12 @@
 /** Nodes and what happened to them: heartbeats, decisions with their evidence, evictions, checkpoints. */
 
 import { askJson } from "./api.js";
-import { bytes, clock, count, plural, seconds } from "./format.js";
+import { bytes, count, plural, seconds } from "./format.js";
+import { nameOf } from "./event_names.js";
 import { html, useMemo, useState } from "./html.js";
 import { useAnswer } from "./query.js";
 import { hrefOf } from "./route.js";
-import { Field, Problem } from "./widgets.js";
+import { Field, Problem, Time, Where } from "./widgets.js";
 
 const MOST_NODES = 100;
 const LATE_SECONDS = 30;
@@ -20,12 +21,13 @@ export function FaultsView({ run, version }) {
       <div class="columns">
         <div class="card nodes"><${Nodes} nodes=${it?.nodes ?? []} /></div>
         <div class="card wide">
-          <h2>Decisions, newest first</h2>
-          <${Told} events=${it?.decisions} nothing="The driver had nothing to decide." />
+          <h2>Faults and decisions, newest first</h2>
+          <${Told} events=${it?.decisions} run=${run} nothing="No faults." />
+          ${it?.num_decisions > it?.decisions.length && html`<p class="dim">${count(it.num_decisions - it.decisions.length)} older ones stand in events.jsonl.</p>`}
           <h2>Diagnoses</h2>
-          <${Told} events=${it?.diagnoses} nothing="No node had to be examined." />
+          <${Told} events=${it?.diagnoses} run=${run} nothing="No diagnoses." />
           <h2>Evictions</h2>
-          <${Told} events=${it?.evictions} nothing="No node was evicted." />
+          <${Told} events=${it?.evictions} run=${run} nothing="No node was evicted." />
         </div>
         <div class="card"><h2>Checkpoints</h2><${Checkpoints} checkpoints=${it?.checkpoints ?? []} /></div>
       </div>
@@ -66,16 +68,16 @@ const nodeText = (node) => (typeof node === "number" ? `node ${node}` : node);
 
 function Ranks({ ranks }) {
   if (!Array.isArray(ranks) || !ranks.length) return count(Array.isArray(ranks) ? 0 : ranks);
-  const text = ranks.length > 1 ? `${ranks[0]}–${ranks.at(-1)}` : `${ranks[0]}`;
+  const text = ranks[0] !== ranks.at(-1) ? `${ranks[0]}–${ranks.at(-1)}` : `${ranks[0]}`;
   return html`<a href=${hrefOf("parallel", { rank: ranks[0] })}>${text}</a>`;
 }
 
 /** Each with the rule that decided and what it saw. */
-function Told({ events = [], nothing }) {
+function Told({ events = [], run, nothing }) {
   if (!events.length) return html`<p class="dim">${nothing}</p>`;
-  return html`<ol class="told">${[...events].reverse().map((event, i) => html`
-    <li key=${i}><time>${clock(event.time)}</time><b>${event.event}</b> <span>${event.text ?? ""}</span>
-      ${event.rule && html`<div class="dim">rule: ${event.rule}</div>`}
+  return html`<ol class="told">${[...events].reverse().map((event) => html`
+    <li key=${event.place}><${Time} at=${event.time} /><b>${nameOf(event)}</b> <${Where} event=${event} world=${run.world} /> <span>${event.text ?? ""}</span>
+      ${event.rule && html`<div class="dim">rule: ${asText(event.rule)}</div>`}
       ${event.evidence && html`<details><summary>evidence</summary><pre>${asText(event.evidence)}</pre></details>`}</li>`)}</ol>`;
 }
 

@@ -41,7 +41,7 @@ export function HeatView({ run, query, version, theme }) {
   const tile = heat.value;
   const values = tile && (scale === "ms" ? tile.arrays.seconds : tile.arrays.z);
   const domain = useMemo(() => (values ? domainOf(values, scale) : [0, 1]), [values, scale]);
-  const selected = query.rank !== undefined && Number(query.rank) < run.world ? Number(query.rank) : -1;
+  const selected = Number.isInteger(Number(query.rank ?? NaN)) && Number(query.rank) < run.world ? Number(query.rank) : -1;
   const timelineOf = (rank) => timelineQuery(run, rank, worstStep(steps.value, first, last));
   const setWindow = (a, b) => amend({ first: a, last: b >= run.last_step && following ? undefined : b });
 

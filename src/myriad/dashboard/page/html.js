@@ -4,7 +4,7 @@ import htm from "./vendor/htm.js";
 import { h } from "./vendor/preact.js";
 
 export { render } from "./vendor/preact.js";
-export { useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
+export { useCallback, useEffect, useErrorBoundary, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
 
 /** @type {(strings: TemplateStringsArray, ...values: any[]) => any} */
 export const html = htm.bind(h);

@@ -3,19 +3,20 @@
 import { askJson } from "./api.js";
 import { Chart } from "./chart.js";
 import { classColour } from "./colours.js";
-import { clock, count, percent, seconds } from "./format.js";
+import { isBad, nameOf } from "./event_names.js";
+import { count, percent, plain, plural, seconds } from "./format.js";
 import { html, useMemo, useState } from "./html.js";
 import { useAnswer } from "./query.js";
-import { Figure, Problem } from "./widgets.js";
+import { Figure, Problem, Time, Where } from "./widgets.js";
 
 const CURVES = [
-  ["Loss", "loss", (value) => value?.toFixed(3) ?? "–"],
+  ["Loss", "loss", plain],
   ["Tokens per second", "tokens_per_second", count],
   ["MFU", "mfu", percent],
   ["Step time", "step_seconds", seconds],
 ];
 /** Events that are marks on the curves: what a person asks about when a curve bends. */
-const MARKED = new Set(["fault", "diagnosis", "eviction", "restart", "resume", "start", "spike", "health"]);
+const MARKED = new Set(["fault", "diagnosis", "eviction", "restart", "resume", "start", "spike", "skip", "health", "job_changed", "start_over", "held"]);
 const NEWEST_EVENTS = 200;
 /** Losses whose colours are those of a class of time. */
 const LOSS_CLASSES = { "slower than peak": "compute", "slower ranks": "slow", tensor: "tp", pipeline: "pp", "data parallel": "dp", evaluation: "validating" };
@@ -33,13 +34,15 @@ export function OverviewView({ run, version, theme }) {
       <${Problem} error=${overview.error} />
       <div class="figures">
         <${Figure} name="Step" value=${count(it?.step.at(-1))} />
-        <${Figure} name="Loss" value=${CURVES[0][2](last("loss"))} />
+        <${Figure} name="Loss" ...${lossNow(it)} />
         <${Figure} name="Tokens/s" value=${count(last("tokens_per_second"))} />
         <${Figure} name="MFU" value=${percent(last("mfu"))} note=${run.peak_flops ? `of ${count(run.peak_flops)}FLOP/s, ${run.peak_source}` : run.peak_source} />
         <${Figure} name="ETTR" value=${percent(it?.ettr)} note="effective training time" />
         <${Figure} name="Goodput" value=${`${count(it?.goodput)} tokens/s`} note="since the start, all stops counted" />
         <${Figure} name="Not shown" ...${notShown(run.dropped ?? {})} />
       </div>
+      ${run.problems?.length > 0 && html`<details class="doubts"><summary>${plural(run.problems.length, "file or batch", "files or batches")} could not be read</summary>
+        <ul>${run.problems.toReversed().map((text, i) => html`<li key=${i}>${text}</li>`)}</ul></details>`}
       <div class="charts">${it?.step.length > 0 && CURVES.map(([title, name, show]) => html`
         <${Chart} key=${name} title=${title} at=${it.step} values=${it[name]} show=${show} marks=${marks} theme=${theme} ...${shared} />`)}</div>
       <div class="columns">
@@ -48,9 +51,17 @@ export function OverviewView({ run, version, theme }) {
           ${it && html`<${Ledger} ledger=${it.ledger} />`}
           <${Waterfall} answer=${waterfall} />
         </div>
-        <div class="card wide"><h2>Events</h2>${it && html`<${Events} events=${it.events} />`}</div>
+        <div class="card wide"><h2>Events</h2>${it && html`<${Events} events=${it.events} total=${it.num_events} world=${run.world} />`}</div>
       </div>
     </section>`;
+}
+
+/** The newest loss; where it is no number any more, since when. */
+function lossNow(it) {
+  if (!it?.step.length) return { value: "–" };
+  const i = it.loss.findLastIndex((value) => value !== null);
+  if (i === it.loss.length - 1 || i < 0) return { value: plain(it.loss.at(-1)) };
+  return { value: "NaN", note: `not a number since step ${count(it.step[i + 1])}; ${plain(it.loss[i])} at step ${count(it.step[i])}` };
 }
 
 /** Counted beside what was lost, but not lost. */
@@ -71,15 +82,15 @@ function useShared(length) {
   return { cursor, onCursor, stretch, onStretch };
 }
 
-/** Events on the axis of steps: at the first step that ended after each. */
+/** Events on the axis of steps: at their step, or else at the first step that ended after each. */
 function marksOf({ step, time, events }) {
-  const marks = [];
-  for (const event of events) {
-    if (!MARKED.has(event.event)) continue;
-    const i = time.findIndex((at) => at >= event.time);
-    marks.push({ at: step[i < 0 ? step.length - 1 : i], text: event.text });
-  }
-  return marks;
+  if (!step.length) return [];
+  return events.filter((event) => MARKED.has(event.event)).map((event) => {
+    const text = `${nameOf(event)}: ${event.text}`;
+    if (event.step > 0) return { at: Math.min(event.step, step.at(-1)), text };
+    const i = event.time === null ? -1 : time.findIndex((at) => at >= event.time);
+    return { at: step[i < 0 ? step.length - 1 : i], text };
+  });
 }
 
 /** @param {{ledger: Record<string, number>}} props */
@@ -98,14 +109,18 @@ function Waterfall({ answer }) {
   const lines = waterfallLines(answer.value);
   if (!lines.length) return null;
   const predicted = lines.some((line) => line.predicted !== undefined);
+  // A loss below zero goes beyond the peak: the whole of it is as wide as the table.
+  const ends = lines.map((line) => [line.from, line.from + (line.measured || 0)]);
+  const share = (value) => `${(100 * value) / Math.max(1, ...ends.flat())}%`;
   return html`
     <h2>From the peak to the measured MFU</h2>
-    <table class="waterfall"><thead><tr><th>Lost to</th><th class="n">Measured</th>${predicted && html`<th class="n">Predicted</th>`}<th></th></tr></thead>
+    <table class="waterfall"><thead><tr><th>Lost to</th><th class="n">Measured</th>${predicted && html`<th class="n">Predicted</th>`}<th><span class="unseen">Share</span></th></tr></thead>
       <tbody>${lines.map((line, i) => html`
         <tr key=${line.name} class=${line.total ? "total" : ""}><td>${line.name}</td><td class="n">${percent(line.measured)}</td>
           ${predicted && html`<td class="n dim">${percent(line.predicted)}</td>`}
-          <td class="fall"><i style=${{ marginLeft: `${Math.max(0, line.from) * 100}%`, width: `${Math.min(1, Math.abs(line.measured || 0)) * 100}%`,
-            background: line.total ? "var(--dim)" : classColour(LOSS_CLASSES[line.name] ?? line.name, i) }}></i></td></tr>`)}</tbody></table>`;
+          <td class="fall"><i style=${{ marginLeft: share(Math.max(0, Math.min(...ends[i]))), width: share(Math.min(1, Math.abs(line.measured || 0))),
+            background: line.total ? "var(--dim)" : classColour(LOSS_CLASSES[line.name] ?? line.name, i) }}></i></td></tr>`)}</tbody></table>
+    ${lines.some((line) => line.measured < -5e-4) && html`<p class="dim">Below zero: faster than the peak says, or spans that overlap. The peak may be set, or measured, too low.</p>`}`;
 }
 
 /** @returns {{name: string, measured: number, predicted?: number, from: number, total?: boolean}[]} */
@@ -119,10 +134,12 @@ function waterfallLines(value) {
   return measured.mfu ? [...lines, mfu] : lines;
 }
 
-/** @param {{events: {time: number, event: string, text: string}[]}} props */
-export function Events({ events }) {
+/** @param {{events: {place: number, time: number, event: string, text: string}[], total: number, world: number}} props */
+export function Events({ events, total, world }) {
   const newest = events.slice(-NEWEST_EVENTS).reverse();
-  return html`<ol class="events">${newest.map((event) => html`
-    <li key=${`${event.time} ${event.event}`} class=${event.event}><time>${clock(event.time)}</time><b>${event.event}</b><span>${event.text}</span></li>`)}
-    ${!events.length && html`<li class="dim">Nothing yet.</li>`}</ol>`;
+  return html`<ol class="events" tabindex="0" aria-label="Events, newest first">${newest.map((event) => html`
+    <li key=${event.place} class=${isBad(event) ? "bad" : ""}><${Time} at=${event.time} /><b>${nameOf(event)}</b>
+      <span>${event.text} <${Where} event=${event} world=${world} /></span></li>`)}
+    ${!events.length && html`<li class="dim">Nothing yet.</li>`}
+    ${total > newest.length && html`<li class="dim"><span></span><span></span><span>${count(total - newest.length)} older ones stand in events.jsonl.</span></li>`}</ol>`;
 }

@@ -14,7 +14,7 @@ const GROUP_NAMES = { tp: "Tensor group", pp: "Pipeline group", dp: "Data group"
 
 /** @param {{run: any, query: Record<string, string>, version: number, silent: any[]}} props */
 export function ParallelView({ run, query, version, silent }) {
-  const rank = Math.max(0, Math.min(run.world - 1, Number(query.rank ?? silent[0]?.rank ?? 0) || 0));
+  const rank = Math.max(0, Math.min(run.world - 1, Math.trunc(Number(query.rank ?? silent[0]?.rank ?? 0)) || 0));
   const answer = useAnswer(`${rank}`, () => askJson(`/api/rank/${rank}`), version);
   const about = answer.key === `${rank}` ? answer.value : undefined;
   return html`
@@ -81,7 +81,7 @@ function Replica({ run, rank, about, silent }) {
   const [stages, tensor] = [sizeOf(run.layout, "pp"), sizeOf(run.layout, "tp")];
   const rows = Array.from({ length: tensor }, (_, tp) => Array.from({ length: stages }, (_, pp) => rankAt(run.layout, { ...at, pp, tp })));
   return html`
-    <div class="scroll"><table class="replica"><thead><tr><th></th>${rows[0].map((_, pp) => html`<th key=${pp}>pp ${pp}</th>`)}</tr></thead>
+    <div class="scroll"><table class="replica"><thead><tr><th><span class="unseen">Tensor rank</span></th>${rows[0].map((_, pp) => html`<th key=${pp}>pp ${pp}</th>`)}</tr></thead>
       <tbody>${rows.map((ranks, tp) => html`<tr key=${tp}><th>tp ${tp}</th>${ranks.map((each) => html`
         <td key=${each}><${Chip} rank=${each} kind=${kindOf(each, rank, about, silent)} /></td>`)}</tr>`)}</tbody></table></div>
     <p class="dim key"><span class="chip me">this rank</span> <span class="chip awaited">waited for</span> <span class="chip silent">silent</span></p>`;

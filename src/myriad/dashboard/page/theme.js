@@ -4,9 +4,29 @@ import { useEffect, useLayoutEffect, useState } from "./html.js";
 
 const system = matchMedia("(prefers-color-scheme: dark)");
 
+/** What a person chose. A browser that keeps nothing (blocked site data) has the choice for this visit only. */
+const choice = {
+  now: /** @type {string | null} */ (null),
+  get() {
+    try {
+      return localStorage.getItem("theme");
+    } catch {
+      return this.now;
+    }
+  },
+  set(theme) {
+    this.now = theme;
+    try {
+      localStorage.setItem("theme", theme);
+    } catch {
+      // As said above.
+    }
+  },
+};
+
 /** @returns {import("./colours.js").Theme} */
 const current = () => {
-  const chosen = localStorage.getItem("theme");
+  const chosen = choice.get();
   return chosen === "light" || chosen === "dark" ? chosen : system.matches ? "dark" : "light";
 };
 
@@ -22,7 +42,7 @@ export function useTheme() {
     return () => system.removeEventListener("change", follow);
   }, []);
   const change = () => {
-    localStorage.setItem("theme", theme === "dark" ? "light" : "dark");
+    choice.set(theme === "dark" ? "light" : "dark");
     setTheme(current());
   };
   return [theme, change];

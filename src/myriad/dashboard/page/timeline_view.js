@@ -26,9 +26,9 @@ export function TimelineView({ run, query, version, theme }) {
   const ranks = query.ranks || `0-${run.world - 1}`;
   const chosen = countRanges(ranks, run.world);
   const steps = query.start === undefined ? query.steps || `${Math.max(run.first_step, run.last_step - 1)}-${run.last_step}` : "";
-  const selected = query.rank === undefined ? -1 : Number(query.rank);
+  const selected = Number.isInteger(Number(query.rank ?? NaN)) && Number(query.rank) < run.world ? Number(query.rank) : -1;
 
-  const zoom = Number(query.zoom) || 1;
+  const zoom = Math.max(1, Number(query.zoom) || 1);
   const lanes = Math.min(chosen, MOST_LANES, Math.floor(((size.height - AXIS) / LANE_PIXELS) * zoom));
   const window_ = steps ? { steps } : wider(query);
   const asked = { ranks, ...window_, lanes, width: size.width * (steps ? 1 : 2) };
@@ -92,7 +92,7 @@ function useLook(query, steps, data, answered) {
     held.window = wanted;
     const [start, end] = steps ? [data?.begin ?? 0, data?.end ?? 1] : [Number(query.start), Number(query.end)];
     const same = text(start) === text(held.look.start) && text(end) === text(held.look.end);
-    if (!same) held.look = { start, end: Math.max(end, start + 1e-6), top: steps ? 0 : held.look.top, zoom: Number(query.zoom) || 1 };
+    if (!same) held.look = { start, end: Math.max(end, start + 1e-6), top: steps ? 0 : held.look.top, zoom: Math.max(1, Number(query.zoom) || 1) };
   }
   return held.look;
 }

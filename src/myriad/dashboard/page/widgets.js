@@ -1,6 +1,8 @@
 /** Small things that several views have. */
 
+import { clock, count, wholeClock } from "./format.js";
 import { html } from "./html.js";
+import { hrefOf } from "./route.js";
 
 /** @param {{label: string, value: string, options: (string | [string, string])[], onChange: (value: string) => void}} props */
 export function Choice({ label, value, options, onChange }) {
@@ -34,3 +36,16 @@ export const Problem = ({ error }) => error && html`<p class="problem" role="ale
 
 /** A figure with its name. @param {{name: string, value: any, note?: string}} props */
 export const Figure = ({ name, value, note }) => html`<div class="figure"><span>${name}</span><b>${value}</b>${note && html`<small>${note}</small>`}</div>`;
+
+/** @param {{at: number | null}} props seconds since the epoch */
+export const Time = ({ at }) => html`<time title=${wholeClock(at)}>${clock(at)}</time>`;
+
+/** Step, rank and node of an event; the rank leads to its place among others. @param {{event: any, world: number}} props */
+export function Where({ event, world }) {
+  const { step, rank, node } = event;
+  const parts = [];
+  if (step !== null && step !== undefined) parts.push(`step ${count(step)}`);
+  if (node !== null && node !== undefined) parts.push(`node ${node}`);
+  if (rank !== null && rank !== undefined) parts.push(rank < world ? html`<a href=${hrefOf("parallel", { rank })}>rank ${rank}</a>` : `rank ${rank}`);
+  return html`<small class="where">${parts.map((part, i) => [i ? " · " : "", part])}</small>`;
+}

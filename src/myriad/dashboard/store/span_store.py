@@ -50,10 +50,13 @@ class Counts:
     """Whose spans made room for newer ones."""
     problems: list[str] = field(default_factory=list)
     """The last few, in words."""
+    num_told: int = 0
 
     def tell(self, problem: str) -> None:
-        """Keeps the newest."""
-        self.problems = [*self.problems, problem[:300]][-20:]
+        """Keeps the newest; one that comes again and again stands there once."""
+        if (text := problem[:300]) not in self.problems[-1:]:
+            self.num_told += 1
+            self.problems = [*self.problems, text][-20:]
 
 
 class BeyondJobError(BatchError):

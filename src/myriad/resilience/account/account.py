@@ -62,7 +62,7 @@ class Account:
     steps: int = 0
     """Done, and not lost, by their numbers."""
     steps_without_line: int = 0
-    """Of them, those of which metrics.jsonl has no line."""
+    """Steps among ``steps_done`` that have no line in metrics.jsonl."""
     steps_lost: int = 0
     tokens: int = 0
     """Of the steps that count."""

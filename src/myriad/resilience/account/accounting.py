@@ -6,9 +6,9 @@
 
 The cursor of the ledger moves only at what begins or ends a class; everything else is a sign of life. A step
 is training until a later attempt begins before it: then it is lost, and doing it again is training. A step
-that nobody finished is lost, too. Steps count by their numbers: of some there may be no line (their disk was
-full), and the time until the next line is theirs. What no file tells is counted against the run: silence
-after the last sign, until somebody comes again, is a wait for a person.
+that was not finished is lost, too. Steps count by their numbers: of some there may be no line (their disk was
+full), and the time until the next line is theirs. What no file shows is counted against the run: silence
+after the last sign, until a person starts the run again, is a wait for a person.
 """
 
 from collections.abc import Callable, Sequence
@@ -352,7 +352,7 @@ class _Reader:
 
     @property
     def _last_step(self) -> int:
-        """That is done."""
+        """Newest step that is done."""
         return next((one.step for one in reversed(self._done) if one.whole), 0)
 
     def _drop_unfinished(self) -> None:

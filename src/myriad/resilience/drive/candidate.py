@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,7 @@ from myriad.comm.store_address import redis_address
 from myriad.resilience.drive.journal import Journal
 from myriad.resilience.drive.leased import Leased
 from myriad.resilience.drive.redis_lease import RedisLease, StoreAwayError, Taken
+from myriad.resilience.drive.scribe import Scribe
 from myriad.resilience.drive.tenure import boot_seconds
 from myriad.resilience.facts import STOP_ASKED
 from myriad.run import Run
@@ -77,7 +79,9 @@ class Candidate:
         if taken.owner != self._lease.owner:
             self._tell(taken)
         _LOG.info("drives, with term %d of the lease in %s; %s", taken.term, self._lease, self._promises())
-        return Leased(self._lease, self._journal, asked_at)
+        scribe = Scribe()  # its own: a disk that hangs must not hold up the lease
+        report = partial(scribe.enter_event, self._run, "health", what="redis")
+        return Leased(self._lease, self._journal, asked_at, lambda problem: report(problem=problem))
 
     def _ask(self, now: float) -> Taken:
         taken = self._lease.take()

@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from myriad.processes import process_state
 from myriad.resilience.clocks import tell_clock
 from myriad.resilience.decide.actions import Action, EndRun
 from myriad.resilience.decide.clocks import Clocks
@@ -34,6 +33,7 @@ from myriad.resilience.decide.decisions import Decider
 from myriad.resilience.drive.door import Door
 from myriad.resilience.drive.gate import Gate
 from myriad.resilience.drive.journal import Journal
+from myriad.resilience.drive.launcher_watch import LauncherWatch
 from myriad.resilience.drive.members import Members
 from myriad.resilience.drive.notes import Notes
 from myriad.resilience.drive.orders import Orders, TellEngine, tell_engine
@@ -98,6 +98,7 @@ class Driver:
         self._secret = run_secret(run.path / "secret")
         self._tell_engine = tell
         self._links: dict[int, Link] = {}
+        self._launcher = LauncherWatch()
         self._strangers, self._refused_at = Strangers(), -_REFUSAL_SECONDS
         self._members, self._clocks = Members(), Clocks()
         gate = Gate(run, scribe, lambda node: tell({"replace": node}))
@@ -134,11 +135,11 @@ class Driver:
                 self._orders.tell_agreed()
                 if time.monotonic() >= tell_at:
                     tell_at = time.monotonic() + _ALIVE_SECONDS
+                    self._notes.of_launcher(self._launcher.look())  # before there is more for it to read
                     self._tell_engine({})
                     self._tell_spares()
                     if self._journal.num_waiting or self._run.num_waiting:
                         self._scribe.enter("", self._write_late)
-                    self._notes.of_launcher(_launcher_is_stopped())
                 await self._rest()
             await self._let_leave()
         self._scribe.enter("", self._write_late)
@@ -293,11 +294,6 @@ class Driver:
         self._orders.carry_out(action)
         if isinstance(action, EndRun):
             self._over.set()
-
-
-def _launcher_is_stopped() -> bool:
-    engine = os.environ.get("MYRIAD_ENGINE_PID")
-    return engine is not None and process_state(int(engine)) == "T"
 
 
 def main(arguments: list[str]) -> int:

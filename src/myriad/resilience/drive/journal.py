@@ -26,21 +26,22 @@ from myriad.resilience.codec import encode, plain, read
 from myriad.resilience.decide.actions import Action
 from myriad.resilience.decide.state import Plan, State
 
-__all__ = ["Journal", "Newest", "count_missing"]
+__all__ = ["Journal", "LeftOver", "Newest", "count_missing"]
 
 _MOST_WAITING = 1000
 """Decisions; the newest alone is needed to go on."""
+_MOST_TOLD = 6
 
 
 class Journal:
     """The journal of a run."""
 
     def __init__(self, path: Path, tell: Callable[[str, int, int], None] | None = None) -> None:
-        """``tell``: as `LineFile` calls it."""
+        """``tell``: called by `LineFile` when writing begins to fail, and when it works again."""
         self.path = path
         self._file = LineFile(path, tell, sync=True, most_waiting=_MOST_WAITING)
         self._sequence: int | None = None
-        """Of the next line."""
+        """Sequence number of the next line."""
 
     def begin(self, plan: Plan, term: int = 0) -> Record:
         """A new start of the run, by whoever has the lease of that term: earlier decisions are over. Raises
@@ -79,16 +80,30 @@ class Journal:
         """Write the lines that wait, if there is room now."""
         self._file.flush()
 
-    def left_over(self) -> tuple[int | None, tuple[int, ...]]:
-        """What the last start of the run has found and the next must know: the newest step that can be
-        trusted, where the ranks had not gone back to it (``None``: any can), and the steps that are
-        skipped."""
+    def left_over(self, events: Sequence[Record] = (), *, was_driven: bool = False) -> "LeftOver":
+        """What the last start of the run has found and the next must know. ``events``: of the run;
+        ``was_driven``: there was a journal once. What is damaged or missing is made up for from the events as
+        far as they go."""
+        tail = JsonlTail(self.path)
+        records = tail.poll()
+        problem = tail.problem
         try:
-            plan, state = self.replay()
-        except (OSError, ValueError):  # there was none, or one of another version
-            return None, ()
-        last = plan if state is None else state
-        return last.newest_step, last.skipped_steps
+            plan, state = Newest.of(records).parse(self.path)
+            last = plan if state is None else state
+            found = LeftOver(last.newest_step, last.skipped_steps)
+        except (OSError, ValueError) as error:  # there was none, or one of another version
+            found = LeftOver()
+            if was_driven:
+                problem = problem or (str(error) if records or tail.num_wrong else "it is missing or empty")
+        damaged = tail.num_wrong + count_missing(records)
+        if not problem and damaged:
+            problem = f"{damaged} of its lines are damaged or missing"
+        if not problem:
+            return found
+        newest, known = _told_by_events(events)
+        skipped = tuple(sorted({*found.skipped_steps, *known}))
+        steps = [step for step in (newest, found.newest_step) if step is not None]
+        return LeftOver(min(steps, default=None), skipped, problem)
 
     def replay(self) -> tuple[Plan, State | None]:
         """The newest plan and what has become of it; ``None``: nothing was decided. Raises ``ValueError``
@@ -106,6 +121,26 @@ class Journal:
     def last_term(self) -> int:
         """The highest of a lease under which anything was written here; 0: there was none."""
         return max((_mark(record)[0] for record in self.records()), default=0)
+
+
+@dataclass(frozen=True)
+class LeftOver:
+    """Of one start for the next."""
+
+    newest_step: int | None = None
+    """The newest step that can be trusted, where the ranks had not gone back to it; ``None``: any can."""
+    skipped_steps: tuple[int, ...] = ()
+    problem: str = ""
+    """What is wrong with the journal; then decisions that no event reports are forgotten."""
+
+    def told(self) -> str:
+        """For people."""
+        known = ", ".join(map(str, self.skipped_steps[:_MOST_TOLD])) or "none"
+        more = len(self.skipped_steps) - _MOST_TOLD
+        known += f" and {more} more" if more > 0 else ""
+        newest = "" if self.newest_step is None else f", goes back to step {self.newest_step}"
+        told = f"skips the batches of steps {known}{newest}"
+        return f"journal.jsonl: {self.problem}; from the run's events: {told}"
 
 
 @dataclass
@@ -138,6 +173,20 @@ class Newest:
             raise ValueError(f"{source} has no plan")
         state = None if self.state is None else read(State, self.state["state"])
         return read(Plan, self.plan["plan"]), state
+
+
+def _told_by_events(events: Sequence[Record]) -> tuple[int | None, set[int]]:
+    """The newest step that can be trusted, where no start went back to it, and the steps that are skipped."""
+    newest, skipped = None, set[int]()
+    for event in events:
+        name, steps = event.get("event"), event.get("skipped_steps")
+        if name not in ("restart", "start"):
+            continue
+        if isinstance(steps, list):
+            skipped |= {step for step in steps if isinstance(step, int)}
+        told = event.get("newest_step") if name == "restart" else None
+        newest = told if isinstance(told, int) else None
+    return newest, skipped
 
 
 def count_missing(records: Sequence[Record]) -> int:

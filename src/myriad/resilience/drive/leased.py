@@ -32,8 +32,16 @@ _FIND_SECONDS = 3.5
 class Leased:
     """Of one driver."""
 
-    def __init__(self, lease: RedisLease, journal: Journal, asked_at: float) -> None:
-        """``asked_at``: when it was asked for, by `boot_seconds`."""
+    def __init__(
+        self,
+        lease: RedisLease,
+        journal: Journal,
+        asked_at: float,
+        report: Callable[[str], None] = lambda problem: None,
+    ) -> None:
+        """``asked_at``: when it was asked for, by `boot_seconds`; ``report`` gets, in words, that Redis is
+        away and that it is back. It must not wait."""
+        self._report = report
         self._lease, self._journal, self.term = lease, journal, lease.term
         self._hold = Hold(lease.seconds, asked_at)
         self._renewing = threading.Lock()
@@ -118,10 +126,12 @@ class Leased:
             answer = ask()
         except StoreAwayError as error:
             if not self._is_away:
+                self._report(f"{self._lease} is away, and training goes on: {error}")
                 _LOG.warning("%s is away, and training goes on: %s", self._lease, error)
             self._is_away = True
             return None
         if self._is_away:
+            self._report(f"{self._lease} is back")
             _LOG.info("%s is back", self._lease)
         self._is_away = False
         return answer

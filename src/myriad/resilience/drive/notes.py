@@ -25,7 +25,6 @@ from myriad.run import Run
 
 __all__ = ["Notes"]
 
-_STOPPED_LOOKS = 3
 _EVENTS: dict[type[Action], tuple[str, tuple[str, ...]]] = {
     Blame: ("fault", ("cause", "rank", "node", "step", "problem")),
     Diagnose: ("diagnosis", ("verdict", "cause", "step", "rank", "node")),
@@ -45,12 +44,11 @@ class Notes:
     def __init__(self, run: Run, scribe: Scribe, gate: Gate) -> None:
         self._run, self._scribe, self._gate = run, scribe, gate
         self._spares = 0
-        self._launcher_stopped = 0
 
     def of_action(self, action: Action) -> None:
         """It is about to be done."""
         if isinstance(action, StartAttempt) and action.again:
-            self._event("restart", action, ("epoch", "layout"))
+            self._event("restart", action, ("epoch", "layout", "newest_step", "skipped_steps"))
         elif (known := _EVENTS.get(type(action))) is not None:
             self._event(known[0], action, known[1])
         if isinstance(action, Evict):
@@ -70,19 +68,10 @@ class Notes:
             self._spares = spares
             self._scribe.enter_event(self._run, "spares", nodes=spares)
 
-    def of_launcher(self, is_stopped: bool) -> None:
-        """Looked at each second: a launcher that is stopped (Ctrl-Z) replaces nothing that dies."""
-        before, self._launcher_stopped = (
-            self._launcher_stopped,
-            self._launcher_stopped + 1 if is_stopped else 0,
-        )
-        if self._launcher_stopped == _STOPPED_LOOKS:
-            problem = "is stopped: training goes on, but a driver or node agent that dies is not replaced"
-        elif before >= _STOPPED_LOOKS and not is_stopped:
-            problem = "goes on"
-        else:
-            return
-        self._scribe.enter_event(self._run, "health", what="launcher", problem=problem)
+    def of_launcher(self, problem: str | None) -> None:
+        """What became of the launcher, if anything did."""
+        if problem is not None:
+            self._scribe.enter_event(self._run, "health", what="launcher", problem=problem)
 
     def _event(self, event: str, action: Action, names: tuple[str, ...]) -> None:
         values = asdict(action)

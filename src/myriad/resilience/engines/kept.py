@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from myriad.errors import RunFailedError
-from myriad.processes import open_log, process_state
+from myriad.processes import StopTimer, WatchClock, open_log
 from myriad.run import Run
 
 __all__ = ["Kept", "of_module"]
@@ -45,14 +45,15 @@ class Kept:
         self._name, self._log = name, run.logs_path / f"{name}.log"
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
-        self._deaths, self._started, self._went_on_at = 0, 0.0, 0.0
+        self._deaths, self._started = 0, 0.0
+        self._clock, self._stopped = WatchClock(), StopTimer()
         self._dead_since: float | None = None
         self.environment = dict(environment)
         """Of those that will be started."""
 
     def start(self) -> None:
         """One."""
-        self._started = self._went_on_at = time.monotonic()
+        self._started = time.monotonic()
         self._dead_since = None
         with open(open_log(self._log), "ab") as log, _blocked_interrupts():
             self._process = subprocess.Popen(
@@ -65,7 +66,7 @@ class Kept:
             )
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        self._text, self._heard_at = b"", time.monotonic() + _FIRST_SECONDS
+        self._text, self._heard_at = b"", self._clock.look() + _FIRST_SECONDS
 
     def read(self, seconds: float) -> list[dict[str, Any]]:
         """Lines of its output, waited for."""
@@ -80,21 +81,21 @@ class Kept:
         if not data:
             time.sleep(0.01)  # it has ended, or is about to
             return []
-        self._heard_at = time.monotonic()
+        self._heard_at = self._clock.look()
         *lines, self._text = (self._text + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
     def end_if_stopped(self) -> None:
         """By SIGSTOP, be it before anybody else knows of it."""
-        now = time.monotonic()
-        if self._process is None or process_state(self._process.pid) != "T":
-            self._went_on_at = now
-        elif now - self._went_on_at > _STOPPED_SECONDS:
+        if self._process is None:
+            return
+        stopped = self._stopped.look(self._process.pid, self._clock.look())
+        if stopped is not None and stopped > _STOPPED_SECONDS:
             self.end(signal.SIGKILL)
 
     def end_if_silent(self, seconds: float) -> None:
         """It is stopped, or hangs."""
-        if time.monotonic() - self._heard_at > seconds:
+        if self._clock.look() - self._heard_at > seconds:
             self.end(signal.SIGKILL)
 
     def revive(self, *, for_ever: bool = False, after_seconds: float = 0.0) -> None:

@@ -16,6 +16,7 @@ from myriad.processes import open_log
 from myriad.run import Run
 from myriad.telemetry.logger_names import LoggerName
 from myriad.telemetry.loggers import read_place
+from myriad.whole_file import opened_to_read
 
 __all__ = ["Loggers", "logged"]
 
@@ -85,7 +86,7 @@ def _end(run: Run, name: str, process: "subprocess.Popen[bytes] | None", deadlin
 
 def _count_lines(path: Path, start: int) -> int:
     try:
-        with path.open("rb") as file:
+        with opened_to_read(path) as handle, open(handle, "rb", closefd=False) as file:
             file.seek(start)
             return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK_BYTES), b""))
     except OSError:

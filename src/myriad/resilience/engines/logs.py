@@ -12,7 +12,7 @@ _NOISE = re.compile(r"^\[rank\d+\]:\[|^\[[WIE]\d{3,} |^\s*$|\bWarning: |resource
 _SECONDARY = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|error)|DistNetworkError"
     r"|DistStoreError|recvValue failed|failed to recv|timed out|communicator was aborted"
-    r"|peer may have (died|closed)",
+    r"|peer may have (died|closed)|the rank that owns it is gone|the node's first rank made none",
     re.IGNORECASE,
 )
 _ERROR_LINE = "myriad: error: "

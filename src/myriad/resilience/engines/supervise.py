@@ -62,7 +62,9 @@ def see_through(
     listen = listen or how.listen
     check_listen(listen)
     journal = Journal(run.path / "journal.jsonl")
-    newest_step, skipped_steps = journal.left_over()
+    left = journal.left_over(run.read_events(), was_driven=(run.logs_path / "driver.log").exists())
+    if left.problem:
+        run.append_event("journal", problem=left.told(), skipped_steps=list(left.skipped_steps))
     fewer = Fewer.of(job) if world == job.layout.world else None
     plan = Plan(
         world=world,
@@ -78,8 +80,8 @@ def see_through(
         doctor=how.doctor,
         on_nan=how.on_nan,
         spike_steps=(SPIKE_STEPS_BEFORE, SPIKE_STEPS_AFTER),
-        skipped_steps=skipped_steps,
-        newest_step=newest_step,
+        skipped_steps=left.skipped_steps,
+        newest_step=left.newest_step,
         work=Work.of(job, how.nodes) if world == job.layout.world else None,
         dp=job.layout.dp,
         fewer=fewer,

@@ -1,5 +1,5 @@
-"""``python -m myriad.resilience.faults.freeze PID``: holds every thread of a process by ptrace, until that
-process or this one ends.
+"""``python -m myriad.resilience.faults.freeze PID[,PID...] PARENT [SECONDS]``: holds every thread of
+processes by ptrace, until they or this process end, or for SECONDS.
 
 A process that hangs, as others see it: it is alive, none of its threads runs, and the kernel does not call it
 stopped (its state is t, not T). SIGKILL still ends it.
@@ -22,19 +22,24 @@ _POLL_SECONDS = 0.05
 def main(arguments: list[str]) -> int:
     """Exit code 1: it cannot be traced."""
     die_with_parent(int(arguments[1]))
-    process, held = int(arguments[0]), set[int]()
+    processes, held = list(map(int, arguments[0].split(","))), set[int]()
+    until = time.monotonic() + float(arguments[2]) if arguments[2:] else float("inf")
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
     ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
-    while threads := _threads(process) - held:  # some may have begun meanwhile
+    while threads := _all_threads(processes) - held:  # some may have begun meanwhile
         for thread in threads:
             if ptrace(_PTRACE_SEIZE, thread, None, None) and Path(f"/proc/{thread}").exists():
-                sys.stderr.write(f"process {process} cannot be held: {os.strerror(ctypes.get_errno())}\n")
+                sys.stderr.write(f"thread {thread} cannot be held: {os.strerror(ctypes.get_errno())}\n")
                 return 1
             ptrace(_PTRACE_INTERRUPT, thread, None, None)
             held.add(thread)
-    while _threads(process):
+    while _all_threads(processes) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
     return 0
+
+
+def _all_threads(processes: list[int]) -> set[int]:
+    return set().union(*map(_threads, processes))
 
 
 def _threads(process: int) -> set[int]:

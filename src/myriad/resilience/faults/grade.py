@@ -13,8 +13,10 @@ from myriad.resilience.faults.kinds import Aim, aim_of
 from myriad.resilience.faults.scenario import Fault
 from myriad.resilience.faults.stand_in import BROKEN
 
-__all__ = ["Evidence", "Grade", "Report", "failed_report", "grade_run"]
+__all__ = ["OVERDUE", "Evidence", "Grade", "Report", "failed_report", "grade_end", "grade_run"]
 
+OVERDUE = "it was ended after"
+"""How the outcome of a run begins that did not end by itself."""
 Line = Mapping[str, Any]
 _OWN_AIMS = ("detected_seconds", "trains_seconds", "steps_lost")
 """That a fault of a scenario may set itself."""
@@ -118,6 +120,20 @@ def grade_run(scenario: str, faults: Sequence[Fault], evidence: Evidence) -> Rep
     )
 
 
+def grade_end(report: Report, problems: Sequence[str]) -> Report:
+    """The same report, in which only the end of the run counts: it finished with the right bits, or stopped
+    with a reason in time; ``problems``: what else is wrong with what it has left."""
+    for grade in report.grades:
+        grade.missed = []
+    missed = list(problems)
+    if report.outcome == "finished" and not report.equal:
+        missed.append("losses or weights differ from those of the undisturbed run")
+    if report.outcome.startswith(OVERDUE):
+        missed.append(f"the run did not end: {report.outcome}")
+    report.missed, report.ended_right = missed, not missed
+    return report
+
+
 def failed_report(scenario: str, problem: str) -> Report:
     """Of one that could not be tried to its end."""
     return Report(
@@ -198,6 +214,8 @@ class _Grader:
             self._by_health(grade, fault, line)
         elif aim.seen == "successor":
             self._by_successor(grade, number, line)
+        elif aim.seen == "nothing":
+            self._by_nothing(grade, line)
         else:
             self._by_storage(grade, aim, line)
         self._beside(grade, number, line)
@@ -292,7 +310,7 @@ class _Grader:
             grade.trains_seconds = next((at - again for at in started), None) if again is not None else None
             return
         grade.steps_lost = 0
-        if again is not None:
+        if again is not None and not self._restarts():
             grade.missed.append("all began anew")
 
     def _beside(self, grade: Grade, number: int, line: Line) -> None:
@@ -317,6 +335,20 @@ class _Grader:
         if at is not None:
             grade.detected_seconds, grade.told = at - line["time"], "another took its place"
             grade.steps_lost = 0
+
+    def _by_nothing(self, grade: Grade, line: Line) -> None:
+        """Where no other fault is caused, none is to be reported after it."""
+        grade.steps_lost = 0
+        if any(aim_of(fault.kind, fault.where).seen != "nothing" for fault in self._faults):
+            return
+        wrong = ("fault", "restart", "eviction", "takeover")
+        for event in self._evidence.events:
+            if event["event"] in wrong and event["time"] >= line["time"]:
+                grade.missed.append(f"{event['event']}: {event.get('problem', '')}")
+
+    def _restarts(self) -> bool:
+        """Some fault of the scenario is to have all ranks begin again."""
+        return any(aim_of(fault.kind, fault.where).restarts for fault in self._faults)
 
     def _by_storage(self, grade: Grade, aim: Aim, line: Line) -> None:
         """Told by whoever stores or loads; a damaged piece is loaded after a rank was killed for it."""
@@ -388,6 +420,8 @@ def _never(fault: Fault) -> Grade:
 
 def _judged(grade: Grade, aim: Aim) -> Grade:
     missed = grade.missed
+    if aim.seen == "nothing":
+        return grade
     if grade.detected_seconds is None:
         missed.append("not detected")
         return grade

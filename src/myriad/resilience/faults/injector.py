@@ -26,6 +26,7 @@ from myriad.resilience.faults.kinds import KINDS, SIGNALS, aim_of
 from myriad.resilience.faults.namespaces import Namespaces
 from myriad.resilience.faults.processes import Processes, is_alive
 from myriad.resilience.faults.scenario import Fault
+from myriad.resilience.faults.services import Services
 from myriad.resilience.faults.stand_in import BROKEN, StandIn
 from myriad.resilience.faults.storage import committed_steps, fill, flip_a_bit, free
 from myriad.run import Run
@@ -34,6 +35,8 @@ from myriad.telemetry.progress_page import Seen
 __all__ = ["Injector", "plan_inside"]
 
 _LOOK_SECONDS, _SUCCESSOR_SECONDS = 0.002, 0.02
+_SLOW_SECONDS = 0.5, 0.4
+"""A period of a slow process, and for how long of it the process is stopped."""
 _RANKS_NETWORK, _TIMES = 1, 3
 """By which ranks talk; how often a link goes down that keeps doing so."""
 
@@ -72,11 +75,14 @@ class Injector(threading.Thread):
         num_nodes: int = 1,
         hosts: Namespaces | None = None,
         devices: StandIn | None = None,
+        services: Services | None = None,
+        beside: Sequence[Callable[[], None]] = (),
     ) -> None:
         """``hosts``: where the nodes are, if they are machines of their own; ``devices``: where faults are
-        done to any."""
+        done to any; ``services``: what the scenario has beside the run; ``beside``: what is to be started
+        once ranks train."""
         super().__init__(daemon=True)
-        self._hosts, self._devices = hosts, devices
+        self._hosts, self._devices, self._services, self._beside = hosts, devices, services, list(beside)
         self._later: list[tuple[float, Callable[[], None]]] = []
         """What is still to be done, and when."""
         self._cut_off: dict[int, list[int]] = {}
@@ -95,15 +101,15 @@ class Injector(threading.Thread):
         self._caused_at: dict[int, float] = {}
         """By number; on this machine's monotonic clock."""
         self._over = threading.Event()
-        self._freezers: list[subprocess.Popen[bytes]] = []
+        self._helpers: list[subprocess.Popen[bytes]] = []
 
     def end(self) -> None:
         """The run is over."""
         self._over.set()
         self.join()
-        for freezer in self._freezers:
-            freezer.kill()
-            freezer.wait()
+        for helper in self._helpers:
+            helper.terminate()
+            helper.wait()
         if self._limit is not None:
             self._limit.set(None)
         if self._full_until is not None:
@@ -119,6 +125,8 @@ class Injector(threading.Thread):
         self._best_step = max([self._best_step, *(row.step for row in rows if row.pid)])
         if self._best_step > 0 and not self._began:
             self._began = time.monotonic()
+            for start in self._beside:
+                start()
         for number, fault in list(self._waiting.items()):
             if self._is_time(number, fault, rows) and self._cause(number, fault, rows):
                 del self._waiting[number]
@@ -158,7 +166,11 @@ class Injector(threading.Thread):
         if fault.where == "node":
             lost = [self._processes.pid(what, node=fault.node) for what in ("keeper", "executor")]
             return self._send(number, fault, lost)
-        return self._send(number, fault, [self._processes.pid(fault.where, fault.rank)])
+        if fault.kind == "pause":
+            self._note(number)
+            self._hold(self._processes.all(), fault.lasts_seconds)
+            return True
+        return self._send(number, fault, [self._processes.pid(fault.where, fault.rank, fault.node)])
 
     def _send(self, number: int, fault: Fault, pids: Sequence[int | None]) -> bool:
         if not pids or None in pids:
@@ -166,16 +178,39 @@ class Injector(threading.Thread):
         self._note(number)
         for pid in pids:
             if fault.kind == "freeze":
-                module = "myriad.resilience.faults.freeze"
-                self._freezers.append(
-                    subprocess.Popen([sys.executable, "-m", module, str(pid), str(os.getpid())])
-                )
+                self._hold([pid or 0], fault.lasts_seconds if fault.where == "redis" else None)
+                continue
+            if fault.kind == "slow-process":
+                self._slow_down(pid or 0, fault.lasts_seconds)
                 continue
             with suppress(ProcessLookupError):
                 os.kill(pid or 0, SIGNALS[fault.kind])
+        if fault.where == "redis" and fault.kind in ("kill", "stop"):
+            self._later.append((time.monotonic() + fault.lasts_seconds, partial(self._heal, pids[0] or 0)))
         if aim_of(fault.kind, fault.where).seen == "successor":
             self._gaps.append(_Gap(number, fault, pids[-1] or 0))
         return True
+
+    def _hold(self, pids: Sequence[int], seconds: float | None) -> None:
+        """Nothing of these processes runs, for so long; ``None``: until they end."""
+        held = ",".join(map(str, pids))
+        self._help("freeze", held, os.getpid(), *([] if seconds is None else [seconds]))
+
+    def _slow_down(self, pid: int, seconds: float) -> None:
+        helper = self._help("slow", pid, *_SLOW_SECONDS, os.getpid())
+        self._later.append((time.monotonic() + seconds, helper.terminate))
+
+    def _help(self, module: str, *arguments: object) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", f"myriad.resilience.faults.{module}", *map(str, arguments)]
+        self._helpers.append(subprocess.Popen(command))
+        return self._helpers[-1]
+
+    def _heal(self, pid: int) -> None:
+        """As whoever looks after Redis does."""
+        if is_alive(pid):
+            os.kill(pid, signal.SIGCONT)
+        elif self._services is not None:
+            self._services.start_redis()
 
     def _damage(self, number: int) -> bool:
         """The keeper goes first: it would store what is in memory when the ranks are gone."""
@@ -232,7 +267,7 @@ class Injector(threading.Thread):
                 del self._cut_off[number]
                 append_line(self._log, {"number": number, "fenced": time.time()})
         for gap in list(self._gaps):
-            pid = self._processes.pid(gap.fault.where)
+            pid = self._processes.pid(gap.fault.where, node=gap.fault.node)
             if pid is not None and pid != gap.gone:
                 append_line(self._log, {"number": gap.number, "successor": time.time()})
                 self._gaps.remove(gap)

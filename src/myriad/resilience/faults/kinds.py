@@ -19,6 +19,8 @@ KindName = Literal[
     "abort",
     "stop",
     "freeze",
+    "slow-process",
+    "pause",
     "exception",
     "hang",
     "slow",
@@ -38,9 +40,21 @@ KindName = Literal[
     "device-complaint",
 ]
 Target = Literal[
-    "rank", "driver", "executor", "fork-server", "node", "loader", "keeper", "storage", "checkpoint"
+    "rank",
+    "driver",
+    "executor",
+    "fork-server",
+    "node",
+    "loader",
+    "keeper",
+    "storage",
+    "checkpoint",
+    "standby",
+    "redis",
+    "watch",
+    "run",
 ]
-Seen = Literal["driver", "successor", "storage", "load", "diagnosis", "ranks", "health"]
+Seen = Literal["driver", "successor", "storage", "load", "diagnosis", "ranks", "health", "nothing"]
 
 SIGNALS: Mapping[KindName, signal.Signals] = {
     "kill": signal.SIGKILL,
@@ -61,7 +75,8 @@ class Aim:
     seen: Seen = "driver"
     """By whom: the driver (a `fault` with a cause); who starts another process for one that is gone; who
     stores a checkpoint; who loads one; the driver, which tells who is slow (a `diagnosis`), or of a link or
-    device (`health`), and lets it go on; all ranks alike, in the step itself (a `spike`)."""
+    device (`health`), and lets it go on; all ranks alike, in the step itself (a `spike`); nothing is to come
+    of it, or to be reported as a fault."""
     causes: tuple[str, ...] = ()
     """One of which the driver is to name."""
     detected_seconds: float
@@ -117,6 +132,27 @@ _LOADER = Aim(
     restarts=False,
     also="only the loader starts again",
 )
+_STANDBY = Aim(
+    seen="successor",
+    detected_seconds=8.0,
+    steps_lost=0,
+    restarts=False,
+    also="its launcher starts another; no rank notices",
+)
+_REDIS = Aim(
+    seen="health",
+    detected_seconds=8.0,
+    steps_lost=0,
+    restarts=False,
+    also="reported; training goes on from what the driver's machine has",
+)
+_NOTHING = Aim(
+    seen="nothing",
+    detected_seconds=0.0,
+    steps_lost=0,
+    restarts=False,
+    also="training goes on; nothing is restarted or reported as a fault",
+)
 _FORK_SERVER = Aim(
     causes=("killed",),
     detected_seconds=0.25,
@@ -145,6 +181,9 @@ _KINDS: dict[KindName, FaultKind] = {
                 restarts=False,
                 also="training goes on; snapshots do again",
             ),
+            "standby": _STANDBY,
+            "redis": _REDIS,
+            "watch": _NOTHING,
         },
     ),
     "segv": FaultKind("a rank reads memory that is not its own", "SIGSEGV", {"rank": _CRASH}),
@@ -165,6 +204,9 @@ _KINDS: dict[KindName, FaultKind] = {
                 restarts=False,
                 also="training goes on; it is continued, so its snapshots are not lost",
             ),
+            "standby": _STANDBY,
+            "redis": _REDIS,
+            "watch": _NOTHING,
         },
     ),
     "freeze": FaultKind(
@@ -174,8 +216,11 @@ _KINDS: dict[KindName, FaultKind] = {
             "rank": Aim(causes=("hang",), detected_seconds=15.0, median_steps=5.0, steps_lost=1),
             "executor": Aim(causes=("node",), detected_seconds=5.0, steps_lost=1),
             "fork-server": replace(_FORK_SERVER, detected_seconds=8.0),
-            "loader": Aim(causes=("hang",), detected_seconds=15.0, median_steps=5.0, steps_lost=1),
+            "loader": _LOADER,
             "driver": _DRIVER,
+            "standby": _STANDBY,
+            "redis": _REDIS,
+            "watch": _NOTHING,
             "keeper": Aim(
                 seen="storage",
                 detected_seconds=8.0,
@@ -184,6 +229,16 @@ _KINDS: dict[KindName, FaultKind] = {
                 also="it is killed, with the snapshots in its memory; training goes on with another",
             ),
         },
+    ),
+    "slow-process": FaultKind(
+        "a process has a fifth of the time, for lasts_seconds",
+        "SIGSTOP for 0.4 s and SIGCONT for 0.1 s, again and again",
+        dict.fromkeys(("rank", "driver", "executor", "fork-server", "loader", "keeper", "redis"), _NOTHING),
+    ),
+    "pause": FaultKind(
+        "the whole machine is paused for lasts_seconds, as containers and virtual machines are",
+        "all threads of all processes of the run, and of its launcher, are held by ptrace",
+        {"run": _NOTHING},
     ),
     "exception": FaultKind(
         "an error of the user's program, the same at the same step in every attempt",

@@ -5,10 +5,12 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from myriad.checkpoint.keeper_start import keeper_name
 from myriad.processes import process_state
 from myriad.resilience.faults.kinds import Target
+from myriad.resilience.faults.services import REDIS_SERVER
 from myriad.run import Run
 from myriad.telemetry.progress_page import ROW_BYTES, ProgressPage, Seen
 
@@ -21,6 +23,8 @@ _MODULES: dict[Target, str] = {
     "loader": "myriad.data.loader_process",
     "keeper": "myriad.checkpoint.keeper_process",
 }
+_WORDS: dict[Target, str] = {"watch": "watch", "redis": REDIS_SERVER}
+"""Of the commands of services that a scenario has started."""
 _STALE_SECONDS = 0.1
 _NODE_WORD = 4
 """Of an executor's command: ``python -m MODULE RUN NODE ...``."""
@@ -47,10 +51,40 @@ class Processes:
             pid = rows[rank].pid if rows else 0
             return pid if pid and _is_rank(pid, rank) else None
         if where == "keeper":
-            name = keeper_name(self._run.path, (node or 0) if self._num_nodes > 1 else None)
-            return next((pid for pid in all_pids() if _is_keeper(pid, name)), None)
-        found = (pid for pid in descendants(os.getpid()) if _is_module(pid, _MODULES[where]))
-        return next((pid for pid in found if node is None or _words(pid)[_NODE_WORD] == str(node)), None)
+            return next(iter(self._keepers(node or 0)), None)
+        own = list(descendants(os.getpid()))
+        if where in _WORDS:
+            return next((pid for pid in own if _has_word(pid, _WORDS[where]) and is_alive(pid)), None)
+        standing = {pid for one in own if "--standby" in _words(one) for pid in descendants(one)}
+        if where == "standby":
+            return next((pid for pid in standing if _is_module(pid, _MODULES["driver"])), None)
+        if node is not None and where in ("fork-server", "loader"):
+            executor = self.pid("executor", node=node)
+            own = [] if executor is None else list(descendants(executor))
+        found = (pid for pid in own if pid not in standing and _is_module(pid, _MODULES[where]))
+        of_node = None if where in ("fork-server", "loader") else node
+        return next((pid for pid in found if of_node is None or _words(pid)[_NODE_WORD] == str(node)), None)
+
+    def all(self) -> list[int]:
+        """Every process of the run, and this one, which is its launcher."""
+        keepers = [pid for node in range(self._num_nodes) for pid in self._keepers(node)]
+        return [os.getpid(), *filter(is_alive, descendants(os.getpid())), *keepers]
+
+    def left_over(self) -> list[int]:
+        """Processes of the run, wherever in the tree, but snapshot servers, which may stay a while."""
+        path, name = str(self._run.path), f"MYRIAD_ATTEMPT_ID={self._run.path.name}."
+        return [
+            pid
+            for pid in all_pids()
+            if pid != os.getpid()
+            and is_alive(pid)
+            and _MODULES["keeper"] not in (words := _words(pid))
+            and (path in words or any(one.startswith(name) for one in _words(pid, "environ")))
+        ]
+
+    def _keepers(self, node: int) -> list[int]:
+        name = keeper_name(self._run.path, node if self._num_nodes > 1 else None)
+        return [pid for pid in all_pids() if _is_keeper(pid, name)]
 
     def rows(self, world: int) -> list[Seen]:
         """Of each rank, from the progress pages of the nodes, which are their executors'; none while there is
@@ -143,7 +177,12 @@ def _is_module(pid: int, module: str) -> bool:
     return module in _words(pid) and is_alive(pid)
 
 
-def _words(pid: int) -> list[str]:
+def _has_word(pid: int, word: str) -> bool:
+    """Some processes, Redis among them, write what they like over their command, as one text."""
+    return any(word in text.split(" ") for text in _words(pid))
+
+
+def _words(pid: int, file: Literal["cmdline", "environ"] = "cmdline") -> list[str]:
     with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        return Path(f"/proc/{pid}/{file}").read_text(errors="replace").split("\0")
     return []

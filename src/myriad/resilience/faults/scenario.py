@@ -21,7 +21,7 @@ Everything is checked before anything starts.
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -31,8 +31,13 @@ from myriad.errors import BadInputError
 from myriad.job import Job, load_job
 from myriad.recipes import read_recipe
 from myriad.resilience.faults.kinds import KINDS, MOMENTS, PHASES, SIGNALS, KindName, Target
+from myriad.resilience.faults.services import missing_for_redis
 
 __all__ = ["Fault", "Scenario", "Soak", "load_scenario", "planned_faults"]
+
+
+_OF_NODES: tuple[Target, ...] = ("node", "executor", "fork-server", "keeper", "loader")
+"""Each node has one."""
 
 
 class Fault(Config):
@@ -45,7 +50,8 @@ class Fault(Config):
     rank: int | None = Field(None, ge=0)
     """To which, where that is a rank; off: drawn by the seed."""
     node: int | None = Field(None, ge=0)
-    """To which, where that is a node; off: where a job has several, drawn by the seed."""
+    """To which, where that is a node or a process that each node has; off: where a job has several nodes, one
+    drawn by the seed, or the process of any."""
     step: int | None = Field(None, ge=1)
     """When this step is under way, or has been; off: drawn by the seed, unless seconds are given."""
     during: str | None = None
@@ -55,7 +61,7 @@ class Fault(Config):
     after_seconds: float | None = Field(None, ge=0)
     """So long after the fault before it in the list; off: a step or seconds."""
     lasts_seconds: float = Field(2.0, gt=0)
-    """How long the disk stays full, or the link down each time."""
+    """How long the disk stays full, the link down each time, Redis away, a process slow, the run paused."""
     detected_seconds: float | None = Field(None, gt=0)
     """Aim: it is found in this time; off: as its kind says. This and the next two are for a fault that meets
     another one, which has to be found first or has taken what recovery needs."""
@@ -75,7 +81,9 @@ class Soak(Config):
     faults_per_minute: float = Field(gt=0)
     """On average."""
     kinds: tuple[KindName, ...] = ("kill", "segv", "abort", "stop")
-    """From which they are drawn, each done to ranks."""
+    """From which they are drawn."""
+    where: tuple[Target, ...] = ("rank",)
+    """From which processes are drawn, of those that the kind can be done to."""
 
 
 class Scenario(Config):
@@ -90,6 +98,15 @@ class Scenario(Config):
     hosts: bool = False
     """Each node, and the driver, is a network namespace, with a link to the driver and one under ranks; needs
     root."""
+    redis: bool = False
+    """The run has a Redis server, as its store and for its journal; it is started for the scenario."""
+    standby: bool = False
+    """A driver stands by; needs redis."""
+    watch: bool = False
+    """`myriad watch` shows the run."""
+    only_end: bool = False
+    """Grade only how the run ends: with the bits of the undisturbed run or with a reason, with no process
+    left behind and an account that adds up. For many faults at the same time."""
     seed: int = Field(1, ge=0)
     """Of whatever is left open."""
     faults: tuple[Fault, ...] = ()
@@ -134,22 +151,28 @@ def _check(scenario: Scenario, job: Job) -> None:
             raise BadInputError(f"faults.{number}.kind", fault.kind, "needs hosts = true")
     if scenario.hosts and os.geteuid() != 0:
         raise BadInputError("hosts", True, "needs root")
+    if scenario.redis and (problem := missing_for_redis()):
+        raise BadInputError("redis", True, problem)
+    if scenario.standby and not scenario.redis:
+        raise BadInputError("standby", True, "needs redis = true")
     if not scenario.faults and scenario.soak is None:
         raise BadInputError("faults", [], "at least one [[faults]], or a [soak]")
     for number, fault in enumerate(scenario.faults):
         before = scenario.faults[number - 1] if number else None
+        if fault.where in ("redis", "standby", "watch") and not getattr(scenario, fault.where):
+            raise BadInputError(f"faults.{number}.where", fault.where, f"needs {fault.where} = true")
         for key, value, allowed in (*_wrong(fault, job), *_wrong_after(fault, before)):
             raise BadInputError(f"faults.{number}.{key}", value, allowed)
     soak = scenario.soak
-    if soak is not None and (strange := [kind for kind in soak.kinds if not _may_soak(kind)]):
-        able = [kind for kind in KINDS if _may_soak(kind)]
+    if soak is not None and (strange := [kind for kind in soak.kinds if not _may_soak(kind, soak.where)]):
+        able = [kind for kind in KINDS if _may_soak(kind, soak.where)]
         raise BadInputError("soak.kinds", strange[0], f"one of {', '.join(able)}")
     if soak is not None and not soak.kinds:
         raise BadInputError("soak.kinds", [], "at least one kind")
 
 
-def _may_soak(kind: KindName) -> bool:
-    return kind in SIGNALS and "rank" in KINDS[kind].aims
+def _may_soak(kind: KindName, where: Sequence[Target]) -> bool:
+    return kind in (*SIGNALS, "freeze", "slow-process") and any(one in KINDS[kind].aims for one in where)
 
 
 def _wrong(fault: Fault, job: Job) -> Iterator[tuple[str, object, str]]:
@@ -161,8 +184,8 @@ def _wrong(fault: Fault, job: Job) -> Iterator[tuple[str, object, str]]:
     if fault.rank is not None and fault.rank >= world:
         yield "rank", fault.rank, f"the job has {world} ranks, 0 to {world - 1}"
     nodes = job.resilience.nodes
-    if fault.node is not None and fault.where != "node":
-        yield "node", fault.node, f'only with where = "node", not with "{fault.where}"'
+    if fault.node is not None and fault.where not in _OF_NODES:
+        yield "node", fault.node, f"only with where = {', '.join(_OF_NODES)}, not with {fault.where}"
     if fault.node is not None and fault.node >= nodes:
         yield "node", fault.node, f"the job has {nodes} node{'s' if nodes > 1 else ''}, from 0 on"
     if fault.step is not None and fault.step > steps:
@@ -223,6 +246,11 @@ def _filled(fault: Fault, job: Job, draw: random.Random) -> Fault:
 def _soaked(soak: Soak, job: Job, draw: random.Random) -> Iterator[Fault]:
     seconds = draw.expovariate(soak.faults_per_minute / 60)
     while seconds < 60 * soak.minutes:
-        kind, rank = draw.choice(soak.kinds), draw.randrange(job.layout.world)
-        yield Fault(kind=kind, where="rank", rank=rank, seconds=seconds)
+        kind = draw.choice(soak.kinds)
+        able = [one for one in soak.where if one in KINDS[kind].aims]
+        rank, where = draw.randrange(job.layout.world), able[0] if len(able) == 1 else draw.choice(able)
+        of_rank = {"rank": rank} if where == "rank" else {}
+        if where in _OF_NODES and job.resilience.nodes > 1:
+            of_rank = {"node": draw.randrange(job.resilience.nodes)}
+        yield Fault(kind=kind, where=where, seconds=seconds, **of_rank)
         seconds += draw.expovariate(soak.faults_per_minute / 60)

@@ -10,27 +10,34 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata, resources
 from pathlib import Path
 
 from myriad.errors import RunFailedError
 from myriad.job import Job, dump_toml
-from myriad.jsonl import JsonlTail
+from myriad.jsonl import JsonlTail, late_events
+from myriad.resilience.account.accounting import account_of
+from myriad.resilience.account.moments import in_order
 from myriad.resilience.doctor.devices import DEVICES
 from myriad.resilience.engines.local import run_local
-from myriad.resilience.faults.grade import Evidence, Report, grade_run
+from myriad.resilience.faults.grade import OVERDUE, Evidence, Report, grade_end, grade_run
 from myriad.resilience.faults.injector import Injector, plan_inside
 from myriad.resilience.faults.inside import ARMED, CAUSED
 from myriad.resilience.faults.kinds import aim_of
 from myriad.resilience.faults.namespaces import Namespaces
 from myriad.resilience.faults.on_hosts import made_hosts, run_on_hosts
+from myriad.resilience.faults.processes import Processes
 from myriad.resilience.faults.scenario import Fault, Scenario, planned_faults
+from myriad.resilience.faults.services import Services
 from myriad.resilience.faults.stand_in import BROKEN, StandIn
 from myriad.resilience.faults.storage import memory_group, small_disk
 from myriad.run import Run
+from myriad.run_lines import StepLines
 
 __all__ = ["try_scenario"]
 
@@ -39,6 +46,7 @@ _MEASURED = ("profile.json", "hierarchy.json")
 """What a run measures once, and how it computes may depend on it."""
 _LEAST_SECONDS, _TIMES_LONGER, _GRACE_SECONDS = 300.0, 10.0, 20.0
 """A run that is broken may take so long, and so many times what it takes undisturbed."""
+_ACCOUNT_SECONDS = 0.05
 _NEAR = 1e-3
 """Of losses whose sums were taken in another order."""
 
@@ -49,7 +57,9 @@ def try_scenario(name: str, scenario: Scenario, folder: Path, tell: Tell) -> Rep
     faults = planned_faults(scenario, job)
     run = Run(_fresh(folder, name))
     with ExitStack() as stack:
-        group = _prepare(run, job, faults, stack)
+        services = Services(run.path / "faults")
+        stack.callback(services.end)
+        group = _prepare(run, _with_redis(scenario, job, services), faults, stack)
         num_nodes = job.resilience.nodes + job.resilience.spares
         hosts = stack.enter_context(made_hosts(num_nodes)) if scenario.hosts else None
         undisturbed = _undisturbed(job, folder, tell)
@@ -58,7 +68,9 @@ def try_scenario(name: str, scenario: Scenario, folder: Path, tell: Tell) -> Rep
                 shutil.copyfile(undisturbed.path / measured, run.path / measured)
         tell(f"{name}: {len(faults)} fault{'s' if len(faults) != 1 else ''} in {run.path}")
         limit = _LEAST_SECONDS + _TIMES_LONGER * _seconds(undisturbed) + _soaks(scenario)
-        outcome = _break(run, job, faults, group, hosts, limit)
+        beside = _beside(scenario, run, services)
+        outcome = _break(run, job, faults, group, hosts, limit, services, beside)
+        left = _left_over(Processes(run, num_nodes)) if scenario.only_end else []
         exact = all(aim_of(fault.kind, fault.where).same_bits for fault in faults) and not _shrank(run)
         compare = _are_equal if exact else _are_near
         equal = compare(run, undisturbed, job.train.steps) if outcome == "finished" else None
@@ -72,6 +84,9 @@ def try_scenario(name: str, scenario: Scenario, folder: Path, tell: Tell) -> Rep
         verify_every=job.resilience.verify_every,
     )
     report = grade_run(name, faults, evidence)
+    if scenario.only_end:
+        steps = job.train.steps if outcome == "finished" else None
+        report = grade_end(report, [*left, *_account_problems(run, steps)])
     report.folder = str(run.path)
     (run.path / "faults" / "report.json").write_text(json.dumps(asdict(report), indent=1))
     return report
@@ -103,8 +118,59 @@ def _soaks(scenario: Scenario) -> float:
     return 0.0 if scenario.soak is None else 60 * scenario.soak.minutes
 
 
+def _with_redis(scenario: Scenario, job: Job, services: Services) -> Job:
+    """The job, with a Redis server of its own where the scenario has one."""
+    if not scenario.redis:
+        return job
+    services.start_redis()
+    url, how = services.redis_url, job.resilience
+    how = how.model_copy(update={"journal": url, "engine": "join" if scenario.standby else how.engine})
+    return job.model_copy(update={"comm": job.comm.model_copy(update={"store": url}), "resilience": how})
+
+
+def _beside(scenario: Scenario, run: Run, services: Services) -> list[Callable[[], None]]:
+    """What is started once ranks train."""
+    standby = [partial(services.start_standby, run.path)] if scenario.standby else []
+    return [*standby, *([partial(services.start_watch, run.path)] if scenario.watch else [])]
+
+
+def _left_over(processes: Processes) -> list[str]:
+    """Processes of the run that are still there some time after its end."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while left := processes.left_over():
+        if time.monotonic() > deadline:
+            return [f"{len(left)} processes of the run are left behind: {left}"]
+        time.sleep(0.1)
+    return []
+
+
+def _account_problems(run: Run, steps: int | None) -> list[str]:
+    """What does not add up in the account of the run's time; ``steps``: that it has finished."""
+    journal = JsonlTail(run.path / "journal.jsonl").poll()
+    account = account_of(
+        in_order(late_events(run.read_events()), StepLines(run.metrics_path).poll(), journal)
+    )
+    total, wall = sum(account.ledger.seconds().values()), account.ledger.wall_seconds
+    found = []
+    if abs(total - wall) > _ACCOUNT_SECONDS:
+        found.append(f"the classes of the account sum to {total:.2f} s, the wall time is {wall:.2f} s")
+    if account.running:
+        found.append("the account takes the run for one that is at work")
+    if steps is not None and (account.steps, account.steps_without_line) != (steps, 0):
+        lines = f"{account.steps_without_line} without a line"
+        found.append(f"the account has {account.steps} steps, {lines}, of {steps}")
+    return found
+
+
 def _break(
-    run: Run, job: Job, faults: Sequence[Fault], group: Path | None, hosts: Namespaces | None, limit: float
+    run: Run,
+    job: Job,
+    faults: Sequence[Fault],
+    group: Path | None,
+    hosts: Namespaces | None,
+    limit: float,
+    services: Services | None = None,
+    beside: Sequence[Callable[[], None]] = (),
 ) -> str:
     """Trains; how it ended. Raises ``KeyboardInterrupt`` when a person ends it."""
     told, world = {ARMED: str(plan_inside(run.path / "faults", faults, group))}, job.layout.world
@@ -112,7 +178,10 @@ def _break(
     if devices is not None:
         told[DEVICES] = str(devices.folder)
     threads, num_nodes = job.train.threads, job.resilience.nodes + job.resilience.spares
-    injector, person = Injector(run, world, faults, group, num_nodes, hosts, devices), _Person()
+    injector, person = (
+        Injector(run, world, faults, group, num_nodes, hosts, devices, services, beside),
+        _Person(),
+    )
     injector.start()
     try:
         with run.lock(), _environment(told), _ended_after(limit) as overdue:
@@ -125,7 +194,7 @@ def _break(
     finally:
         injector.end()
     if overdue.is_set():
-        return f"it was ended after {limit:.0f} s"
+        return f"{OVERDUE} {limit:.0f} s"
     if person.wants_the_end or outcome == "interrupted":
         raise KeyboardInterrupt
     return outcome

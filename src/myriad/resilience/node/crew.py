@@ -5,12 +5,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from myriad.comm.attempt_layout import AS_THE_JOB, ATTEMPT_LAYOUT, AttemptLayout
-from myriad.processes import process_state
+from myriad.processes import StopTimer, WatchClock, process_state
 from myriad.resilience.causes import cause_of
 from myriad.resilience.drive.scribe import Scribe
 from myriad.resilience.engines.logs import error_excerpt
@@ -25,7 +25,7 @@ from myriad.telemetry.ring import SPANS
 
 __all__ = ["Crew"]
 
-_STOPPED_LOOKS, _HUNG_SECONDS = 2, 5.0
+_STOPPED_SECONDS, _HUNG_SECONDS, _LONGEST_LOOK_SECONDS = 1.5, 5.0, 2.0
 _MOVING_NS = 400_000_000
 """A rank whose row changed so lately runs: the kernel is not asked."""
 _ERROR_CHARACTERS = 4096
@@ -39,6 +39,8 @@ class _Rank:
     log: Path
     began_ns: int
     pid: int = 0
+    stopped: StopTimer = field(default_factory=StopTimer)
+    was_stopped: bool = False
 
 
 class Crew:
@@ -58,7 +60,12 @@ class Crew:
         self._warm, self._start_warm = warm, start_warm
         self._ranks: dict[int, _Rank] = {}
         self._waiting: Start | None = None
-        self._stopped_looks, self._scribe = 0, Scribe()
+        self._clock, self._warm_stopped, self._scribe = (
+            WatchClock(_LONGEST_LOOK_SECONDS),
+            StopTimer(),
+            Scribe(),
+        )
+        self._looked_at_ns = time.monotonic_ns()
         self._memory_kills = count_memory_kills()
         self.epoch = 0
         """Of the newest ranks; 0: there were none."""
@@ -192,34 +199,39 @@ class Crew:
 
     def look(self) -> tuple[RankSeen, ...]:
         """What each rank that lives is doing."""
-        self._look_at_warm()
-        now = time.monotonic_ns()
-        return tuple(self._look_at(rank, now) for rank in self._ranks.values())
+        now, seconds = time.monotonic_ns(), self._clock.look()
+        held_up = max(0, now - self._looked_at_ns - int(1e9 * _LONGEST_LOOK_SECONDS))
+        self._looked_at_ns = now
+        self._look_at_warm(seconds)
+        return tuple(self._look_at(rank, now, held_up, seconds) for rank in self._ranks.values())
 
-    def _look_at_warm(self) -> None:
+    def _look_at_warm(self, seconds: float) -> None:
         """Stopped or hung, it neither forks ranks nor reports their ends: it is killed with its ranks."""
-        self._stopped_looks = self._stopped_looks + 1 if process_state(self._warm.pid) == "T" else 0
-        if self._stopped_looks > _STOPPED_LOOKS:
+        stopped = self._warm_stopped.look(self._warm.pid, seconds)
+        if stopped is not None and stopped > _STOPPED_SECONDS:
             self._kill_warm("was stopped (SIGSTOP)")
-        elif (hung := self._warm.ping(time.monotonic())) is not None and hung > _HUNG_SECONDS:
+        elif (hung := self._warm.ping()) is not None and hung > _HUNG_SECONDS:
             self._kill_warm(f"has not answered for {hung:.0f} s")
 
     def _kill_warm(self, why: str) -> None:
         """The loss of its ranks is reported as they are found to be gone."""
-        self._stopped_looks = 0
         problem = (
             f"the fork server of node {self._node} (pid {self._warm.pid}) {why}: it is killed with its ranks"
         )
         self._scribe.enter_event(self._run, "fault", node=self._node, problem=problem)
         self._warm.kill()
 
-    def _look_at(self, rank: _Rank, now: int) -> RankSeen:
+    def _look_at(self, rank: _Rank, now: int, held_up: int, seconds: float) -> RankSeen:
+        """``held_up``: nanoseconds in which this process did not run (stopped, or paused with others). They
+        are not idle time: the rank may not have run either."""
         seen: Any = self._page.read(rank.row)
+        if held_up:
+            rank.began_ns = min(now, max(seen.changed_ns, rank.began_ns) + held_up)
         idle = max(0, now - max(seen.changed_ns, rank.began_ns))
         return RankSeen(
             rank=rank.number,
             pid=rank.pid,
-            state="R" if idle < _MOVING_NS else process_state(rank.pid),
+            state="R" if idle < _MOVING_NS else self._state_of(rank, seconds),
             phase=seen.phase,
             activity=seen.activity,
             step=seen.step if seen.pid else -1,
@@ -230,6 +242,14 @@ class Crew:
             busy_seconds=seen.busy_ns / 1e9,
             digests=_digests(seen),
         )
+
+    def _state_of(self, rank: _Rank, seconds: float) -> str:
+        """The kernel's letter; a rank that has run since it was seen to be stopped is only slow."""
+        stopped, was_stopped = rank.stopped.look(rank.pid, seconds), rank.was_stopped
+        rank.was_stopped = stopped is not None
+        if stopped is None:
+            return process_state(rank.pid)
+        return "T" if stopped or not was_stopped else "R"
 
     def close(self) -> None:
         """None of them is left, nor what they have started."""

@@ -20,6 +20,7 @@ from dataclasses import replace
 from myriad.comm.free_port import free_port
 from myriad.resilience.clocks import ClockComparison
 from myriad.resilience.doctor.devices import has_driver
+from myriad.resilience.drive.scribe import Scribe
 from myriad.resilience.facts import (
     ORDERS,
     STOP_ASKED,
@@ -64,6 +65,8 @@ __all__ = ["execute"]
 
 _LOG = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
+_ALONE_SECONDS = 10.0
+"""Without a driver, after which the agent that has rank 0 reports it."""
 
 
 def execute(
@@ -107,6 +110,7 @@ class _Executor:
         self.lonely = False
         self._stop_asked = STOP_ASKED in os.environ
         self._over = asyncio.Event()
+        self._scribe, self._reported_alone = Scribe(), False
         self._told_digests: dict[tuple[int, int], int] = {}
         """Epoch and rank to the step of the newest that this driver was told."""
 
@@ -208,6 +212,9 @@ class _Executor:
             self._clocks.begin()
             link.send(self._joined())
             self._link = link
+            if self._reported_alone:
+                self._reported_alone = False
+                self._report_driver("a driver is there again")
             while True:
                 order = await link.receive(ORDERS)
                 if isinstance(order, NodeRefused):
@@ -230,10 +237,22 @@ class _Executor:
         if self._reach.is_cut_off() and self.crew.living():
             _LOG.warning("the driver's machine does not answer: it has given this node up; the ranks end")
             self.crew.signal_all(signal.SIGKILL)
+        if (
+            not self._reported_alone
+            and 0 in self.crew.living()
+            and self._reach.seconds_alone() > _ALONE_SECONDS
+        ):
+            self._reported_alone = True
+            text = f"no driver can be reached for {_ALONE_SECONDS:g} s"
+            self._report_driver(f"{text}: ranks go on, but no fault is repaired until there is one")
         patience = self._lonely_seconds
         if patience is not None and self._reach.seconds_alone() > patience and not self.crew.living():
             self.lonely = True
             self._end(f"no driver of the run was found for {patience:g} s")
+
+    def _report_driver(self, problem: str) -> None:
+        _LOG.warning("%s", problem)
+        self._scribe.enter_event(self._run, "health", what="driver", problem=problem)
 
     def _joined(self) -> NodeJoined:
         crew = self.crew

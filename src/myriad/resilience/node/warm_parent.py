@@ -11,11 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from myriad.processes import open_log, process_cpu_ticks
+from myriad.processes import WatchClock, open_log, process_cpu_ticks
 
 __all__ = ["WarmParent"]
 
 _MESSAGE_BYTES = 2**16
+_LONGEST_LOOK_SECONDS = 2.0
+"""A look that comes later was held up itself."""
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Libraries that start threads when they are imported: a process with threads cannot be forked safely."""
 
@@ -41,7 +43,7 @@ class WarmParent:
             )
         theirs.close()
         self.channel.setblocking(False)
-        self._asked_at: float | None = None
+        self._clock, self._is_asked = WatchClock(_LONGEST_LOOK_SECONDS), False
         self._has_answered, self._idle_since, self._ticks = False, 0.0, -1
 
     def fork(self, rank: int, environment: dict[str, str], log: Path) -> None:
@@ -52,15 +54,15 @@ class WarmParent:
         """To ranks, and to what they have started."""
         self._send({"signal": number, "ranks": list(ranks)})
 
-    def ping(self, now: float) -> float | None:
-        """Seconds for which it has not answered and has used no processor time; ``None``: while it still
-        imports, of which nobody knows how long it takes. To be called each second."""
-        if self._asked_at is None:
-            self._asked_at = now
-            self._send({"ping": 0})
-        ticks = process_cpu_ticks(self.pid)
-        if ticks != self._ticks or self._asked_at == now:
+    def ping(self) -> float | None:
+        """Seconds for which it has not answered and has used no processor time; ``None`` while it still
+        imports, which takes an unknown time. To be called each second."""
+        now, ticks = self._clock.look(), process_cpu_ticks(self.pid)
+        if ticks != self._ticks or not self._is_asked:
             self._ticks, self._idle_since = ticks, now
+        if not self._is_asked:
+            self._is_asked = True
+            self._send({"ping": 0})
         return now - self._idle_since if self._has_answered else None
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -87,7 +89,7 @@ class WarmParent:
                 return found or None
             message = json.loads(data)
             if "pong" in message:
-                self._asked_at, self._has_answered = None, True
+                self._is_asked, self._has_answered = False, True
             else:
                 found.append(message)
 

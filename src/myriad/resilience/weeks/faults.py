@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from myriad.config import Config
+from myriad.config import Config, explain
 from myriad.errors import BadInputError
 from myriad.recipes import read_recipe
 from myriad.resilience.facts import Cause
@@ -39,8 +39,8 @@ class Mix(Config):
     """Kinds of faults, and how often any of them comes."""
 
     source: str
-    faults: float = Field(gt=0)
-    """Seen on so many accelerators in so many days."""
+    faults: float = Field(ge=0)
+    """Seen on so many accelerators in so many days; 0: never."""
     accelerators: float = Field(gt=0)
     days: float = Field(gt=0)
     kinds: dict[str, Kind] = Field(min_length=1)
@@ -67,6 +67,8 @@ def draw_faults(mix: Mix, accelerators: int, seconds: float, seed: int, *, often
     """All of a run, in order of time; ``often``: so many times the mix's rate."""
     random_source = random.Random(seed)
     rate = often * mix.per_day(accelerators) / DAY
+    if rate == 0:
+        return []
     names, weights = list(mix.kinds), [kind.weight for kind in mix.kinds.values()]
     found, at = [], random_source.expovariate(1.0) / rate
     while at < seconds:
@@ -83,4 +85,4 @@ def load_mix(name_or_path: str) -> Mix:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise BadInputError(f"{name_or_path}: {key}", first["input"], first["msg"].lower()) from None
+        raise BadInputError(f"{name_or_path}: {key}", first["input"], explain(first)) from None

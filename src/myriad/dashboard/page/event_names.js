@@ -1,0 +1,21 @@
+/** Events by the names that people read: a file's names are for programs. */
+
+const NAMES = {
+  job_changed: "job changed",
+  restart_from_scratch: "from scratch",
+  start_over: "start over",
+  held: "in memory only",
+  older_state: "older state",
+  taken_over: "storage taken over",
+  retry: "storing again",
+  telemetry: "records",
+};
+
+/** Events that are faults, or that a person has to act on. */
+const BAD = new Set(["fault", "eviction", "held", "start_over", "spike", "skip"]);
+
+/** @param {{event: string}} event */
+export const nameOf = ({ event }) => NAMES[event] ?? event.replaceAll("_", " ");
+
+/** @param {{event: string}} event */
+export const isBad = ({ event }) => BAD.has(event);

@@ -1,0 +1,170 @@
+"""If these fail, a folder from elsewhere ends an import in a traceback, is half read, or leads to files
+outside it."""
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from myriad.checkpoint.hugging_face import HuggingFaceWeights, end_of_text
+from myriad.checkpoint.hugging_face_config import model_of
+from myriad.checkpoint.hugging_face_names import links_of
+from myriad.errors import BadInputError
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 90, "hidden_size": 32, "intermediate_size": 40,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 24, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}  # fmt: skip
+MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 6}
+GPT2 = {
+    "model_type": "gpt2", "vocab_size": 90, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24,
+    "n_inner": None, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
+}  # fmt: skip
+ONE, TWO, INDEX = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "weight_map"
+
+
+def theirs(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    shapes = {
+        name: shape for link in links_of(model_of(config)) for name, shape in link.their_shapes().items()
+    }
+    return {name: torch.full(shape, 0.5) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """In two files, with an index."""
+    tensors = theirs(LLAMA)
+    names = sorted(tensors)
+    halves = {ONE: names[:9], TWO: names[9:]}
+    for file, own in halves.items():
+        save_file({name: tensors[name] for name in own}, tmp_path / file)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    write_index(tmp_path, {name: file for file, own in halves.items() for name in own})
+    return tmp_path
+
+
+def write_index(folder: Path, places: Any) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({INDEX: places}))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(BadInputError) as caught:
+        HuggingFaceWeights(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def places_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "model.safetensors.index.json").read_text())[INDEX]
+    return found
+
+
+@pytest.mark.parametrize(
+    "value", [None, 0, -1, True, 1.5, "x", "8", [1], {}, {"a": 1}, 10**30, math.nan, math.inf, [[]]], ids=repr
+)
+@pytest.mark.parametrize("config", [MISTRAL, GPT2], ids=["mistral", "gpt2"])
+def test_odd_values_of_every_field_are_taken_or_refused_in_a_line(config: dict[str, Any], value: Any) -> None:
+    for key in [
+        *config,
+        "rope_parameters",
+        "rope_scaling",
+        "attention_bias",
+        "a_new_field",
+        "scale_attn_weights",
+    ]:
+        try:
+            model = model_of(config | {key: value})
+        except BadInputError as error:
+            assert "\n" not in str(error) and len(str(error)) < 400
+        else:
+            own = {name for name in model.model_dump() if isinstance(getattr(model, name), float)}
+            assert all(math.isfinite(getattr(model, name)) for name in own), (key, value)
+            assert not isinstance(value, bool | str) or key.startswith(("tie", "attention_bias", "scale"))
+
+
+def test_zero_heads_of_keys_are_not_as_many_as_of_queries() -> None:
+    with pytest.raises(BadInputError, match="num_key_value_heads = 0: a whole number of at least 1"):
+        model_of(LLAMA | {"num_key_value_heads": 0})
+
+
+def test_a_whole_folder_in_two_files_is_read(sharded: Path) -> None:
+    assert HuggingFaceWeights(sharded).read("head.norm.weight").tolist() == [0.5] * 32
+    assert end_of_text(sharded) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "a/b", "", ".", "..", 7, None, ["x"], "gone"]
+)
+def test_an_index_names_only_files_of_its_folder(sharded: Path, name: Any) -> None:
+    (sharded.parent / "x.safetensors").write_bytes((sharded / ONE).read_bytes())
+    write_index(sharded, places_of(sharded) | {"model.norm.weight": name})
+    assert "model.norm.weight must be in a file of this folder" in refusal(sharded)
+
+
+@pytest.mark.parametrize("places", [None, [], {}, "x", 7, [["a", "b"]]], ids=repr)
+def test_an_index_without_a_map_is_refused(sharded: Path, places: Any) -> None:
+    write_index(sharded, places)
+    assert "must have a weight_map" in refusal(sharded)
+
+
+def test_files_that_do_not_hold_what_the_index_says_are_refused(sharded: Path) -> None:
+    places = places_of(sharded)
+    write_index(sharded, places | {"model.norm.weight": ONE})
+    assert f"model.norm.weight should be in {ONE}, is in {TWO}" in refusal(sharded)
+    write_index(sharded, places | {"model.more.weight": ONE})
+    assert "model.more.weight should be in" in refusal(sharded)
+    write_index(sharded, places)
+    (sharded / TWO).write_bytes((sharded / ONE).read_bytes())
+    assert "as well" in refusal(sharded)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"{", b"\xff\xfe", b"7", b"[]", b'{"a": 1e999}'])
+def test_json_that_is_none_is_refused_in_a_line(sharded: Path, file: str, content: bytes) -> None:
+    (sharded / file).write_bytes(content)
+    refusal(sharded)
+
+
+HEADERS = [
+    {"model.norm.weight": {"dtype": "F32", "shape": [2**40, 2**20], "data_offsets": [0, 8]}},
+    {"model.norm.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+     "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}},
+    {"model.norm.weight": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}},
+    {"model.norm.weight": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}},
+    {"model.norm.weight": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=["huge", "overlap", "backwards", "negative", "type"])
+def test_headers_that_lie_are_refused(sharded: Path, header: dict[str, Any]) -> None:
+    text = json.dumps(header).encode()
+    (sharded / TWO).write_bytes(struct.pack("<Q", len(text)) + text + bytes(12))
+    assert TWO in refusal(sharded)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_damaged_byte_of_a_header_never_ends_in_a_traceback(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("hf")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    save_file(theirs(LLAMA), folder / "model.safetensors")
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    size = 8 + struct.unpack("<Q", content[:8])[0]
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, size - 1))] = data.draw(st.integers(0, 255))
+    (folder / "model.safetensors").write_bytes(content)
+    try:
+        HuggingFaceWeights(folder)
+    except BadInputError as error:
+        assert "\n" not in str(error)

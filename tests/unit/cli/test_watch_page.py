@@ -1,0 +1,54 @@
+"""If these fail, `myriad watch` starts a text browser in its terminal, or says not how to reach the page."""
+
+import threading
+import webbrowser
+
+import pytest
+
+from myriad.cli import watch
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Pages that a browser was asked to open; nothing of this machine counts."""
+    pages: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda page: pages.append(page) or threading.Event().wait(60))
+    monkeypatch.setattr("sys.platform", "linux")
+    for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION"):
+        monkeypatch.delenv(name, raising=False)
+    return pages
+
+
+def test_no_browser_is_started_where_no_window_can_open(opened: list[str], capsys) -> None:
+    watch._tell("http://127.0.0.1:8765", None, open_page=True, as_json=False)
+    assert opened == []
+    assert capsys.readouterr().out == "http://127.0.0.1:8765\n"
+
+
+def test_a_browser_that_does_not_return_holds_up_nothing(opened, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("BROWSER", "w3m")
+    watch._tell("http://127.0.0.1:8765", None, open_page=True, as_json=False)
+    watch._tell("http://127.0.0.1:8765", None, open_page=False, as_json=False)
+    assert opened == ["http://127.0.0.1:8765"]
+
+
+@pytest.mark.parametrize(
+    ("connection", "address", "words"),
+    [
+        ("10.0.0.9 51 10.0.0.2 22", "http://127.0.0.1:8765", "ssh -L 8765:127.0.0.1:8765 ann@10.0.0.2, then"),
+        ("10.0.0.9 51 10.0.0.2 2222", "http://[::1]:80", "ssh -p 2222 -L 80:[::1]:80 ann@10.0.0.2, then"),
+        ("10.0.0.9 51 10.0.0.2 22", "http://node7:8765", ""),
+        ("odd", "http://127.0.0.1:8765", ""),
+    ],
+)
+def test_who_came_by_ssh_reads_what_to_type(
+    opened, monkeypatch, capsys, connection: str, address: str, words: str
+) -> None:
+    monkeypatch.setenv("SSH_CONNECTION", connection)
+    monkeypatch.setenv("USER", "ann")
+    monkeypatch.setenv("LOGNAME", "ann")
+    watch._tell(address, None, open_page=False, as_json=False)
+    said = capsys.readouterr().err
+    assert words in said and bool(said) == bool(words)
+    watch._tell(address, None, open_page=False, as_json=True)
+    assert capsys.readouterr().err == ""
