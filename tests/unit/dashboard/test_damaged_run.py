@@ -220,7 +220,8 @@ def resume(run: Run) -> None:
     job = load_job("tiny", ["layout.dp=2", f"train.steps={_STEPS + 4}"])
     refused(lambda: run.check(job))
     refused(lambda: run.changes(job))
-    for read in (run.past, run.last_step, run.next_attempt, run.num_starts, lambda: is_done(run, 8)):
+    refused(run.past)
+    for read in (run.last_step, run.next_attempt, run.num_starts, lambda: is_done(run, 8)):
         read()
     journal = Journal(run.path / "journal.jsonl")
     journal.left_over()
