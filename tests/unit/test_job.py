@@ -42,7 +42,9 @@ def values(field: FieldInfo) -> st.SearchStrategy[Any]:
 
 
 def limited(kind: Any, field: FieldInfo) -> st.SearchStrategy[Any]:
-    strategy = st.from_type(Annotated[kind, *field.metadata]) if field.metadata else st.from_type(kind)
+    own = [limit for item in getattr(kind, "__metadata__", ()) for limit in getattr(item, "metadata", ())]
+    limits = [*own, *field.metadata]  # of `Size | None`, pydantic leaves the type's own inside
+    strategy = st.from_type(Annotated[kind, *limits]) if limits else st.from_type(kind)
     return strategy.filter(lambda value: not isinstance(value, float) or abs(value) < float("inf"))
 
 

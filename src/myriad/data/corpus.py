@@ -5,6 +5,7 @@ end: neighbours share one token, so every token but the first is predicted once 
 until a sample is asked for.
 """
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
@@ -70,6 +71,14 @@ class Corpus:
             return self.manifest.vocabulary
         return self.tokenizer.vocabulary if self.tokenizer else None
 
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Of the files of the split; empty for Megatron's own."""
+        if self.manifest is None:
+            return {}
+        names = [f"{shard.prefix.name}{suffix}" for shard in self.shards for suffix in (".bin", ".idx")]
+        return {name: self.manifest.files[name].xxh3_128 for name in names}
+
     def read(self, start: int, out: NDArray[np.int32]) -> None:
         """Fills ``out`` with tokens from number ``start`` on. Raises `BadInputError` naming a bad shard."""
         number, filled = bisect_right(self._ends, start), 0
@@ -124,6 +133,12 @@ class Corpora:
     def vocabulary(self) -> int | None:
         """Of the tokenizer that all share, where it is known."""
         return self.corpora[0].vocabulary if self.corpora else None
+
+    @property
+    def content(self) -> str:
+        """Changes when the tokens do, by the hashes in the manifests; of Megatron's files by their sizes."""
+        parts = [(corpus.num_tokens, sorted(corpus.hashes.items())) for corpus in self.corpora]
+        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     @property
     def tokenizer(self) -> "Tokenizer | None":

@@ -33,7 +33,9 @@ from myriad.data.sampler import DataPosition
 from myriad.errors import RunFailedError
 from myriad.processes import StopTimer, WatchClock, process_cpu_ticks
 
-__all__ = ["LoaderClient", "LoaderSpec"]
+__all__ = ["CHANGED_WHILE_READ", "LoaderClient", "LoaderSpec"]
+
+CHANGED_WHILE_READ = "its files were replaced; restore them, or start again to train on with the new ones"
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ class LoaderSpec(Config):
     """Ranges [start, stop) of the global batch's rows that this node needs, as they are laid out."""
     split: Split = "train"
     """Which part of the corpora."""
+    content: str | None = None
+    """`Corpora.content` of what the run began to read; off: anything is read."""
     cache: str | None = None
     """Folder for the embedded corpus; off: the user's cache."""
 

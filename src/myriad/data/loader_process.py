@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from myriad.data.corpus import Corpora, open_corpora, read_batch
-from myriad.data.loader import LoaderSpec
+from myriad.data.loader import CHANGED_WHILE_READ, LoaderSpec
 from myriad.data.ring import Ring
 from myriad.data.sampler import DataPosition, Sampler
 from myriad.errors import BadInputError, MyriadError
@@ -40,6 +40,9 @@ def main() -> int:
         corpora = open_corpora(spec.data, spec.sequence, spec.split, cache)
         if corpora.num_samples == 0:
             raise BadInputError("data", spec.split, "no held-out text as long as one sample")
+        if spec.content not in (None, corpora.content):
+            allowed = f"the corpus that this run began to read: {CHANGED_WHILE_READ}"
+            raise BadInputError("data", ", ".join(str(one.path) for one in corpora.corpora), allowed)
         _serve(ring, spec, corpora, owner)
     except MyriadError as error:
         ring.fail(str(error))

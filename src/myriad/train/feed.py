@@ -13,9 +13,9 @@ from myriad.train.build import Place
 __all__ = ["open_feed"]
 
 
-def open_feed(run: Run, job: Job, grid: RankGrid, place: Place) -> LoaderClient:
+def open_feed(run: Run, job: Job, grid: RankGrid, place: Place, content: str) -> LoaderClient:
     """Joins this node's loader, which holds the rows that any rank of the node needs; it waits for
-    `LoaderClient.begin`."""
+    `LoaderClient.begin`. ``content``: of the corpora that this rank has opened."""
     first = place.rank - place.local_rank
     ranks_per_replica = job.layout.world // job.layout.dp
     replicas = range(first // ranks_per_replica, (first + place.local_world - 1) // ranks_per_replica + 1)
@@ -27,6 +27,7 @@ def open_feed(run: Run, job: Job, grid: RankGrid, place: Place) -> LoaderClient:
         global_batch=job.train.global_batch,
         seed=job.train.seed,
         rows=(rows,),
+        content=content,
     )
     return LoaderClient(
         spec,

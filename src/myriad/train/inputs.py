@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from myriad.data.cache import prepare_embedded
 from myriad.data.corpus import EMBEDDED, Corpora, open_corpora
+from myriad.data.loader import CHANGED_WHILE_READ
 from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.job_changes import JobChange
@@ -19,7 +20,14 @@ from myriad.whole_file import write_whole
 if TYPE_CHECKING:
     from myriad.data.tokenizer import Tokenizer
 
-__all__ = ["keep_tokenizer", "note_corpus", "open_inputs", "refuse_other_tokenizer", "tokenizer_of"]
+__all__ = [
+    "keep_tokenizer",
+    "note_corpus",
+    "open_inputs",
+    "refuse_other_tokenizer",
+    "refuse_replaced_corpus",
+    "tokenizer_of",
+]
 
 
 def open_inputs(job: Job, tell: Callable[[str], None]) -> Corpora:
@@ -73,17 +81,31 @@ def keep_tokenizer(run: Run, corpora: Corpora) -> None:
 
 def note_corpus(run: Run, corpora: Corpora) -> list[JobChange]:
     """Add the ``corpus`` event of a start. Return what has changed in the files of the corpus while the job
-    still names the same one: another length is another order of samples."""
+    still names the same one: another length is another order of samples, other content other samples."""
     events = run.read_events()
     last = next((event for event in reversed(events) if event.get("event") == "corpus"), None)
-    run.append_event("corpus", fingerprint=corpora.fingerprint, tokens=corpora.num_tokens)
+    now = {"fingerprint": corpora.fingerprint, "tokens": corpora.num_tokens, "content": corpora.content}
+    run.append_event("corpus", **now)
     since = events[events.index(last) :] if last is not None else []
     named = any(str(event.get("key", "")).startswith("data.") for event in since)
-    if last is None or named or last.get("tokens") in (None, corpora.num_tokens):
+    changed = next(
+        (key for key in ("tokens", "content") if last and last.get(key) not in (None, now[key])), ""
+    )
+    if last is None or named or not changed:
         return []
-    change = JobChange("tokens of data.corpus", last["tokens"], corpora.num_tokens)
+    change = JobChange(f"{changed} of data.corpus", last[changed], now[changed])
     run.append_event("job_changed", step=run.last_step(), **change._asdict())
     return [change]
+
+
+def refuse_replaced_corpus(run: Run, job: Job, content: str) -> None:
+    """Refuse, in a later attempt of one start, files that were replaced since: the run would read other data
+    and nothing would say so. Raises `BadInputError`."""
+    last = next((event for event in reversed(run.read_events()) if event.get("event") == "corpus"), {})
+    if last.get("content", content) != content:
+        key = "data.mixture" if job.data.mixture else "data.corpus"
+        value = [share.path for share in job.data.mixture] or job.data.corpus
+        raise BadInputError(key, value, f"the corpus that this run began to read: {CHANGED_WHILE_READ}")
 
 
 def tokenizer_of(run: Run | None, job: Job) -> "Tokenizer | None":

@@ -46,7 +46,13 @@ from myriad.train.build import Place, find_place, pick_device, settle_links, sta
 from myriad.train.feed import open_feed
 from myriad.train.garbage import GarbageSchedule
 from myriad.train.initial import fill_initial, refuse_other_run
-from myriad.train.inputs import keep_tokenizer, note_corpus, open_inputs, refuse_other_tokenizer
+from myriad.train.inputs import (
+    keep_tokenizer,
+    note_corpus,
+    open_inputs,
+    refuse_other_tokenizer,
+    refuse_replaced_corpus,
+)
 from myriad.train.memory_budget import within_budget
 from myriad.train.metrics import StepMeter
 from myriad.train.own_spans import open_ring
@@ -100,7 +106,7 @@ class Trainer:
         self.progress = own_row()
         self._epoch = int(os.environ.get("MYRIAD_EPOCH", "0"))
         """Number of this attempt, from the driver; 0: there is none."""
-        self._open_inputs()
+        content = self._open_inputs()
         self.device = pick_device(job.train.device, job.train.threads, self.place)
         self._spin_watch = watch_spinning(torch.get_num_threads()) if self.device.type == "cpu" else None
         self.dtype = resolve_precision(job.train.precision, self.device)
@@ -118,7 +124,7 @@ class Trainer:
         self.garbage = GarbageSchedule(job.train.collect_garbage_every, self.recorder)
         self.is_first = self.place.rank == 0
         self.tracer = Tracer(run.traces_path, self.place.rank, self.progress, self.device, self.recorder.ring)
-        self.feed: LoaderClient = open_feed(run, job, self.groups.grid, self.place)
+        self.feed: LoaderClient = open_feed(run, job, self.groups.grid, self.place, content)
         self.validation = Validation(job, self.groups.grid, self.device)
         self.session = self._open_session()
         self.engine = self._build_engine()
@@ -140,18 +146,21 @@ class Trainer:
         led to a spike."""
         self.spikes = SpikeWatch(job, self._event)
 
-    def _open_inputs(self) -> None:
-        """Check what the job reads. `myriad train` has compared the tokenizer with the run's; where another
-        launcher (torchrun) has started the ranks, they do."""
+    def _open_inputs(self) -> str:
+        """Check what the job reads, and return its `Corpora.content`. `myriad train` has compared the
+        tokenizer with the run's; where another launcher (torchrun) has started the ranks, they do."""
         run, job = self.run_folder, self.job
         corpora = open_inputs(job, _LOG.info)
         if self._epoch:
-            return
+            if self.place.local_rank == 0:
+                refuse_replaced_corpus(run, job, corpora.content)
+            return corpora.content
         refuse_other_tokenizer(run, job, corpora)
         if self.place.rank == 0:
             keep_tokenizer(run, corpora)
             for change in note_corpus(run, corpora):
                 _LOG.warning("changed: %s", change)
+        return corpora.content
 
     def _open_recorder(self) -> Recorder:
         device = cuda_clock() if self.device.type == "cuda" else None

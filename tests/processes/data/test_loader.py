@@ -1,6 +1,7 @@
 """If these fail, a killed loader loses or repeats a batch, a rank waits for ever, or a loader outlives it."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -263,6 +264,30 @@ def test_a_shard_that_shrinks_under_the_loader_is_named(tmp_path: Path, spec: Lo
         os.truncate(corpus / "train-00000.bin", 0)
         with pytest.raises(RunFailedError, match=r"train-00000\.bin has 0 bytes"):
             for step in range(1, 10):
+                client.get(step)
+
+
+def test_a_corpus_that_is_replaced_under_a_run_is_never_read_silently(
+    tmp_path: Path, spec: LoaderSpec
+) -> None:
+    """The mapping keeps the files that were replaced; a loader that takes over would read the new ones."""
+    corpus = make_corpus(tmp_path, count=400)
+    data = DataConfig(corpus=str(corpus))
+    content = open_corpora(data, SEQUENCE).content
+    shutil.copytree(corpus, tmp_path / "kept")
+    with LoaderClient(spec.model_copy(update={"data": data, "content": content})) as client:
+        client.get(0)
+        shutil.rmtree(corpus)
+        make_corpus(tmp_path, count=400, seed=9)
+        assert open_corpora(data, SEQUENCE).content != content
+        kept = spec.model_copy(update={"data": DataConfig(corpus=str(tmp_path / "kept"))})
+        for step in range(1, 9):
+            assert np.array_equal(client.get(step), expected(kept, step)), "as if nothing had happened"
+        os.kill(loader_pid(client), signal.SIGKILL)
+        with pytest.raises(
+            RunFailedError, match="the corpus that this run began to read: its files were rep"
+        ):
+            for step in range(9, 20):
                 client.get(step)
 
 

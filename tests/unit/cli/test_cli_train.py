@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from myriad.cli.main import main
+from myriad.errors import BadInputError
+from myriad.job import load_job
 from myriad.resilience.engines import local
 from myriad.run import Run
-from myriad.train.inputs import tokenizer_of
+from myriad.train.inputs import note_corpus, open_inputs, refuse_replaced_corpus, tokenizer_of
 
 WORKER = [sys.executable, str(Path(__file__).with_name("fake_worker.py"))]
 
@@ -247,3 +249,15 @@ def test_a_corpus_with_more_tokens_than_the_model_has_is_refused(myriad):
     keys = ["--data.corpus", "corpus/text", "--model.vocabulary", "290"]
     code, _, err = myriad("train", "tiny", *keys)
     assert code == 2 and "at least the corpus's" in err and err.count("\n") == 1
+
+
+def test_a_later_attempt_does_not_read_a_corpus_that_was_replaced():
+    corpus_file(Path("corpus"), 300)
+    run, job = Run("run"), load_job("tiny", ["data.corpus=corpus/text"])
+    run.create_or_resume(job)
+    corpora = open_inputs(job, print)
+    refuse_replaced_corpus(run, job, corpora.content)
+    assert note_corpus(run, corpora) == []
+    refuse_replaced_corpus(run, job, corpora.content)
+    with pytest.raises(BadInputError, match=r"data\.corpus = 'corpus/text': the corpus that this run began"):
+        refuse_replaced_corpus(run, job, "another")
