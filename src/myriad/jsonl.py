@@ -37,19 +37,32 @@ _LOCK_SECONDS, _LOCK_POLL_SECONDS = 0.05, 0.001
 _CHUNK_BYTES = 2**20
 _MOST_LINE_BYTES = 2**24
 """A longer line is wrong."""
+_NO_ROOM_MICROSECONDS = 271_828
+"""In the time of a file's last change: a line could not be added then. Setting that needs no room."""
 _MOST_WAITING_LINES, _MOST_WAITING_BYTES = 8192, 2**24
 
 
 class JsonlTail:
     """Reads the complete lines that were added to a file since the last look."""
 
-    def __init__(self, path: Path, *, from_end: bool = False, offset: int = 0) -> None:
-        """``offset``: bytes that were read before."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        from_end: bool = False,
+        offset: int = 0,
+        check: Callable[[Record], Record | None] | None = None,
+    ) -> None:
+        """``offset``: bytes that were read before; ``check``: takes each line as it is read, and gives what
+        `poll` gives of it, if anything."""
+        self._check = check
         self._path = path
         self._offset = path.stat().st_size if from_end and path.exists() else offset
         self._skipping = False
         self.num_wrong = 0
         """Lines that are no JSON object."""
+        self.no_room_at = 0.0
+        """When a writer last tried to add a line and could not; 0: it was not so."""
         self.problem = ""
         """Why the file cannot be read; "": it can, or is not there yet."""
 
@@ -62,8 +75,11 @@ class JsonlTail:
         """Return the new lines; none when the file is not there, or cannot be read."""
         try:
             with opened_to_read(self._path) as handle:
-                if os.fstat(handle).st_size < self._offset:  # another file is there now
+                status = os.fstat(handle)
+                if status.st_size < self._offset:  # another file is there now
                     self._offset, self._skipping = 0, False
+                is_marked = status.st_mtime_ns % 10**9 // 1000 == _NO_ROOM_MICROSECONDS
+                self.no_room_at = status.st_mtime if is_marked else 0.0
                 found = list(self._records(handle))
         except FileNotFoundError:
             return []
@@ -80,8 +96,10 @@ class JsonlTail:
             record = _parse_line(line)
             if record is None:
                 self.num_wrong += 1
-            else:
-                yield record
+                continue
+            right = record if self._check is None else self._check(record)
+            if right is not None:
+                yield right
 
     def _lines(self, handle: int) -> Iterator[bytes]:
         """Complete lines; one that is too long is counted and left out, however long it is."""
@@ -218,6 +236,13 @@ def _write(handle: int, piece: bytes, *, is_alone: bool) -> None:
         raise
 
 
+def _mark_no_room(path: Path) -> None:
+    """Show readers that the writer of a file is alive although no line comes."""
+    at = (int(time.time()) * 10**6 + _NO_ROOM_MICROSECONDS) * 1000
+    with suppress(OSError):
+        os.utime(path, ns=(at, at))
+
+
 def _marked(line: bytes, late_seconds: float) -> bytes:
     return line[:-2] + f', "late_seconds": {late_seconds:.3f}}}\n'.encode()
 
@@ -274,6 +299,7 @@ class LineFile:
                 self.problem = "" if not self._waiting else "no room for all lines"
             except OSError as error:
                 self.problem = error.strerror or str(error)
+                _mark_no_room(self.path)
             self._drop_oldest()
             self._num_tried = len(self._waiting)
             if bool(self.problem) != bool(before):

@@ -109,7 +109,7 @@ class StepLines:
     replaced. What others wrote into it breaks nothing (`step_line`), and counts."""
 
     def __init__(self, path: Path) -> None:
-        self._tail = JsonlTail(path)
+        self._tail = JsonlTail(path, check=self._take)
         self.lines: list[Record] = []
         """One list, that grows."""
         self._num_wrong = 0
@@ -124,17 +124,24 @@ class StepLines:
         """Why the file cannot be read; "": it can."""
         return self._tail.problem
 
+    @property
+    def no_room_at(self) -> float:
+        """When a line could not be added, if none was added since; 0: it was not so."""
+        return self._tail.no_room_at
+
     def poll(self) -> list[Record]:
         """What is new of it."""
-        found = self._tail.poll()
-        checked = [step_line(line) for line in found]
-        self._num_wrong += sum(right is not line for line, right in zip(found, checked, strict=True))
-        new = [right for right in checked if right is not None]
+        new = self._tail.poll()
         for line in new:
             while self.lines and self.lines[-1]["step"] >= line["step"]:
                 self.lines.pop()
             self.lines.append(line)
         return new
+
+    def _take(self, line: Record) -> Record | None:
+        right = step_line(line)
+        self._num_wrong += right is not line
+        return right
 
 
 def step_line(line: Record) -> Record | None:
@@ -152,7 +159,7 @@ class EventLines:
     """events.jsonl as it grows: each line that is an event, without fields of a wrong type (`event_line`)."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        self._tail = JsonlTail(path, from_end=from_end)
+        self._tail = JsonlTail(path, from_end=from_end, check=self._take)
         self._num_wrong = 0
 
     @property
@@ -172,13 +179,12 @@ class EventLines:
 
     def poll(self) -> list[Record]:
         """Return the new events."""
-        new = []
-        for line in self._tail.poll():
-            right, is_whole = event_line(line)
-            self._num_wrong += not is_whole
-            if right is not None:
-                new.append(right)
-        return new
+        return self._tail.poll()
+
+    def _take(self, line: Record) -> Record | None:
+        right, is_whole = event_line(line)
+        self._num_wrong += not is_whole
+        return right
 
 
 def event_line(line: Record) -> tuple[Record | None, bool]:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ecmp", "register"]
 
+_MOST_DRAWS = 10_000
+
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
@@ -130,6 +132,8 @@ def _fabric(
 
     if ring_nodes is not None and not 2 <= ring_nodes <= cluster.nodes:
         raise BadInputError("--ring-nodes", ring_nodes, f"2 to {cluster.nodes}, the nodes of {cluster.name}")
+    if draws is not None and not 1 <= draws <= _MOST_DRAWS:
+        raise BadInputError("--draws", draws, f"1 to {_MOST_DRAWS:,}")
     return FabricQuestion(
         build=builder_of(cluster),
         shape=shape_of(cluster),

@@ -60,7 +60,9 @@ def flap(
     links: Annotated[
         int | None,
         typer.Option(
-            min=1, max=10**9, help="Links without another way around. Off: one for each port of a NIC."
+            min=1,
+            max=10_000_000,
+            help="Links without another way around. Off: one for each port of a NIC.",
         ),
     ] = None,
     queue_pairs: Annotated[
@@ -136,10 +138,6 @@ class Rates:
     num_queue_pairs: int = _QUEUE_PAIRS
 
 
-_MOST = 1_000_000
-"""Faults of a link a month, and seconds: more have no meaning."""
-
-
 @dataclass(frozen=True)
 class Care:
     """Of the job."""
@@ -155,11 +153,14 @@ def habits_of(cluster: "Cluster", down: str, rates: Rates, care: Care) -> "Habit
     from myriad.resilience.decide.health import TOLERATED_SECONDS
     from myriad.resilience.weeks.times import load_times
 
-    positive = {"--flaps": rates.flaps_per_month, "--dead": rates.dead_per_month, "--patience": care.patience}
-    for name, value in (positive | {"--restart": care.restart_seconds or 0.0}).items():
-        if not 0 <= value <= _MOST or (name == "--patience" and value == 0):
-            least = "a number above 0" if name == "--patience" else "a number above 0, or 0 for none"
-            raise BadInputError(name, value, f"{least}, at most {_MOST:,}")
+    for name, value, least, most in (
+        ("--flaps", rates.flaps_per_month, 0, 1_000_000),
+        ("--dead", rates.dead_per_month, 0, 1_000_000),
+        ("--patience", care.patience, 0.001, 1_000_000),
+        ("--restart", care.restart_seconds or 0.0, 0, 10_000_000),
+    ):
+        if not least <= value <= most:
+            raise BadInputError(name, value, f"{least:g} to {most:,}")
     if cluster.nodes == 1 and rates.num_links is None:
         allowed = "more than one node, or --links: inside a node no cable goes down"
         raise BadInputError(f"{cluster.name}: nodes", 1, allowed)

@@ -54,6 +54,9 @@ class Facts:
     job: "Job"
     summary: Summary
     account: Account
+    metrics: Sequence[Record] = ()
+    """A line a step, of those that count."""
+    events: Sequence[Record] = ()
     wrong_lines: Mapping[str, int] = field(default_factory=dict)
     """File to its lines that are torn, or hold what they should not; none: there is no such line."""
     missing_decisions: int = 0
@@ -114,7 +117,8 @@ def facts_of(run: Run) -> Facts:
     steps, events = StepLines(run.metrics_path), EventLines(run.events_path)
     journal = JsonlTail(run.path / "journal.jsonl")
     decisions = journal.poll()
-    moments = in_order(late_events(events.poll()), steps.poll(), decisions)
+    all_events = late_events(events.poll())
+    moments = in_order(all_events, steps.poll(), decisions)
     account = account_of(moments, time.time() if running else None)
     files: dict[str, StepLines | EventLines | JsonlTail] = {
         "metrics.jsonl": steps,
@@ -124,7 +128,8 @@ def facts_of(run: Run) -> Facts:
     wrong = {name: file.num_wrong for name, file in files.items() if file.num_wrong}
     problems = tuple(f"{name} cannot be read: {file.problem}" for name, file in files.items() if file.problem)
     missing, loss_problem = count_missing(decisions), _loss_problem(steps.lines)
-    return Facts(run, job, summarize(run), account, wrong, missing, loss_problem, problems)
+    summary = summarize(run, steps.lines, all_events)
+    return Facts(run, job, summary, account, steps.lines, all_events, wrong, missing, loss_problem, problems)
 
 
 def _loss_problem(lines: Sequence[Record]) -> str:

@@ -73,7 +73,7 @@ summary { cursor: pointer; color: var(--dim); margin-top: 8px }
 def page(facts: Facts, spans: Iterable[str] = ()) -> str:
     """The whole of it. ``spans``: what the newest steps' spans say, as HTML."""
     name = escape(facts.run.path.resolve().name)
-    metrics = facts.run.read_metrics()
+    metrics = facts.metrics
     parts = [
         *_head(facts, name, metrics),
         *_time(facts),
@@ -142,7 +142,7 @@ def _time(facts: Facts) -> Iterator[str]:
 
 
 def _curves(facts: Facts, metrics: Sequence[Record]) -> Iterator[str]:
-    training, validation = loss_series(facts.run)
+    training, validation = loss_series(metrics, facts.events)
     seconds = [
         (float(line["step"]), float(line["step_seconds"])) for line in metrics if line.get("step_seconds")
     ]

@@ -6,7 +6,7 @@ run.
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -265,13 +265,12 @@ def _start_line(event: Record) -> Text:
     return Text(" · ".join(parts), style="dim")
 
 
-def loss_series(run: Run) -> tuple[Series, Series]:
+def loss_series(metrics: Sequence[Record], events: Sequence[Record]) -> tuple[Series, Series]:
     """Training and validation losses by step."""
-    metrics = run.read_metrics()
     training = [(float(line["step"]), line["loss"]) for line in metrics if line.get("loss") is not None]
     by_step = {
         event["step"]: event["loss"]
-        for event in run.read_events()
+        for event in events
         if event.get("event") == "validation" and not {"step", "loss"} - event.keys()
     }
     return training, [(float(step), loss) for step, loss in sorted(by_step.items())]
@@ -279,7 +278,7 @@ def loss_series(run: Run) -> tuple[Series, Series]:
 
 def save_plot(run: Run) -> None:
     """Writes ``loss.svg`` into the run folder, when there is a curve to show."""
-    training, validation = loss_series(run)
+    training, validation = loss_series(run.read_metrics(), run.read_events())
     if len(training) > 1:
         write_whole(run.plot_path, loss_svg(training, validation, f"{run.job().name}: loss"))
 
@@ -288,7 +287,7 @@ def show_summary(console: Console, run: Run, summary: Summary, go_on: str) -> No
     """The sample, the plot and the figures; ``go_on``: what the user may type next."""
     if summary.sample:
         console.print(Panel(Text(summary.sample), title="sample", title_align="left", border_style="dim"))
-    training, _ = loss_series(run)
+    training, _ = loss_series(run.read_metrics(), ())
     for line in terminal_plot(smooth(training), width=min(64, max(20, console.width - 12))):
         console.print(Text(line, style="blue"))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))

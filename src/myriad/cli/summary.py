@@ -1,7 +1,7 @@
 """What a run came to, in one value: for the panel at the end, for ``--json``, for a run looked at again."""
 
-from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from myriad.jsonl import Record
@@ -11,7 +11,7 @@ from myriad.run_lines import Peaks, count_steps
 if TYPE_CHECKING:
     from myriad.job import Job
 
-__all__ = ["Summary", "is_done", "summarize"]
+__all__ = ["Summary", "finished_unwritten", "is_done", "lost_lines_told", "summarize"]
 
 _STEADY_STEPS = 3
 """First steps of each attempt left out of speeds: they pay for warm-up (allocation, compilation)."""
@@ -61,9 +61,12 @@ class Summary:
         return asdict(self)
 
 
-def summarize(run: Run) -> Summary:
-    """Reads the run's files."""
-    metrics, events = run.read_metrics(), run.read_events()
+def summarize(
+    run: Run, metrics: Sequence[Record] | None = None, events: Sequence[Record] | None = None
+) -> Summary:
+    """Reads the run's files, as far as its lines are not given."""
+    metrics = run.read_metrics() if metrics is None else metrics
+    events = run.read_events() if events is None else events
     start, peaks = _last(events, "start"), Peaks(events)
     validation = _last(events, "validation")
     last = metrics[-1] if metrics else {}
@@ -109,6 +112,33 @@ def is_done(run: Run, steps: int) -> bool:
     return count_steps(metrics, events).done >= steps and bool(_last(events, "finish"))
 
 
+def finished_unwritten(run: Run, summary: Summary) -> Summary:
+    """The summary of a run whose ranks have done the last step, and could not write that down: it is finished
+    if the last checkpoint is stored."""
+    from myriad.checkpoint.folder import CheckpointFolder, verify
+
+    planned = summary.steps_planned
+    if summary.state == "finished" or summary.held is not None:
+        return summary
+    folder = CheckpointFolder(run.checkpoints(run.job()))
+    try:
+        if planned not in folder.steps() or verify(folder.at_step(planned), sizes_only=True):
+            return summary
+    except OSError:
+        return summary
+    missing = planned - summary.steps + summary.steps_without_line
+    return replace(summary, state="finished", steps=planned, steps_without_line=missing, saved_step=planned)
+
+
+def lost_lines_told(run: Run, summary: Summary) -> str:
+    """What a person should know of a finished run whose folder took no lines; "": it took all."""
+    missing = summary.steps_without_line
+    if not missing:
+        return ""
+    stored = f"all {summary.steps} steps are done and stored"
+    return f"{stored}, but {run.path} had no room for the metrics lines of {missing} of them: make room there"
+
+
 def _resume_point(run: Run, job: "Job") -> tuple[int | None, str | None]:
     from myriad.checkpoint.folder import CheckpointFolder
     from myriad.checkpoint.listing import resume_point
@@ -116,11 +146,11 @@ def _resume_point(run: Run, job: "Job") -> tuple[int | None, str | None]:
     return resume_point(run.path, CheckpointFolder(run.checkpoints(job))) or (None, None)
 
 
-def _last(events: list[Record], name: str) -> Record:
+def _last(events: Sequence[Record], name: str) -> Record:
     return next((event for event in reversed(events) if event.get("event") == name), {})
 
 
-def _held(events: list[Record]) -> dict[str, Any] | None:
+def _held(events: Sequence[Record]) -> dict[str, Any] | None:
     """What the newest attempt could not store, unless it was stored since."""
     names = ("held", "checkpoint", "finish", "start")
     newest = next((event for event in reversed(events) if event.get("event") in names), {})
@@ -129,14 +159,14 @@ def _held(events: list[Record]) -> dict[str, Any] | None:
     return {key: newest.get(key) for key in ("step", "problem", "servers")}
 
 
-def _state(events: list[Record], steps: int, planned: int) -> str:
+def _state(events: Sequence[Record], steps: int, planned: int) -> str:
     if steps >= planned and _last(events, "finish"):
         return "finished"
     ended = next((event for event in reversed(events) if event.get("event") in ("start", "interrupted")), {})
     return "interrupted" if ended.get("event") == "interrupted" else "unfinished"
 
 
-def _time_mean(lines: list[Record], value_of: Callable[[Record], float | None]) -> float | None:
+def _time_mean(lines: Sequence[Record], value_of: Callable[[Record], float | None]) -> float | None:
     """Mean weighted by each step's time: what a clock on the wall would say."""
     found = [(value_of(line), line.get("step_seconds") or 0.0) for line in lines]
     pairs = [(value, seconds) for value, seconds in found if value is not None]

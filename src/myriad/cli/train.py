@@ -154,7 +154,7 @@ def _end(run: "Run", ended: str, console: "Console | None", oversubscribe: bool)
             text = f"standby ended: another driver trains {run.path}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(_INTERRUPTED)
-    if _report(run, console, oversubscribe):
+    if _report(run, console, oversubscribe, ended=ended):
         return
     if ended == "interrupted":
         raise typer.Exit(_INTERRUPTED)
@@ -374,19 +374,28 @@ def _launch(run: "Run", job: "Job", console: "Console | None") -> Literal["finis
 
 
 def _report(
-    run: "Run", console: "Console | None", oversubscribe: bool, error: RunFailedError | None = None
+    run: "Run",
+    console: "Console | None",
+    oversubscribe: bool,
+    error: RunFailedError | None = None,
+    ended: str = "",
 ) -> bool:
-    """Show how a run stands; return whether it is finished. ``error``: what ended it."""
+    """Show how a run stands; return whether it is finished. ``error``: what ended it; ``ended``: what its
+    driver reported."""
     from myriad.cli.report import save_report
     from myriad.cli.screen import save_plot, show_summary
-    from myriad.cli.summary import summarize
+    from myriad.cli.summary import finished_unwritten, lost_lines_told, summarize
     from myriad.data.corpus import EMBEDDED
 
     with contextlib.suppress(OSError):  # a full disk has no room for a picture; what was trained stands
         save_plot(run)
     save_report(run)
     summary = summarize(run)
+    if ended == "finished":
+        summary = finished_unwritten(run, summary)
     finished = summary.state == "finished"
+    if finished and ended and (told := lost_lines_told(run, summary)):
+        sys.stderr.write(f"myriad: WARNING: {told}\n")
     if console is None:
         failed = error and {"error": {"message": str(error), "exit_code": error.exit_code}}
         typer.echo(json.dumps(summary.as_json() | (failed or {})))

@@ -41,7 +41,8 @@ class Follower:
     def poll(self) -> None:
         """One look."""
         files, began = self._watched.files, time.monotonic()
-        files.poll()
+        with self._watched.reading():
+            files.poll()
         if self._watched.follow_layout():
             self._seen.clear()
             self._looked = False

@@ -52,8 +52,3 @@ class Freshness:
         if newest > self._read_time + _AHEAD_SECONDS:
             return self._read_at - self._news_at
         return max(0.0, self._read_time - newest - self._offset)
-
-    @property
-    def behind_seconds(self) -> float:
-        """Since files were last read; 0: nobody reads them again and again."""
-        return 0.0 if self._news_at is None else max(0.0, time.monotonic() - self._read_at)

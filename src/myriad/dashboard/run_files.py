@@ -110,6 +110,11 @@ class RunFiles:
             self.layout_since_ns = _began_ns(begins[-1])
 
     @property
+    def no_room_at(self) -> float:
+        """When rank 0 last tried in vain to add the line of a step; 0: it was not in vain."""
+        return self._steps.no_room_at
+
+    @property
     def problems(self) -> list[str]:
         """Files that cannot be read, and why."""
         problems = {"metrics.jsonl": self._steps.problem, "events.jsonl": self._events_tail.problem}

@@ -63,6 +63,8 @@ class Look:
     """Somebody has it, here or on another machine."""
     num_wrong_lines: int = 0
     """Number of lines of metrics.jsonl and events.jsonl that are torn, wrong or have a wrong figure."""
+    no_room_at: float = 0.0
+    """When rank 0 last tried in vain to add a line; 0: it was not in vain."""
 
     @cached_property
     def steps(self) -> StepCount:
@@ -124,7 +126,7 @@ class Look:
         records = self.spans.records
         if len(records):
             newest = max(newest, float((records["start_ns"] + records["duration_ns"]).max()) * 1e-9)
-        return max(0.0, self.now - newest) if newest else 0.0
+        return max(0.0, self.now - max(newest, self.no_room_at)) if newest else 0.0
 
     @property
     def state(self) -> State:
@@ -147,6 +149,8 @@ class Look:
         if self.state == "hangs" and self.findings.standstill is not None:
             return f"{told}; {self.findings.standstill.sentence}"
         wrong = [one.sentence for one in self.findings.culprits[:1]]
+        if self.no_room_at:
+            told += f"; {self.run.metrics_path} takes no lines since then: make room there"
         return "; ".join([told, *wrong])
 
 
@@ -180,4 +184,5 @@ class RunWatch:
             time.time(),
             is_at_work(self.run),
             steps.num_wrong + self._events_tail.num_wrong,
+            steps.no_room_at,
         )

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,8 @@ MakePlan = Callable[["Job"], Plan]
 """Raises `MyriadError` for a job that the cluster cannot hold."""
 _RECENT_STEPS = 20
 _NODES_SECONDS = 2.0
-_HANG_TOLD_EACH_SECONDS = 10.0
+_TOLD_EACH_SECONDS = 10.0
+"""How long something has lasted, on a page."""
 _ACCOUNT_SECONDS, _ACCOUNT_TIMES = 1.0, 20.0
 
 
@@ -57,6 +59,7 @@ class Watched:
         self._num_runs = self.files.num_runs
         self._freshness = Freshness()
         self._shown: tuple[Any, ...] = ()
+        self._reading_since: float | None = None
         self._account: Mapping[str, Any] = {}
         self._account_due, self._account_lock = 0.0, threading.Lock()
         self.ranks = self.files.ranks
@@ -117,7 +120,7 @@ class Watched:
     @property
     def changes(self) -> tuple[Any, ...]:
         """Differs when there is something new to show, also when that is only that nothing comes any more."""
-        return (*self._amounts, *self._shown)
+        return (*self._amounts, *self._shown, int(self.behind_seconds / _TOLD_EACH_SECONDS))
 
     @property
     def _amounts(self) -> tuple[int, ...]:
@@ -129,7 +132,7 @@ class Watched:
         """The follower has read the files. ``began``: when, by the monotonic clock."""
         self._freshness.looked(self._amounts, self._newest, began)
         state, quiet = self.state, self.quiet_seconds
-        tens = int(quiet / _HANG_TOLD_EACH_SECONDS) if state == "hangs" else 0
+        tens = int(quiet / _TOLD_EACH_SECONDS) if state == "hangs" else 0
         told = (self.store.counts.num_told, *self.files.problems)
         self._shown = (state, tens, self.files.is_gone, *told)
 
@@ -138,17 +141,27 @@ class Watched:
         newest = float(self.store.last_end_ns.max()) * 1e-9
         for line in (*self.files.metrics[-1:], *self.files.events[-1:]):
             newest = max(newest, number(line.get("time")) or 0.0)
-        return newest
+        return max(newest, self.files.no_room_at) if newest > 0 else 0.0
 
     @property
     def quiet_seconds(self) -> float:
         """Since the newest span, step or event; 0: there was none."""
         return self._freshness.quiet_seconds(self._newest)
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """The follower reads the files: a disk that hangs keeps it there."""
+        self._reading_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._reading_since = None
+
     @property
     def behind_seconds(self) -> float:
-        """Since the run's files were last read."""
-        return self._freshness.behind_seconds
+        """Since when the run's files are being read."""
+        since = self._reading_since
+        return 0.0 if since is None else time.monotonic() - since
 
     @property
     def step_seconds(self) -> float:

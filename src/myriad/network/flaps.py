@@ -26,6 +26,7 @@ from myriad.network.retransmission import (
 __all__ = ["DownTimes", "Fate", "Habits", "advise", "fate"]
 
 _QUANTILES = 500
+_LEAST_DOWN, _MOST_DOWN = 1e-3, 30 * 86400.0
 _SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 14, 24
 """67 ms, NCCL's first default, and 69 s. Shorter ones fire when packets are only late: pauses and queues of a
 large fabric take milliseconds."""
@@ -47,13 +48,13 @@ class DownTimes:
         try:
             return cls._lognormal(text) if text.startswith("lognormal") else cls._listed(text)
         except ValueError:
-            allowed = "lognormal:MEDIAN:SIGMA, or seconds above 0 such as 2 or 0.5,2,8"
+            allowed = "lognormal:MEDIAN:SIGMA, or seconds such as 2 or 0.5,2,8; a millisecond to a month"
             raise BadInputError("--down", text, allowed) from None
 
     @classmethod
     def _lognormal(cls, text: str) -> "DownTimes":
         _, median, sigma = text.split(":")
-        if not (0 < float(median) < inf and 0 < float(sigma) < 10):
+        if not (_LEAST_DOWN <= float(median) <= _MOST_DOWN and 0 < float(sigma) < 10):
             raise ValueError
         normal = NormalDist()
         places = [normal.inv_cdf((i + 0.5) / _QUANTILES) for i in range(_QUANTILES)]
@@ -63,7 +64,7 @@ class DownTimes:
     @classmethod
     def _listed(cls, text: str) -> "DownTimes":
         seconds = sorted(float(one) for one in text.split(","))
-        if not all(0 < one < inf for one in seconds):
+        if not all(_LEAST_DOWN <= one <= _MOST_DOWN for one in seconds):
             raise ValueError
         return cls(", ".join(f"{one:g}" for one in seconds) + " s", np.array(seconds))
 

@@ -83,7 +83,7 @@ def _moved(plot: Plot, candidate: Candidate, what: str) -> Iterator[tuple[str, C
         zero=zero,
         reduce=reduce,
     )
-    extra = f" x {v}" if v != layout.virtual_stages else ""
+    extra = f" x {v}" if v not in (1, layout.virtual_stages) else ""
     other_size = f", micro-batch {size}" if size != layout.micro_batch else ""
     yield f"{what}{extra}, dp {plot.dp}{other_size}", found
 
@@ -103,7 +103,7 @@ def _other_schedules(home: Plot, candidate: Candidate) -> Iterator[tuple[str, Ca
             continue
         stages = [v for other, v in home.schedules if other == name]
         v = min(stages, key=lambda v: abs(v - layout.virtual_stages))
-        extra = f" x {v}" if v != layout.virtual_stages else ""
+        extra = f" x {v}" if v not in (1, layout.virtual_stages) else ""
         yield f"schedule {name}{extra}", _changed(candidate, schedule=name, virtual_stages=v)
 
 

@@ -35,7 +35,8 @@ def main() -> None:
             os.kill(int(os.environ["MYRIAD_ENGINE_PID"]), signal.SIGINT)
             while not stop:
                 time.sleep(0.01)
-        run.append_metrics({"step": step, "loss": 2 + 6 * math.exp(-step / 9), "tokens": 100 * step,
+        run.append_metrics({"time": time.time(), "step": step, "loss": 2 + 6 * math.exp(-step / 9),
+                            "tokens": 100 * step,
                             "tokens_per_second": 1000.0, "step_seconds": 0.1, "mfu": 0.4})  # fmt: skip
         if step == job.train.steps:
             run.append_event("validation", step=step, loss=2.5, bits_per_byte=1.25)

@@ -46,7 +46,7 @@ def test_a_cluster_is_asked_by_placement_and_part(tmp_path: Path, capsys: pytest
     told = _told(capsys, *part, "--placement", "random", "--ring-nodes", "16", "--out", str(picture))
     assert (told["nodes"], told["ring_nodes"], told["fabric"]["split"]) == (128, 16, 2)
     rows = {row["name"]: row["slowest_ratio"] for row in told["rows"]}
-    assert rows["as asked"] < rows["placement packed"] == 1
+    assert rows["baseline"] < rows["placement packed"] == 1
     narrow = ("--what-if", "fabric.split=1", "--what-if", "fabric.ports_per_switch=128")
     without = _told(capsys, *part, "--placement", "random", *narrow)
     assert without["fabric"]["split"] == 1 and "split 2, half the uplinks" in str(without["rows"])

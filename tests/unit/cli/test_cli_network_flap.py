@@ -65,6 +65,12 @@ def test_the_picture_has_a_line_for_each_set_of_timers_in_both_panels(capsys, tm
     ("arguments", "said"),
     [
         (("--timeout", "0"), "--timeout"),
+        (("--timeout", "²"), "--timeout"),
+        (("--flaps", "1e300"), "--flaps"),
+        (("--down", "1e-300"), "--down"),
+        (("--restart", "nan"), "--restart"),
+        (("--links", "9" * 20), "--links"),
+        (("--timeout", "9" * 5000), "--timeout"),
         (("--longer", "4,1"), "--longer"),
         (("--down", "soon"), "--down"),
         (("--flaps", "-1"), "--flaps"),

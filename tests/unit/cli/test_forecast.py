@@ -146,3 +146,10 @@ def test_timers_without_a_flap_and_a_flap_without_a_cluster_are_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["simulate", *JOB, "--program", "--flap", "node=1:1s@0s"])
     assert ended.value.code == 2
+
+
+def test_a_picture_is_what_its_name_says(capsys, tmp_path):
+    pytest.importorskip("resvg_py")
+    out = tmp_path / "x.png"
+    shown(capsys, "--cluster", "laptop", "--out", str(out))
+    assert out.read_bytes().startswith(b"\x89PNG")

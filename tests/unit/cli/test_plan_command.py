@@ -2,6 +2,7 @@
 lines."""
 
 import json
+import re
 import subprocess
 import sys
 from io import StringIO
@@ -183,6 +184,8 @@ def test_what_is_printed_has_every_part(tmp_path: Path, capsys: pytest.CaptureFi
         (["tiny", "--what-if", "accelerator=abacus"], "one of a100-sxm-40gb"),
         (["tiny", "--straggler", "node=9:2x"], "the nodes 0 to 0"),
         (["tiny", "--straggler", "17"], "node=17:1.1x"),
+        (["tiny", "--straggler", "node=0:2x"], "more than one node to order"),
+        (["tiny", "--out", "nowhere/plan.toml"], "there is no folder nowhere"),
         (["tiny", "--out", "plan.json"], "ends in .toml"),
         (["tiny", "--picture", "plan.gif"], "ends in .svg"),
         (["tiny", "--days", "2", "--out", "plan.toml"], "of one number of accelerators"),
@@ -273,3 +276,45 @@ def test_planning_never_imports_torch() -> None:
     )
     code += "except SystemExit as e: assert not e.code, e.code\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.parametrize("option", ["--out", "--picture"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / ("x.toml" if option == "--out" else "x.svg")
+    path.mkdir()
+    assert _plan("tiny", option, str(path)) == 2
+    assert f"{option} = '{path}': a regular file or a new one" in capsys.readouterr().err
+
+
+def test_what_is_printed_has_no_exponents_and_fits_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert _plan("tiny-3d", "--cluster", "megascale-256xa100", "--gpus", "16") == 0
+    printed = capsys.readouterr().out
+    assert not re.search(r"\d[eE][-+]\d", printed)
+    assert max(map(len, printed.splitlines())) <= 80
+    assert " 0.0%  " not in printed.partition("where the time goes")[0], "an MFU is not nothing"
+
+
+def test_plan_and_simulate_take_mfu_of_the_same_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    how = ("--cluster", "one-node-8xh100", "--train.precision", "float32", "--layout.dp", "2")
+    found = _told(capsys, "gpt2-124m", *how, "--gpus", "2", "--top", "1")
+    best = next(plan for plan in found["plans"] if plan["rank"] == "1")
+    layout = [
+        part
+        for key in ("zero", "reduce", "micro_batch", "recompute", "schedule")
+        if best["keys"][key] is not None
+        for part in (f"--layout.{key}", str(best["keys"][key]))
+    ]
+    overlap = [
+        part for key, value in best["overlap"].items() for part in (f"--overlap.{key}", str(value).lower())
+    ]
+    with pytest.raises(SystemExit):
+        main(["simulate", "gpt2-124m", *how, *layout, *overlap, "--json"])
+    simulated = json.loads(capsys.readouterr().out)
+    seconds = simulated["iteration_seconds"] + simulated["checkpoint_stall_seconds"]
+    assert best["seconds"] == pytest.approx(seconds, rel=1e-3)
+    assert best["mfu"] == pytest.approx(simulated["mfu"], rel=1e-2)

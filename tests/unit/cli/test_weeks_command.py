@@ -1,6 +1,8 @@
 """If these break: `myriad simulate --weeks` says something else than it simulated, or refuses late."""
 
 import json
+import re
+from importlib import resources
 from xml.etree import ElementTree
 
 import pytest
@@ -53,6 +55,30 @@ def test_a_job_says_what_is_kept_and_compared(capsys):
     times = json.loads(shown(capsys, "tiny", *how, *kept, *alone))["times"]
     assert times["verify_every"] == 0, "there is nothing to compare with"
     assert times["memory_every"] * times["step_seconds"] == pytest.approx(300, rel=0.1)
+
+
+def mix_of(tmp_path, faults: str) -> str:
+    ready = (resources.files("myriad.recipes") / "mixes" / "llama3.toml").read_text()
+    path = tmp_path / "mix.toml"
+    path.write_text(re.sub(r"(?m)^faults = .*$", f"faults = {faults}", ready))
+    return str(path)
+
+
+def test_without_faults_only_starting_and_saving_cost_time(capsys, tmp_path):
+    how = ("--weeks", "1", *CLUSTER, "--runs", "1", "--json", "--mix", mix_of(tmp_path, "0"))
+    for policy in json.loads(shown(capsys, *how))["policies"]:
+        shares = policy["shares"]
+        spent = shares["saving"] + shares["restarting"]
+        assert policy["mean"] == pytest.approx(1 - spent, abs=1e-9)
+        assert spent < 0.02 and policy["p5"] == policy["p95"]
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"), [("1e12", "at most 50,000 in a run"), ("nan", "a finite number")]
+)
+def test_rates_that_cannot_be_simulated_are_refused(capsys, tmp_path, faults, said):
+    told = shown(capsys, "--weeks", "1", *CLUSTER, "--mix", mix_of(tmp_path, faults))
+    assert told.startswith("2 ") and said in told and told.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,27 @@
 """If these break: `myriad top` or `myriad report` does not say what a run's spans say, or a broken run breaks
 them."""
 
+import errno
 import json
 import os
 import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from run_folder import slow_run, write_run
 from simulated_run import as_recorded
 
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.manifest import Manifest
 from myriad.cli.main import main
 from myriad.cli.report_spans import _RIGHT, _WIDTH, _waterfall
+from myriad.cli.summary import finished_unwritten, lost_lines_told, summarize
 from myriad.dashboard.insight.losses import Losses
+from myriad.job import load_job
 from myriad.run import Run
 
 
@@ -227,3 +233,39 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], folder: Path, capsys)
     code = run_verb(*(str(folder) if argument == "RUN" else argument for argument in arguments))
     assert code == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_a_run_whose_disk_is_full_trains_and_is_not_called_hung(tmp_path: Path, capsys, monkeypatch) -> None:
+    """No line comes for as long as there is no room; the time of the file's last change needs none."""
+    path = write_run(tmp_path / "full", slow_run(5), ended_ago=60)
+    with Run(path).lock():
+        assert told(capsys, "top", path)["state"] == "hangs"
+        run = Run(path)
+        full = OSError(errno.EDQUOT, "Disk quota exceeded")
+        monkeypatch.setattr("myriad.jsonl._write", Mock(side_effect=full))
+        run.append_metrics({"time": time.time(), "step": 6})
+        found = told(capsys, "top", path)
+        assert found["state"] == "training" and "takes no lines since then: make room" in found["sentence"]
+        monkeypatch.undo()
+        run.append_metrics({"time": time.time(), "step": 7})
+        found = told(capsys, "top", path)
+        assert found["step"] == 7 and "takes no lines" not in found["sentence"]
+
+
+def test_a_run_that_could_not_write_down_its_end_is_finished_if_the_last_checkpoint_is_stored(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path / "run")
+    run.create_or_resume(load_job("tiny", ["train.steps=9", "optimizer.warmup_steps=2"]))
+    run.append_event("start", world=1)
+    for step in range(1, 5):
+        run.append_metrics({"time": time.time(), "step": step})
+    folder = CheckpointFolder(run.checkpoints_path)
+    folder.begin(5).commit(Manifest(5, 1, 0.0, {}, {}, {}, {}, {}, {}))
+    before = summarize(run)
+    assert finished_unwritten(run, before).state == "unfinished", "only step 5 of 9 is stored"
+    folder.begin(9).commit(Manifest(9, 1, 0.0, {}, {}, {}, {}, {}, {}))
+    after = finished_unwritten(run, before)
+    assert (after.state, after.steps, after.steps_without_line) == ("finished", 9, 5)
+    assert "no room for the metrics lines of 5" in lost_lines_told(run, after)
+    assert lost_lines_told(run, before) == ""

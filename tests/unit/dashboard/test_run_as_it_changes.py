@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from myriad.dashboard.analyst import Analyst
+from myriad.dashboard.api.about import sentence
 from myriad.dashboard.curves import Curves
 from myriad.dashboard.follower import Follower
 from myriad.dashboard.freshness import Freshness
@@ -34,7 +36,6 @@ def test_a_reading_that_takes_long_is_no_hang(clock: list[float]) -> None:
     clock[0] = 30.0
     freshness.looked(1, newest=1e9 - 0.3, began=50.0)
     assert freshness.quiet_seconds(1e9 - 0.3) == pytest.approx(0.3)
-    assert freshness.behind_seconds == 30.0
 
 
 @pytest.mark.parametrize("offset", [-3600.0, 0.0, 3600.0])
@@ -150,6 +151,18 @@ def test_a_copy_that_is_written_anew_is_the_same_run(tmp_path: Path) -> None:
         follower.poll()
         assert watched.files.num_runs == 1
         assert [event["event"] for event in watched.files.events] == ["start", "finish"][: text.count("\n")]
+
+
+def test_a_disk_that_hangs_is_news_and_one_that_is_read_is_none(tmp_path: Path, clock: list[float]) -> None:
+    watched, follower = watched_run(new_run(tmp_path / "run", loss=2.0))
+    follower.poll()
+    clock[0], seen = 60.0, watched.changes
+    assert watched.behind_seconds == 0 and sentence(watched, Analyst(watched)).count("read") == 0
+    with watched.reading():
+        clock[0] = 85.0
+        assert watched.changes != seen
+        assert "its files have been read for 25.0 s" in sentence(watched, Analyst(watched))
+    assert watched.changes == seen
 
 
 def test_that_a_run_is_dead_is_news_though_nothing_comes(tmp_path: Path, clock: list[float]) -> None:

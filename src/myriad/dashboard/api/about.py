@@ -86,9 +86,7 @@ def _doubts(watched: Watched) -> list[str]:
     if files.is_gone:
         found.append(f"the run's folder {files.run.path} is gone: this is what was read before")
     elif (behind := watched.behind_seconds) > _BEHIND_SECONDS:
-        found.append(
-            f"its files were last read {format_seconds(behind)} ago: the disk or this server is slow"
-        )
+        found.append(f"its files have been read for {format_seconds(behind)}: the disk is slow, or hangs")
     newest = next((one for one in reversed(files.events) if one.get("event") in _ABOUT_LAST_STEP), {})
     if newest.get("event") == "held":
         step = _whole(newest.get("step"))
