@@ -138,9 +138,6 @@ class Rates:
     num_queue_pairs: int = _QUEUE_PAIRS
 
 
-"""Faults of a link a month, and seconds: more have no meaning."""
-
-
 @dataclass(frozen=True)
 class Care:
     """Of the job."""
