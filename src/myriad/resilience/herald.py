@@ -10,6 +10,7 @@ hang.
 """
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -60,12 +61,16 @@ class Herald:
     """Of one driver."""
 
     def __init__(self, run: Path, address: Mapping[str, Any]) -> None:
-        """Written when this returns. Raises ``OSError``."""
+        """Write the file. Raises ``OSError`` where there is no room for it and none of an earlier driver."""
         self._run, self._address = run, dict(address)
         self._write()
 
     def _write(self) -> None:
-        write_whole(self._run / "driver.json", json.dumps(self._address))
+        path, content = self._run / "driver.json", json.dumps(self._address)
+        try:
+            write_whole(path, content)
+        except OSError:
+            _overwrite(path, content)
 
     def repeat(self, while_true: Callable[[], bool], lose: Callable[[], object]) -> None:
         """From now on, each second, until there is one of a higher term: then it calls ``lose``."""
@@ -83,6 +88,15 @@ class Herald:
                     return
             with suppress(OSError):
                 self._write()
+
+
+def _overwrite(path: Path, content: str) -> None:
+    """Write over a small file in place, which needs no room on a full disk; a reader that finds it torn looks
+    again. Raises ``OSError``."""
+    with open(path, "r+b", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.write(content.encode().ljust(size))
+        os.fsync(file.fileno())
 
 
 def see_newer(run: Path, term: int, tell: Callable[[], object], is_over: Callable[[], bool]) -> None:

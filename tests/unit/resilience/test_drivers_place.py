@@ -1,7 +1,9 @@
 """Executors find the driver that drives. If these fail, they follow one that has lost its lease, or none."""
 
 import asyncio
+import errno
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from myriad.resilience import herald as herald_module
 from myriad.resilience import reach as reach_module
 from myriad.resilience.herald import Herald, read_address
 from myriad.resilience.reach import Reach
@@ -133,3 +136,20 @@ def test_another_driver_has_come_before_it_has_imported_what_it_does_not_need() 
     code = f"import sys, myriad.resilience.drive.driver; print({heavy} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
     assert done.stdout == "set()\n", done.stdout + done.stderr
+
+
+def test_a_driver_that_starts_on_a_full_disk_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would end at once, be started again, and end, while executors look for the one before."""
+    Herald(tmp_path, {"host": "127.0.0.1", "port": 54321, "term": 1, "silent_seconds": 30.0})
+
+    def refuse(path: Path, content: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(herald_module, "write_whole", refuse)
+    Herald(tmp_path, {"host": "127.0.0.1", "port": 1234, "term": 2, "silent_seconds": 3})
+    found = read_address(tmp_path)
+    assert (found["port"], found["term"]) == (1234, 2)
+    with pytest.raises(FileNotFoundError):
+        Herald(tmp_path / "no_file_of_an_earlier_one", {"port": 1})
