@@ -8,8 +8,8 @@ import numpy.typing as npt
 __all__ = ["ENDLESS", "Floats", "least_squares", "relative_fit"]
 
 Floats = npt.NDArray[np.float64]
-ENDLESS = 1e30
-"""A rate of what takes no time."""
+ENDLESS = 1e18
+"""Rate of an operation that takes no time: the highest that a cluster file may have."""
 
 
 def relative_fit(columns: Floats, seconds: Floats) -> Floats:

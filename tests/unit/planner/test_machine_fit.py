@@ -27,7 +27,7 @@ SWEEP = 12e9
 LAYERS = ((64, 64, 1), (64, 64, 8), (256, 256, 1), (256, 256, 4), (512, 512, 2))
 
 
-def make_core(rate, saturation, launch, stream, flash, half, backward, loss, weights=1e30):
+def make_core(rate, saturation, launch, stream, flash, half, backward, loss, weights=1e18):
     return Accelerator(
         name="core",
         peak_flops_per_second=rate,
@@ -52,7 +52,7 @@ def make_core(rate, saturation, launch, stream, flash, half, backward, loss, wei
 
 def timings(core, call_seconds=0.0):
     """Of a machine that does exactly what the model says."""
-    bare = core.model_copy(update={"launch_seconds": 0.0, "memory_bytes_per_second": 1e30})
+    bare = core.model_copy(update={"launch_seconds": 0.0, "memory_bytes_per_second": 1e18})
     shapes = [(m, n, k) for m in (64, 256, 1024) for n in (64, 256) for k in (32, 64, 256, 1024)]
     products = [
         ProductTime(m, n, k, float(matmul_seconds(bare, m, n, k, value_bytes=4)) + call_seconds)
@@ -163,7 +163,7 @@ def tensor_time(core, link, hidden, sequence, micro_batch, work_ratio=0.0):
         return float(sum(part.total for part in parts))
 
     nothing = Link(
-        bytes_per_second=1e30, latency_seconds=1e-12, launch_seconds=0.0, skew_seconds=0.0, busy_ratio=0.5
+        bytes_per_second=1e18, latency_seconds=1e-12, launch_seconds=0.0, skew_seconds=0.0, busy_ratio=0.5
     )
     free = seconds(nothing, 0.0) - (8 + 2 * NODE.busy_ratio) * NODE.latency_seconds
     parts = num_parts(
