@@ -17,10 +17,13 @@ What the lines mean is the matter of `run_lines`.
 
 import contextlib
 import difflib
+import errno
 import fcntl
+import hashlib
 import logging
 import os
 import re
+import socket
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -183,7 +186,8 @@ class Run:
                 "run", str(self.path), "is being trained by another process; stop it or choose another --run"
             ) from None
         try:
-            yield
+            with contextlib.closing(_path_lock(self.path)):
+                yield
         finally:
             os.close(handle)
 
@@ -258,6 +262,23 @@ def nearest_run(name: str) -> str:
     known = [path.parent.name for path in Path("runs").glob("*/job.toml")]
     near = difflib.get_close_matches(Path(name).name, known, 1, 0.5)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def _path_lock(path: Path) -> socket.socket:
+    """Hold this path on this machine, as a lock file goes with its folder. Raises `BadInputError`."""
+    name = hashlib.blake2s(f"{path.resolve()}:{os.getuid()}".encode(), digest_size=12).hexdigest()
+    held = socket.socket(socket.AF_UNIX)
+    try:
+        held.bind(f"\0myriad-run-{name}")
+    except OSError as error:
+        held.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        allowed = (
+            "is being trained by another process, whose folder was removed; stop it or choose another --run"
+        )
+        raise BadInputError("run", str(path), allowed) from None
+    return held
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import secrets
 import stat
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "create_whole",
     "opened_to_read",
     "parse_json",
     "read_json",
@@ -52,6 +54,19 @@ def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
         raise
+
+
+def create_whole(path: Path, content: str) -> None:
+    """Create a file; one that is there stays, also if another process creates it now. Raises ``OSError``."""
+    if path.exists():
+        return
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        write_whole(draft, content)
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def sync_folder(path: Path) -> None:

@@ -1,7 +1,6 @@
 """If these fail, a run that died twice loses what it had in memory, or goes on from a past it had left."""
 
 import json
-import os
 import socket
 import threading
 import time
@@ -116,20 +115,23 @@ def test_what_a_run_that_dies_twice_had_in_memory_becomes_durable(is_configured,
     assert (1, 7) in known(keeper), "and the keeper is there still"
 
 
-def test_what_is_stored_for_a_dead_attempt_ends_with_it_and_leaves_the_keeper(tmp_path):
+def test_what_is_stored_for_a_dead_attempt_ends_with_it_and_leaves_the_keeper(tmp_path, monkeypatch):
     """A new attempt comes while the newest snapshot of the one before is about to be stored."""
     keeper, folder = Keeper(), CheckpointFolder(str(tmp_path / "checkpoints"))
     member = join(keeper, 1)
     configure(keeper, 1, tmp_path)
     take(keeper, member, 7)
-    pipe = tmp_path / "checkpoints" / "attempt"
-    pipe.parent.mkdir()
-    os.mkfifo(pipe)  # whoever asks who owns the folder waits
+    folder.claim(1)
+    ask, answers = CheckpointFolder.owner, threading.Event()
+
+    def answer_late(self):
+        assert answers.wait(60)
+        return ask(self)
+
+    monkeypatch.setattr(CheckpointFolder, "owner", answer_late)
     keeper.flush()
     join(keeper, 2, resumed=7)
-    pipe = pipe.rename(tmp_path / "pipe")
-    folder.claim(1)
-    pipe.write_text("1")
+    answers.set()
     while not keeper.is_idle:
         time.sleep(0.001)
     told = (tmp_path / "events.jsonl").read_text()

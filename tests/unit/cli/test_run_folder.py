@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,16 @@ def test_a_run_at_work_is_not_started_twice(run):
             pass
     with run.lock():
         run.create_or_resume(load_job("tiny"))
+
+
+def test_a_run_whose_folder_was_removed_while_it_trains_is_not_started_twice(run):
+    """Both would write into the new folder."""
+    with run.lock():
+        shutil.rmtree(run.path)
+        with pytest.raises(BadInputError, match="whose folder was removed"), Run(run.path).lock():
+            pass
+    with run.lock():
+        pass
 
 
 def test_a_line_torn_by_a_kill_is_skipped_and_the_next_line_is_whole(run):
