@@ -38,15 +38,19 @@ def refuse_empty(root: object, arguments: Sequence[str]) -> None:
     that it may be."""
     command, rest = _command(root, arguments)
     options = {name: one for one in _options(command) for name in one.opts}
+    positional = [one for one in getattr(command, "params", ()) if isinstance(one, TyperArgument)]
     for before, token in zip(["", *rest], rest, strict=False):
         name, equals, value = token.partition("=")
         if name in options and equals and not value and options[name].default != "":
             raise BadInputError(name, "", _EMPTY)
-        if token:
-            continue
         option = options.get(before)
+        is_value = option is not None and not option.is_flag
+        if token:
+            if not is_value and not token.startswith("-"):
+                positional = positional[1:] or positional  # the last one may take several
+            continue
         if option is None and not before.startswith("-"):  # of an unknown key, the key itself is refused
-            raise BadInputError("argument", "", _EMPTY)
+            raise BadInputError(_name(positional[0]) if positional else "argument", "", _EMPTY)
         if option is not None and not option.is_flag and option.default != "":
             raise BadInputError(before, "", _EMPTY)
 

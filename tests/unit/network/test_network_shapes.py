@@ -154,7 +154,7 @@ def test_what_cannot_be_built_is_said_in_one_line(shape: dict[str, object], told
     ],
 )
 def test_a_link_of_no_capacity_is_refused_by_its_key(change: str) -> None:
-    with pytest.raises(BadInputError, match=r"bytes_per_second = 0: must be above 0"):
+    with pytest.raises(BadInputError, match=r"bytes_per_second = 0: must be at least 1"):
         load_cluster("megascale-256xa100", [change])
 
 
