@@ -125,6 +125,7 @@ class Run:
         elif self.path.exists() and not self.path.is_dir():
             raise BadInputError("run", str(self.path), "must be a folder")
         elif self.path.is_dir() and any(entry.name != "lock" for entry in self.path.iterdir()):
+            _path_lock(self.path).close()  # what a run leaves whose folder was removed while it trains
             raise BadInputError("run", str(self.path), "must be new, empty or a run: it holds other files")
 
     def changes(self, job: "Job") -> "list[JobChange]":

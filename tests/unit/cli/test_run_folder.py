@@ -175,6 +175,9 @@ def test_a_run_whose_folder_was_removed_while_it_trains_is_not_started_twice(run
         shutil.rmtree(run.path)
         with pytest.raises(BadInputError, match="whose folder was removed"), Run(run.path).lock():
             pass
+        (run.path / "metrics.jsonl").touch()  # it goes on writing
+        with pytest.raises(BadInputError, match="whose folder was removed"):
+            Run(run.path).check(load_job("tiny"))
     with run.lock():
         pass
 
