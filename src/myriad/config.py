@@ -28,7 +28,7 @@ def _bytes_per_second(value: object) -> object:
 Rate = Annotated[float, BeforeValidator(_bytes_per_second), Field(ge=1, le=1e18)]
 """Bytes per second, written as a number or as ``"400 Gbit/s"`` or ``"50 GB/s"``."""
 Seconds = Annotated[float, Field(gt=0, le=1e4)]
-"""A latency."""
+"""A latency in seconds, above 0."""
 
 OFF = "off"
 """What a key that may be off is set to, in files and on the command line, where there is no null."""

@@ -84,7 +84,7 @@ class Run:
         self.check_job_file()
         try:
             return load_job(str(self.job_path))
-        except BadInputError as error:  # names a key, which nobody has typed
+        except BadInputError as error:  # it names a key that was not typed
             allowed = f"has {error}; another version of Myriad may have written it"
             raise BadInputError("run", str(self.job_path), allowed) from None
 

@@ -205,7 +205,7 @@ class StepCount:
     done: int
     """Steps done, and not lost."""
     without_line: int
-    """Of them, those of which metrics.jsonl has no line."""
+    """Done steps that have no line in metrics.jsonl."""
 
 
 def count_steps(lines: Sequence[Record], events: Sequence[Record]) -> StepCount:
@@ -239,7 +239,7 @@ def count_steps(lines: Sequence[Record], events: Sequence[Record]) -> StepCount:
 
 
 def missing_lines_text(num_steps: int) -> str:
-    """What people are told of `StepCount.without_line`; "" where there are none."""
+    """Return `StepCount.without_line` as a sentence; "" where there are none."""
     return f"{num_steps} steps trained without a metrics line" if num_steps else ""
 
 
@@ -303,7 +303,7 @@ class Peaks:
 
     @property
     def flops_per_second(self) -> float | None:
-        """Of all ranks of the newest attempt together."""
+        """Peak of all ranks of the newest attempt together."""
         return self._newest[0] or None
 
     @property

@@ -80,7 +80,7 @@ def take_folder(folder: CheckpointFolder, run: str | Path) -> str | None:
 
 
 def give_back(folder: CheckpointFolder) -> None:
-    """Undo `take_folder`."""
+    """Remove the mark that `take_folder` left, so that another run may take the folder."""
     folder.storage.remove(_RUN)
 
 

@@ -54,7 +54,7 @@ class Told:
     placement: Placement | None
     top: int
     slower: Mapping[int, float] = field(default_factory=dict)
-    """With --straggler."""
+    """Slowdown of each node that --straggler named."""
     switches: "OnSwitches | None" = None
     """With --fabric."""
 

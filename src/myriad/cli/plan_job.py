@@ -35,7 +35,7 @@ __all__ = [
 
 _HEAD = "# A plan by `myriad plan`"
 _MOST_BYTES = 2**20
-"""Above any plan."""
+"""No written plan is as large."""
 
 
 def problem_of(job: Job, cluster: Cluster) -> Problem:

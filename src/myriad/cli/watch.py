@@ -229,7 +229,7 @@ def _has_browser() -> bool:
 
 
 def _tunnel(address: str) -> str:
-    """What to type where a person sits who came here by ssh; "": nobody did, or the page is reachable."""
+    """Return the command that forwards the page over ssh; "": not over ssh, or the page is reachable."""
     import getpass
     import os
     from urllib.parse import urlsplit

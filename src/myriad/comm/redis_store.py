@@ -10,7 +10,7 @@ and attempts of one run, never meet in one server, and nothing has to be tidied 
 
 A lost connection is tried again for `_RETRY_SECONDS`, and a first one for `_RESTART_SECONDS` where ranks are
 started again: a server that is being restarted must not use up the restarts of the run. A server that has
-come back without the run's keys is an error, as nobody would ever write them again.
+come back without the run's keys is an error, as no rank would ever write them again.
 
 torch calls a Python store by the names of `torch._C._distributed_c10d`'s C++ trampoline: some of them are in
 camel case there (`deleteKey`, `getNumKeys`).

@@ -22,7 +22,7 @@ _KEPT_PER_STRETCH = 5
 
 
 class Curves:
-    """Of one run, in the order of its steps; NaN where a line has no number."""
+    """The figures of one run by step, as arrays; NaN where a line has no number."""
 
     def __init__(self) -> None:
         self._columns = {name: array("d") for name in COLUMNS}

@@ -19,7 +19,7 @@ _MOST_LETTERS = 300
 _NOT_SHOWN = ("time", "event", "step", "evidence", "rule", "log", "late_seconds")
 _LARGEST = 1e24
 _CONTROLS = dict.fromkeys([*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], " ")
-"""Of a terminal, and those that turn the direction of the text that follows."""
+"""Control characters of terminals, and those that change the direction of text."""
 
 
 def event_text(event: Record) -> str:

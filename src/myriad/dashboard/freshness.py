@@ -18,7 +18,7 @@ _STEADY_LOOKS, _STEADY_SECONDS = 8, 5.0
 
 
 class Freshness:
-    """Of one run; all but `looked` may be called by any thread."""
+    """How recently the files of a run were read. Any thread may call all of it but `looked`."""
 
     def __init__(self) -> None:
         self._amounts: Any = None

@@ -73,7 +73,7 @@ class Corpus:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """Of the files of the split; empty for Megatron's own."""
+        """Hashes of the split's files by name; empty for Megatron's own format."""
         if self.manifest is None:
             return {}
         names = [f"{shard.prefix.name}{suffix}" for shard in self.shards for suffix in (".bin", ".idx")]

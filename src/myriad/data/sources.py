@@ -40,7 +40,7 @@ __all__ = [
 LONGEST_TEXT_BYTES = 1 << 20
 """A longer text file is more than one document."""
 LONGEST_LINE_BYTES = 1 << 28
-"""Of JSONL: a line is in memory as a whole, and what is longer is hardly one document."""
+"""A longer line of JSONL is refused: each is in memory as a whole."""
 
 Kind = Literal["text", "jsonl", "parquet"]
 

@@ -66,7 +66,7 @@ def stage_layers(work: Work) -> list[range]:
 
 @lru_cache(maxsize=16)
 def _layer_kinds(model: ModelConfig) -> tuple[str, ...]:
-    """Of embedding, blocks and head: layers of one kind cost the same."""
+    """Return the kind of each layer (embedding, blocks, head); layers of one kind cost the same."""
     return ("embedding", *(f"block {model.layer_window(i)}" for i in range(model.layers)), "head")
 
 

@@ -43,7 +43,7 @@ class Plan:
     candidate: Candidate
     seconds: float
     mfu: float
-    """Of the peak of all accelerators in the type that the job computes in."""
+    """Share of the peak of all accelerators, in the type that the job computes in."""
 
     @property
     def key(self) -> tuple[float, float]:

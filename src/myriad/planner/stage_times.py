@@ -30,7 +30,7 @@ class LayerTable:
         batch = problem.global_batch
         self.sizes = divisors(batch)
         self.layer_kinds = np.array(self._layer_kinds())
-        """Of each layer, embedding and head among them."""
+        """Kind of each layer, embedding and head included."""
         self.num_kinds = int(self.layer_kinds.max()) + 1
         self.parameters = np.array(layer_parameters(model), dtype=float)
         self._tp = {degree: index for index, degree in enumerate(self.degrees)}

@@ -13,7 +13,7 @@ from myriad.whole_file import read_regular
 __all__ = ["Kind", "read_recipe", "recipe_names"]
 
 _MOST_BYTES = 2**24
-"""Of a TOML file: 16 MiB."""
+"""A larger TOML file is refused."""
 Kind = Literal["accelerators", "clusters", "faults", "jobs", "mixes", "models"]
 
 

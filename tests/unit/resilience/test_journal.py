@@ -104,8 +104,8 @@ def test_what_a_damaged_journal_forgets_is_reported_and_read_from_the_events(
         journal.path.write_bytes(b"".join(damaged[damage]))
     left = journal.left_over(EVENTS, was_driven=True)
     assert (left.newest_step, left.skipped_steps) == (60, (8, 70)) and left.problem
-    assert "skips the batches of steps 8, 70, goes back to step 60" in left.told()
-    assert "\n" not in left.told()
+    assert "skips the batches of steps 8, 70, goes back to step 60" in left.text()
+    assert "\n" not in left.text()
 
 
 def test_a_run_that_never_had_a_journal_has_lost_none(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ class Journal:
 
 @dataclass(frozen=True)
 class LeftOver:
-    """Of one start for the next."""
+    """What one start leaves for the next."""
 
     newest_step: int | None = None
     """The newest step that can be trusted, where the ranks had not gone back to it; ``None``: any can."""
@@ -133,14 +133,14 @@ class LeftOver:
     problem: str = ""
     """What is wrong with the journal; then decisions that no event reports are forgotten."""
 
-    def told(self) -> str:
-        """For people."""
+    def text(self) -> str:
+        """Return the problem and what is known in spite of it, for the event."""
         known = ", ".join(map(str, self.skipped_steps[:_MOST_TOLD])) or "none"
         more = len(self.skipped_steps) - _MOST_TOLD
         known += f" and {more} more" if more > 0 else ""
         newest = "" if self.newest_step is None else f", goes back to step {self.newest_step}"
-        told = f"skips the batches of steps {known}{newest}"
-        return f"journal.jsonl: {self.problem}; from the run's events: {told}"
+        skips = f"skips the batches of steps {known}{newest}"
+        return f"journal.jsonl: {self.problem}; from the run's events: {skips}"
 
 
 @dataclass
@@ -184,8 +184,8 @@ def _told_by_events(events: Sequence[Record]) -> tuple[int | None, set[int]]:
             continue
         if isinstance(steps, list):
             skipped |= {step for step in steps if isinstance(step, int)}
-        told = event.get("newest_step") if name == "restart" else None
-        newest = told if isinstance(told, int) else None
+        step = event.get("newest_step") if name == "restart" else None
+        newest = step if isinstance(step, int) else None
     return newest, skipped
 
 

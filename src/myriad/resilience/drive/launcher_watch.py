@@ -26,7 +26,7 @@ _LEFT_ALONE = "training goes on, but a driver or node agent that dies is not rep
 
 
 class LauncherWatch:
-    """Of the process that has started this driver."""
+    """Watches the process that has started this driver."""
 
     def __init__(
         self, pid: int | None = None, output: int = 1, clock: Callable[[], float] = time.monotonic

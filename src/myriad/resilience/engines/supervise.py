@@ -64,7 +64,7 @@ def see_through(
     journal = Journal(run.path / "journal.jsonl")
     left = journal.left_over(run.read_events(), was_driven=(run.logs_path / "driver.log").exists())
     if left.problem:
-        run.append_event("journal", problem=left.told(), skipped_steps=list(left.skipped_steps))
+        run.append_event("journal", problem=left.text(), skipped_steps=list(left.skipped_steps))
     fewer = Fewer.of(job) if world == job.layout.world else None
     plan = Plan(
         world=world,

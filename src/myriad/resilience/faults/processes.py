@@ -24,7 +24,7 @@ _MODULES: dict[Target, str] = {
     "keeper": "myriad.checkpoint.keeper_process",
 }
 _WORDS: dict[Target, str] = {"watch": "watch", "redis": REDIS_SERVER}
-"""Of the commands of services that a scenario has started."""
+"""A word of the command line of each service that a scenario has started."""
 _STALE_SECONDS = 0.1
 _NODE_WORD = 4
 """Of an executor's command: ``python -m MODULE RUN NODE ...``."""

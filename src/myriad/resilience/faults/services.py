@@ -31,7 +31,7 @@ def missing_for_redis() -> str:
 
 
 class Services:
-    """Of one run."""
+    """The services of one run."""
 
     def __init__(self, folder: Path) -> None:
         """``folder``: for what they print, once it is there."""
