@@ -341,32 +341,43 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_first_step(tmp_pat
     assert told.startswith("checkpoint.url = ") and "cannot be written" in told and json.dumps(told)
 
 
-def hang(path: Path) -> Path:
-    """Whoever asks who owns the folder waits until somebody writes to the pipe that is given."""
-    os.mkfifo(path / "checkpoints" / "blocked")
-    (path / "checkpoints" / "attempt").rename(path / "attempt")
-    (path / "checkpoints" / "attempt").symlink_to("blocked")
-    return path / "checkpoints" / "blocked"
+SLOW_STORAGE = """
+import os, time
+from myriad.checkpoint.folder import CheckpointFolder
+
+ask = CheckpointFolder.owner
+
+def wait_and_ask(folder):
+    while os.path.exists(os.environ["HANGS_WHILE"]):
+        time.sleep(0.01)
+    return ask(folder)
+
+CheckpointFolder.owner = wait_and_ask
+"""
 
 
-def recover(path: Path, pipe: Path) -> None:
-    (path / "attempt").rename(path / "checkpoints" / "attempt")
-    with open(pipe, "w") as stream:
-        stream.write("1")
+@pytest.fixture
+def hangs_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """While this file is there, a snapshot server that asks who owns its folder of checkpoints waits."""
+    (tmp_path / "patch").mkdir()
+    (tmp_path / "patch" / "sitecustomize.py").write_text(SLOW_STORAGE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "patch"), prepend=os.pathsep)
+    monkeypatch.setenv("HANGS_WHILE", str(tmp_path / "hangs"))
+    return tmp_path / "hangs"
 
 
-def test_a_step_for_which_slow_storage_left_no_memory_is_told(tmp_path: Path) -> None:
+def test_a_step_for_which_slow_storage_left_no_memory_is_told(tmp_path: Path, hangs_while: Path) -> None:
     def go() -> None:
         run = Run(tmp_path, 1, every=1, keep=10, memory_every=0)
         run.resume()
         run.step(1)
         assert run.session.finish(1) is None
-        pipe = hang(tmp_path)
+        hangs_while.touch()
         for step in (2, 3, 4):
             run.step(step)
             run.session.settle()
             time.sleep(0.2)
-        recover(tmp_path, pipe)
+        hangs_while.unlink()
         run.step(5, is_last=True)
         run.end(5)
 
@@ -375,7 +386,9 @@ def test_a_step_for_which_slow_storage_left_no_memory_is_told(tmp_path: Path) ->
     assert (4, "checkpoint not taken: earlier ones are still being stored") in told
 
 
-def test_slow_storage_stores_the_newest_it_can_and_says_what_it_left_out(tmp_path: Path) -> None:
+def test_slow_storage_stores_the_newest_it_can_and_says_what_it_left_out(
+    tmp_path: Path, hangs_while: Path
+) -> None:
     """Training never waits for it: of steps that come while one is being stored, the newest is next."""
 
     def go() -> None:
@@ -383,12 +396,12 @@ def test_slow_storage_stores_the_newest_it_can_and_says_what_it_left_out(tmp_pat
         run.resume()
         run.step(1)
         assert run.session.finish(1) is None
-        pipe = hang(tmp_path)
+        hangs_while.touch()
         for step in (2, 3, 4, 5):
             run.step(step)
             run.session.settle()
             time.sleep(0.2)
-        recover(tmp_path, pipe)
+        hangs_while.unlink()
         run.step(6, is_last=True)
         run.end(6)
 
