@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from myriad.checkpoint.config import CheckpointConfig
-from myriad.checkpoint.dcp import make_metadata, make_pieces
+from myriad.checkpoint.dcp import make_pieces
+from myriad.checkpoint.dcp_metadata import make_metadata
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.progress import progress_rectangle
 from myriad.checkpoint.random_state import random_rectangle

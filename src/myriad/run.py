@@ -85,7 +85,7 @@ class Run:
         try:
             return load_job(str(self.job_path))
         except BadInputError as error:  # it names a key that was not typed
-            allowed = f"has {error}; another version of Myriad may have written it"
+            allowed = f"has {error}; correct it, or use the version of Myriad that wrote it"
             raise BadInputError("run", str(self.job_path), allowed) from None
 
     def check_job_file(self) -> None:

@@ -66,7 +66,8 @@ def test_ranks_that_another_launcher_starts_tell_it_too(tmp_path: Path) -> None:
     run.job_path.write_text(text.replace("\ncredit = 16777216\n", "\ncredit = 3\n"))
     done = run_python(tmp_path, "myriad.train.worker", "run")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("myriad: error: overlap.credit = 3: at least overlap.partition")
+    said = "myriad: error: run = 'run/job.toml': has overlap.credit = 3: at least overlap.partition"
+    assert done.stderr.startswith(said)
     assert {path.name for path in run.path.iterdir()} == {"job.toml", "logs", "checkpoints"}
 
 

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -152,10 +153,11 @@ def test_ranks_that_start_again_wait_for_a_server_that_is_being_restarted(
     server.kill()
     error_of(lambda: open_store(server.url))
     monkeypatch.setenv("MYRIAD_EPOCH", "2")
-    restart = threading.Timer(1.0, server.start)
-    restart.start()
-    open_store(server.url).set("key", "value")
-    restart.join()
+    with ThreadPoolExecutor(1) as rank:
+        store = rank.submit(open_store, server.url)
+        time.sleep(1.0)
+        server.start()  # here: the server ends with the thread that has started it
+        store.result(60).set("key", "value")
 
 
 def test_a_server_that_takes_no_more_clients_says_so(server):
