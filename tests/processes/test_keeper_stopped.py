@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from myriad.checkpoint import keeper_client
 from myriad.checkpoint.keeper_client import KeeperClient, keeper_name
 from myriad.checkpoint.keeper_watch import ServerEvent, ServerWatch
 from myriad.checkpoint.wire import Closed
@@ -49,6 +50,25 @@ def until_seen(watch: ServerWatch) -> ServerEvent:
             return found
         time.sleep(0.1)
     raise AssertionError("not noticed")
+
+
+def test_a_server_that_is_killed_while_it_starts_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, killed = keeper_client.start_keeper, list[int]()
+
+    def start_and_kill_the_first(name: str, log: Path) -> "subprocess.Popen[bytes]":
+        process = start(name, log)
+        if not killed:
+            process.kill()
+            process.wait()
+            killed.append(process.pid)
+        return process
+
+    monkeypatch.setattr(keeper_client, "start_keeper", start_and_kill_the_first)
+    client = KeeperClient(keeper_name(tmp_path), starts=True, log=tmp_path / "keeper.log")
+    assert client.is_alive() and killed != [pid_of(client)]
+    os.kill(pid_of(client), signal.SIGKILL)
 
 
 def test_a_stopped_server_is_continued_and_killed_when_it_is_stopped_again(

@@ -90,9 +90,9 @@ class KeeperClient:
         deadline = time.monotonic() + _START_SECONDS
         while (connection := self._connect()) is None:
             code = None if process is None else process.poll()
-            if code or time.monotonic() > deadline:
+            if (code or 0) > 0 or time.monotonic() > deadline:
                 raise RunFailedError(f"the checkpoint process did not start (log: {log})")
-            if code == 0:  # an older one still had the name, and was about to end
+            if code is not None:  # 0: an older one still had the name; below 0: killed while it started
                 process = start_keeper(name, log)
             time.sleep(_POLL_SECONDS)
         return connection
