@@ -9,6 +9,7 @@ the next argument.
 import difflib
 import re
 from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from typer.core import TyperCommand
@@ -98,7 +99,7 @@ class OverrideCommand(TyperCommand):
         """Takes the overrides out, refuses unknown options with the nearest known one, parses the rest."""
         own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
         ctx.meta[_META], rest = split_overrides(args, own)
-        for token, after in zip(rest, [*rest[1:], ""], strict=True):
+        for token, after in pairwise([*rest, ""]):
             if token.startswith("--") and token != "--" and token.partition("=")[0] not in own:
                 raise _unknown(token, own, "" if after.startswith("--") else after)
         return super().parse_args(ctx, rest)

@@ -1,10 +1,11 @@
 """Job keys as options: every way to write them, and what a slip of the fingers gets."""
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.cli.overrides import parse_overrides, split_overrides
+from myriad.cli.overrides import OverrideCommand, parse_overrides, split_overrides
 from myriad.errors import BadInputError
 from myriad.job import job_keys, load_job
 
@@ -54,3 +55,14 @@ def test_both_ways_to_write_a_number_mean_the_same(key, value):
 def test_overrides_reach_the_job():
     job = load_job("tiny", parse_overrides(["--layout.tp", "2", "--model.bias", "--name", "other"]))
     assert (job.layout.tp, job.model.bias, job.name) == (2, True, "other")
+
+
+def test_a_verb_may_be_typed_without_anything_behind_it():
+    """As `make train` does."""
+    app = typer.Typer()
+
+    @app.command(cls=OverrideCommand)
+    def verb(context: typer.Context) -> None:
+        assert OverrideCommand.of(context) == []
+
+    app([], standalone_mode=False)
