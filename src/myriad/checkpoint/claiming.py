@@ -18,6 +18,7 @@ from typing import Any
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.checkpoint.storage import LocalStorage
 from myriad.errors import BadInputError
+from myriad.whole_file import parse_json
 
 __all__ = ["Claimed", "check_run", "claim_folder", "give_back", "take_folder"]
 
@@ -86,7 +87,7 @@ def give_back(folder: CheckpointFolder) -> None:
 
 def _noted(folder: CheckpointFolder) -> dict[str, Any]:
     try:
-        found = json.loads(folder.storage.read(_RUN))
+        found = parse_json(folder.storage.read(_RUN))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -25,6 +25,7 @@ from myriad.checkpoint.weights import Shapes, Weights
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
+from myriad.whole_file import parse_json
 
 __all__ = ["HuggingFaceWeights", "end_of_text", "is_hugging_face", "write_folder"]
 
@@ -163,8 +164,8 @@ def _refuse_other_index(path: Path, places: Mapping[str, "_Place"]) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise BadInputError("path", str(path), f"not readable ({error})") from None
     if not isinstance(content, dict):
         raise BadInputError("path", str(path), "must be a JSON object")

@@ -198,8 +198,8 @@ def _show_faults(facts: "Facts", console: "Console") -> None:
     older = max(0, len(facts.account.faults) - _MOST_FAULTS)
     rows = fault_cells(facts.account.faults[older:])
     if older:
-        told = f"\nthe newest {len(rows)} faults; {older:,} older ones stand in events.jsonl"
-        console.print(told, style="dim", markup=False, soft_wrap=True)
+        note = f"\nthe newest {len(rows)} faults; {older:,} older ones stand in events.jsonl"
+        console.print(note, style="dim", markup=False, soft_wrap=True)
     if rows:
         numbered = [[str(number), *row[:-1]] for number, row in enumerate(rows, older + 1)]
         _table(console, ["fault", *FAULT_HEADINGS[:-1]], numbered, (0, 4, 5, 6))
