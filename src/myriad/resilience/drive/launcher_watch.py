@@ -1,6 +1,6 @@
 """Whether the launcher (`myriad train`), which replaces drivers and node agents that die, does its work.
 
-    stopped   its state in /proc is T, for 3 s
+    stopped   its state in /proc is T, for 2.5 s
     hung      it reads nothing of the driver's output, to which a line is written each second, for 5 s
 
 Nothing can take its place: when it ends, the run does. So the run goes on, and what is wrong is reported.
@@ -31,7 +31,7 @@ class LauncherWatch:
     def __init__(
         self, pid: int | None = None, output: int = 1, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``pid``: off: it is that of MYRIAD_ENGINE_PID; ``output``: the pipe that the launcher reads."""
+        """``pid``: the launcher; off: MYRIAD_ENGINE_PID. ``output``: the pipe that the launcher reads."""
         engine = os.environ.get("MYRIAD_ENGINE_PID")
         self._pid = int(engine) if pid is None and engine is not None else pid
         self._output, self._stopped, self._clock = (
