@@ -174,6 +174,17 @@ def test_large_models_leave_in_several_files_and_in_bfloat16(tmp_path: Path) -> 
     assert all(torch.equal(rounded[name], tensor) for name, tensor in theirs.state_dict().items())
 
 
+def test_float16_is_written_and_refused_where_it_would_overflow(tmp_path: Path) -> None:
+    weights = random_weights(**LLAMA)
+    theirs = load_theirs(exported(weights, tmp_path / "out", dtype="float16"), dtype="auto")
+    assert theirs.dtype == torch.float16
+    name = "blocks.0.mlp.down.weight"
+    weights.read(name).mul_(1e9)
+    with pytest.raises(BadInputError, match=rf"--dtype = 'float16': .*{name} has values beyond 65,504"):
+        exported(weights, tmp_path / "other", dtype="float16")
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [

@@ -99,7 +99,7 @@ def test_every_layout_begins_with_the_same_weights(
     expected = train(one)
     assert expected[0] == pytest.approx(loss_of(weights, one), rel=1e-5)
     assert abs(expected[0] - train(start("seed", model))[0]) > 0.1, "not the loss of the seed's weights"
-    for number, layout in enumerate(LAYOUTS if model is not GPT2 else LAYOUTS[:3]):
+    for number, layout in enumerate(LAYOUTS[2:] if model is not GPT2 else LAYOUTS[:3]):
         run = start(str(number), model, f"train.init_from={source}", *layout)
         found = train(run)
         assert found[0] == pytest.approx(expected[0], rel=1e-5), layout

@@ -4,7 +4,7 @@ from pydantic import Field
 
 from myriad.config import Config
 
-__all__ = ["CheckpointConfig"]
+__all__ = ["CheckpointConfig", "num_slots"]
 
 
 class CheckpointConfig(Config):
@@ -37,3 +37,10 @@ class CheckpointConfig(Config):
     restart_from_scratch: bool = False
     """On the command line only, for one start: begin again at step 1 when the run has trained and none of its
     checkpoints can be loaded. Those are set aside as step-N.damaged. Unused while one can be loaded."""
+
+
+def num_slots(config: CheckpointConfig, *, several_nodes: bool, compares: bool) -> int:
+    """Return how many snapshots a rank's memory holds; ``compares``: replicas compare what they hold."""
+    # the newest and the next; one being stored, one that waits for it; one being copied, the last copied
+    slots = 2 + 2 * (config.memory_every > 0) + 2 * (several_nodes and config.copies_every > 0)
+    return slots + compares  # what may be gone back to

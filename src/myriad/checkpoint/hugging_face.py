@@ -27,10 +27,11 @@ from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.whole_file import parse_json
 
-__all__ = ["HuggingFaceWeights", "end_of_text", "is_hugging_face", "write_folder"]
+__all__ = ["ExportType", "HuggingFaceWeights", "end_of_text", "is_hugging_face", "write_folder"]
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ExportType = Literal["float32", "bfloat16", "float16"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHARD_BYTES = 5 * 10**9
 _OUTPUT = "lm_head.weight"
 _DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
@@ -177,14 +178,15 @@ def write_folder(
     model: ModelConfig,
     out: Path,
     tokenizer: Tokenizer | None,
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: ExportType = "float32",
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
     """Everything that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` need, in
     ``out``.
 
     Holds one file's tensors in memory at a time. Raises `BadInputError`, with nothing written, for a model
-    that has no counterpart there and for an ``out`` that is not empty."""
+    that has no counterpart there, for weights beyond float16's range where that is ``dtype``, and for an
+    ``out`` that is not empty."""
     end = None if tokenizer is None else tokenizer.end_of_document
     config, links = config_of(model, dtype, end), links_of(model)
     _refuse_other_weights(weights, links)
@@ -248,13 +250,20 @@ def _write_weights(
         name = _WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors: dict[str, torch.Tensor] = {}
         for link in links:
-            tensors |= link.write(weights.read(link.name).to(dtype))
+            tensors |= link.write(_rounded(weights, link.name, dtype))
         _save(tensors, folder / name)
         shutil.copymode(folder / _CONFIG, folder / name)  # safetensors lets nobody else read it
         total += sum(tensor.nbytes for tensor in tensors.values())
         places |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _rounded(weights: Weights, name: str, dtype: torch.dtype) -> torch.Tensor:
+    values = weights.read(name)
+    if dtype == torch.float16 and float(values.abs().max()) > torch.finfo(dtype).max:
+        raise BadInputError("--dtype", "float16", f"float32 or bfloat16: {name} has values beyond 65,504")
+    return values.to(dtype)
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:

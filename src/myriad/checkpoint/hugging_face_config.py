@@ -111,8 +111,8 @@ def _window(model: ModelConfig) -> int | None:
 
 
 def config_of(model: ModelConfig, dtype: str, end_of_document: int | None) -> dict[str, Any]:
-    """Contents of ``config.json``, as versions 4 and 5 of transformers read them. ``dtype``: float32 or
-    bfloat16; ``end_of_document``: token, if known. Raises `BadInputError` for a model that has no
+    """Contents of ``config.json``, as versions 4 and 5 of transformers read them. ``dtype``: name of
+    the weights' type; ``end_of_document``: token, if known. Raises `BadInputError` for a model that has no
     counterpart."""
     kind = kind_of(model)
     own = _write_gpt2(model) if kind == "gpt2" else _write_rotary(model, kind)

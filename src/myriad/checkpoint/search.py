@@ -112,10 +112,11 @@ def _find_newest(
             if verdict.good:
                 return found
             damaged |= verdict.damaged
-        elif not one.problems:
+        elif step in whole:
             found.problems.append(
                 f"memory: step {step}: the snapshots were dropped before they could be read"
             )
+            found.unreadable = True
         found.unreadable |= not damaged
         if step in durable and damaged:
             found.damaged.append(step)

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from myriad.checkpoint.claiming import Claimed
-from myriad.checkpoint.config import CheckpointConfig
+from myriad.checkpoint.config import CheckpointConfig, num_slots
 from myriad.checkpoint.copies import choose_node, new_token
 from myriad.checkpoint.dcp import make_pieces
 from myriad.checkpoint.dcp_metadata import METADATA, make_metadata
@@ -50,6 +50,7 @@ from myriad.model.rectangle import Rectangle
 
 __all__ = ["Loaded", "Session", "Settings"]
 
+_Known = TypeVar("_Known")
 _NO_PAST = Past()
 _CLAIM_SECONDS = 60.0
 """How long a start waits for the storage, if it does not say sooner that it is away."""
@@ -146,9 +147,9 @@ class Session:
         """Another run that stored in the same place, and is not there any more."""
         return self._claimed.taken_from
 
-    def agree(self, past: Past) -> Past:
+    def agree(self, known: _Known) -> _Known:
         """Return what rank 0 knows, on every rank."""
-        found: Past = self._world.gather(past)[0]
+        found: _Known = self._world.gather(known)[0]
         return found
 
     def distrust(self, newest: int) -> None:
@@ -185,9 +186,6 @@ class Session:
         pieces, config, world = make_pieces(own), self._settings.config, self._world
         pieces_of_rank = world.gather(pieces)
         several = len(world.ranks_of_node) > 1
-        # the newest and the next; one being stored, one that waits for it; one being copied, the last copied
-        num_slots = 2 + 2 * (config.memory_every > 0) + 2 * (several and config.copies_every > 0)
-        num_slots += self._settings.compares  # what may be gone back to
         self._join = partial(
             self._client.join,
             pieces,
@@ -195,7 +193,7 @@ class Session:
             rank=self._grid.rank,
             world=self._grid.layout.world,
             num_local=len(world.ranks_of_node[world.node]),
-            num_slots=num_slots,
+            num_slots=num_slots(config, several_nodes=several, compares=self._settings.compares),
             resumed=self._resumed,
         )
         try:

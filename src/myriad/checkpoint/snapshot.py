@@ -10,11 +10,12 @@ stream copies into the same memory, pinned, and the update waits for it on the d
 """
 
 import ctypes
+import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from myriad.model.rectangle import Rectangle
 
 __all__ = ["Snapshots", "Wants"]
 
+_LOG = logging.getLogger(__name__)
 
 _POLL_SECONDS, _CHECK_SECONDS, _NICENESS = 0.01, 1.0, 10
 _SMALL_BYTES = 2**26
@@ -96,7 +98,7 @@ class Snapshots:
         self._client, self._memory = client, memory
         self._copier = _CudaCopier(memory, device) if device.type == "cuda" else _HostCopier(memory)
         self._rejoin, self._rejoins = rejoin, 0
-        self._copies = _plan(rectangles, pieces)
+        self._copies = [part for one in _plan(rectangles, pieces) for part in _within_pins(one)]
         self._jobs: queue.SimpleQueue[tuple[int, Wants, int | None] | None] = queue.SimpleQueue()
         self._copied, self._told = threading.Event(), threading.Event()
         self._copied.set()
@@ -147,6 +149,7 @@ class Snapshots:
         self._copier.close()
 
     def _work(self) -> None:
+        self._copier.enter_thread()
         if sum(one.num_bytes for one in self._copies) < _SMALL_BYTES:
             with suppress(OSError):  # training's thread goes first where cores are scarce
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
@@ -232,6 +235,9 @@ class _HostCopier:
         self._memory = memory
         self.prepare: Callable[[], None]
 
+    def enter_thread(self) -> None:
+        """The calling thread is the one that calls `finish`."""
+
     def move(self, memory: SnapshotMemory) -> None:
         """From now on into this memory."""
         self._memory = memory
@@ -257,15 +263,27 @@ class _HostCopier:
         """Nothing is left open."""
 
 
+_PIN_BYTES = 2**36
+"""Most bytes that are registered with CUDA at once: drivers refuse hundreds of GiB. No copy may touch two
+registrations."""
+
+
 class _CudaCopier:
-    """Copies on a stream of its own into the same memory, pinned. Has run on no machine yet."""
+    """Copies on a stream of its own into the same memory, pinned; where CUDA does not pin it, in the snapshot
+    thread, and the next update waits for that. Has run on no machine yet."""
 
     def __init__(self, memory: SnapshotMemory, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._updated, self._done = torch.cuda.Event(), torch.cuda.Event()
+        # the snapshot thread sleeps until the second has passed: it would keep a core busy else
+        self._updated, self._done = torch.cuda.Event(), torch.cuda.Event(blocking=True)
         self.prepare: Callable[[], None]
+        self._pinned: list[int] = []
         self._pin(memory)
+
+    def enter_thread(self) -> None:
+        """Calls of CUDA from this thread are about this rank's device, and open no context on another."""
+        torch.cuda.set_device(self._device)
 
     def move(self, memory: SnapshotMemory) -> None:
         """From now on into this memory."""
@@ -274,14 +292,28 @@ class _CudaCopier:
 
     def _pin(self, memory: SnapshotMemory) -> None:
         self._memory = memory
-        code = torch.cuda.cudart().cudaHostRegister(memory.address, memory.num_slots * memory.slot_bytes, 0)
-        if int(code):
-            raise RunFailedError(f"the snapshots' memory cannot be pinned: CUDA error {int(code)}")
+        for slot in range(memory.num_slots):
+            for start in range(0, memory.slot_bytes, _PIN_BYTES):
+                address = memory.slot_address(slot) + start
+                size = min(_PIN_BYTES, memory.slot_bytes - start)
+                code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+                if code:
+                    self.close()
+                    _forget_error(self._device)
+                    _LOG.warning(
+                        "snapshots are copied more slowly: CUDA error %d when their memory was pinned", code
+                    )
+                    return
+                self._pinned.append(address)
 
     def begin(self, copies: Sequence[_Copy], slot: int) -> None:
         """Asks the device for all of them, once it has come this far in training's stream."""
         self.prepare()
         self._updated.record(torch.cuda.current_stream(self._device))
+        if self._pinned:
+            self._copy(copies, slot)
+
+    def _copy(self, copies: Sequence[_Copy], slot: int) -> None:
         self._stream.wait_event(self._updated)
         with torch.cuda.stream(self._stream):
             for one in copies:
@@ -290,15 +322,42 @@ class _CudaCopier:
 
     def finish(self, copies: Sequence[_Copy], slot: int) -> None:
         """They are done when this returns; the device computes on."""
+        if not self._pinned:
+            self._copy(copies, slot)
         self._done.synchronize()
 
     def settle(self, copied: threading.Event) -> None:
-        """Training's stream waits, not its thread."""
+        """Training's stream waits, not its thread; without pinned memory its thread waits too."""
+        if not self._pinned:
+            copied.wait()
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
     def close(self) -> None:
         """Unpins."""
-        torch.cuda.cudart().cudaHostUnregister(self._memory.address)
+        while self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())
+
+
+def _forget_error(device: torch.device) -> None:
+    """A failed call leaves its error to the next kernel that is started, which reports it as its own."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)
+
+
+def _within_pins(one: _Copy) -> Iterator[_Copy]:
+    """The same copy in parts of which none touches two registrations of a slot."""
+    if one.num_bytes <= _PIN_BYTES - one.start % _PIN_BYTES:
+        yield one
+        return
+    rows_bytes = one.num_bytes // len(one.source)
+    first = (_PIN_BYTES - one.start % _PIN_BYTES) // rows_bytes
+    if first:
+        yield from _within_pins(_Copy(one.source[:first], one.start))
+    else:  # the first row is in both
+        yield from _within_pins(_Copy(one.source[0], one.start))
+        first = 1
+    if first < len(one.source):
+        yield from _within_pins(_Copy(one.source[first:], one.start + first * rows_bytes))
 
 
 def _place(memory: SnapshotMemory, slot: int, one: _Copy) -> torch.Tensor:

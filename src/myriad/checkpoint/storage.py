@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from myriad.checkpoint.direct import Buffer, DirectSink, read_direct
 from myriad.errors import BadInputError
+from myriad.remote_urls import open_url
 from myriad.whole_file import opened_to_read
 
 __all__ = ["CACHE_BYTES", "Seen", "Sink", "Storage", "open_storage"]
@@ -98,9 +99,7 @@ def open_storage(url: str | Path) -> Storage:
     if not mark or scheme == "file":
         return LocalStorage(Path(rest if mark else text))
     try:
-        import fsspec
-
-        fs, root = fsspec.core.url_to_fs(text, use_listings_cache=False)  # others write here too
+        fs, root = open_url(text, use_listings_cache=False)  # others write here too
     except (ImportError, ValueError, OSError) as error:
         raise BadInputError("checkpoint.url", text, f"cannot be opened: {_one_line(error)}") from None
     return RemoteStorage(text, fs, root)

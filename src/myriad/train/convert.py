@@ -5,10 +5,11 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from myriad.checkpoint.folder import CheckpointFolder, open_checkpoint
 from myriad.checkpoint.hugging_face import (
+    ExportType,
     HuggingFaceWeights,
     end_of_text,
     is_hugging_face,
@@ -30,7 +31,7 @@ from myriad.train.weights import job_of, open_weights
 __all__ = ["export_hugging_face", "import_hugging_face"]
 
 
-def export_hugging_face(path: str, out: Path, dtype: Literal["float32", "bfloat16"]) -> dict[str, Any]:
+def export_hugging_face(path: str, out: Path, dtype: ExportType) -> dict[str, Any]:
     """Writes the weights of a run (its newest whole checkpoint) or of one checkpoint to ``out``; gives what
     was written. Raises `BadInputError`, with nothing written, for a model that has no counterpart."""
     weights = open_weights(path, "PATH", every_byte=True)

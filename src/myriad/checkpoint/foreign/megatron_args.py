@@ -1,0 +1,199 @@
+"""Arguments of Megatron-LM to what they say of a model. No torch here.
+
+Read from a checkpoint (the namespace ``args`` that Megatron-LM saves) or from a command line; names and
+defaults are those of ``megatron/training/arguments.py``. An argument that changes what the model computes and
+has no counterpart is refused with its name; `myriad.translate` lists the rest.
+
+| argument                                          | `ModelConfig`                                     |
+|---------------------------------------------------|---------------------------------------------------|
+| normalization RMSNorm, LayerNorm                  | norm rms, layer                                   |
+| swiglu; squared_relu; bias_gelu_fusion, openai_gelu| swiglu; relu2; gelu_tanh (else gelu)              |
+| position_embedding_type rope, learned_absolute    | position rotary, learned                          |
+| add_bias_linear                                   | bias (a key's bias is dropped: softmax ignores it)|
+| padded_vocab_size                                 | vocabulary: the loss there counts padding as well |
+| window_size (n, 0)                                | window n + 1                                      |
+"""
+
+from collections.abc import Mapping
+from math import gcd
+from typing import Any
+
+from pydantic import ValidationError
+
+from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
+
+__all__ = ["MODEL_ARGUMENTS", "model_of_arguments"]
+
+_OFF: dict[str, str] = {
+    "num_experts": "experts",
+    "multi_latent_attention": "latent attention",
+    "qk_layernorm": "norms of queries and keys",
+    "qk_l2_norm": "norms of queries and keys",
+    "use_rope_scaling": "scaled rotary positions",
+    "apply_residual_connection_post_layernorm": "a residual after the norm",
+    "mtp_num_layers": "multi-token prediction",
+    "heterogeneous_layers_config_path": "layers that differ",
+    "heterogeneous_layers_config_encoded_json": "layers that differ",
+    "add_qkv_bias": "biases of queries, keys and values alone",
+    "quick_geglu": "this activation",
+    "glu_linear_offset": "this activation",
+    "attention_output_gate": "a gate after attention",
+    "is_hybrid_model": "state-space layers",
+    "hybrid_override_pattern": "state-space layers",
+    "softmax_type": "a learned offset of softmax",
+    "use_kitchen": "this kernel library",
+    "scale_embeddings": "scaled embeddings",
+    "window_attn_skip_freq": "a window in some layers",
+    "retro_add_retriever": "retrieval",
+    "tokentype_size": "token types",
+}
+"""Arguments that must be off: what they switch on changes the model, and Myriad's has none of it."""
+_OFF_VALUES = (None, False, 0, "", "vanilla", 0.0)
+
+MODEL_ARGUMENTS = frozenset({
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels",
+    "group_query_attention", "num_query_groups", "seq_length", "max_position_embeddings",
+    "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor", "normalization", "norm_epsilon", "layernorm_epsilon", "swiglu",
+    "squared_relu", "openai_gelu", "bias_gelu_fusion", "onnx_safe", "add_bias_linear", "window_size",
+    "untie_embeddings_and_output_weights", "padded_vocab_size", "vocab_size", "hidden_dropout",
+    "attention_dropout", "init_method_std", "make_vocab_size_divisible_by", "apply_layernorm_1p",
+    "layernorm_zero_centered_gamma", "use_rotary_position_embeddings", "no_position_embedding", *_OFF,
+})  # fmt: skip
+"""Arguments that are read here."""
+
+
+def _refuse(key: str, name: str, value: object, allowed: str) -> None:
+    raise BadInputError(key, str(value)[:100], f"{name} must be {allowed}")
+
+
+def model_of_arguments(arguments: Mapping[str, Any], key: str) -> tuple[ModelConfig, list[str]]:
+    """The model, and a sentence for each thing that differs without changing its logits.
+
+    ``key``: what the user gave, for messages. Raises `BadInputError` for an argument without a
+    counterpart."""
+    for name, what in _OFF.items():
+        if arguments.get(name) not in _OFF_VALUES:
+            _refuse(key, name, arguments[name], f"off: Myriad has no counterpart for {what}")
+    layers = _size(arguments, "num_layers", key)
+    hidden, heads = _size(arguments, "hidden_size", key), _size(arguments, "num_attention_heads", key)
+    swiglu = bool(arguments.get("swiglu"))
+    groups = (
+        _size(arguments, "num_query_groups", key, heads)
+        if _flag(arguments, "group_query_attention")
+        else heads
+    )
+    position = _position(arguments, key)
+    sequence = _size(arguments, "seq_length", key, _size(arguments, "max_position_embeddings", key, 1024))
+    rows = _size(arguments, "max_position_embeddings", key, sequence)
+    vocabulary = arguments.get("padded_vocab_size") or arguments.get("vocab_size")
+    norm, bias = _norm(arguments, key)
+    values: dict[str, Any] = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": groups if groups != heads else None,
+        "head_dim": _size(arguments, "kv_channels", key, hidden // heads),
+        "ffn_hidden": _size(arguments, "ffn_hidden_size", key, _default_ffn(hidden, swiglu)),
+        "sequence": rows if position == "learned" else sequence,
+        "position": position,
+        "rotary_base": arguments.get("rotary_base") or 10000.0,
+        "norm": norm,
+        "bias": bias,
+        "norm_epsilon": arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)),
+        "activation": _activation(arguments),
+        "tied": not arguments.get("untie_embeddings_and_output_weights", False),
+        "dropout": arguments.get("hidden_dropout", 0.1),
+        "initial_deviation": arguments.get("init_method_std", 0.02),
+        "window": _window(arguments, key),
+    }
+    if vocabulary is not None:
+        values["vocabulary"] = vocabulary
+        values["vocabulary_multiple"] = gcd(int(vocabulary), 128) if isinstance(vocabulary, int) else 1
+    model = _validated(values, key)
+    return model, list(_differences(arguments, model, sequence))
+
+
+def _validated(values: dict[str, Any], key: str) -> ModelConfig:
+    try:
+        return ModelConfig(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadInputError(key, str(first["input"])[:100], f"{first['loc'][0]}: {first['msg']}") from None
+
+
+def _flag(arguments: Mapping[str, Any], name: str) -> bool:
+    return bool(arguments.get(name, False))
+
+
+def _size(arguments: Mapping[str, Any], name: str, key: str, default: int | None = None) -> int:
+    value = arguments.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**30:
+        _refuse(key, name, value, "a whole number of at least 1")
+    assert isinstance(value, int)
+    return value
+
+
+def _default_ffn(hidden: int, swiglu: bool) -> int:
+    """Return ``validate_args``'s default: with a gate two thirds of 4 h, rounded down to 64; else 4 h."""
+    return int((4 * hidden * 2 / 3) / 64) * 64 if swiglu else 4 * hidden
+
+
+def _position(arguments: Mapping[str, Any], key: str) -> str:
+    kind = arguments.get("position_embedding_type", "learned_absolute")
+    if _flag(arguments, "use_rotary_position_embeddings"):
+        kind = "rope"
+    if kind not in ("rope", "learned_absolute", "none"):
+        _refuse(key, "position_embedding_type", kind, "rope, learned_absolute or none")
+    if kind == "rope":
+        if arguments.get("rotary_percent", 1.0) != 1.0:
+            _refuse(key, "rotary_percent", arguments["rotary_percent"], "1.0: whole heads are turned")
+        if arguments.get("rotary_seq_len_interpolation_factor") not in (None, 1):
+            name = "rotary_seq_len_interpolation_factor"
+            _refuse(key, name, arguments[name], "off: Myriad does not interpolate positions")
+    return {"rope": "rotary", "learned_absolute": "learned", "none": "none"}[kind]
+
+
+def _norm(arguments: Mapping[str, Any], key: str) -> tuple[str, bool]:
+    kind = arguments.get("normalization", "LayerNorm")
+    if kind not in ("LayerNorm", "RMSNorm"):
+        _refuse(key, "normalization", kind, "LayerNorm or RMSNorm")
+    bias = bool(arguments.get("add_bias_linear", True))
+    if kind == "LayerNorm" and not bias:
+        _refuse(
+            key, "add_bias_linear", False, "true with LayerNorm, whose biases go with those of linears here"
+        )
+    return ("rms" if kind == "RMSNorm" else "layer"), bias
+
+
+def _activation(arguments: Mapping[str, Any]) -> str:
+    if _flag(arguments, "swiglu"):
+        return "swiglu"
+    if _flag(arguments, "squared_relu"):
+        return "relu2"
+    if _flag(arguments, "openai_gelu"):
+        return "gelu_tanh"
+    fused = arguments.get("bias_gelu_fusion", True) and arguments.get("add_bias_linear", True)
+    return "gelu_tanh" if fused else "gelu"
+
+
+def _window(arguments: Mapping[str, Any], key: str) -> int | None:
+    window = arguments.get("window_size")
+    if window is None:
+        return None
+    left, right = window if isinstance(window, list | tuple) and len(window) == 2 else (None, None)
+    if right != 0 or not isinstance(left, int) or left < 0:
+        _refuse(key, "window_size", window, "(n, 0) with n of at least 0")
+    assert isinstance(left, int)
+    return left + 1
+
+
+def _differences(arguments: Mapping[str, Any], model: ModelConfig, sequence: int) -> Any:
+    if arguments.get("attention_dropout", 0.1):
+        yield f"attention_dropout {arguments.get('attention_dropout', 0.1)}: Myriad drops no attention scores"
+    if model.position == "learned" and model.sequence != sequence:
+        yield f"seq_length {sequence}: model.sequence is the position table's length, {model.sequence}"
+    if model.bias and model.position != "rotary":
+        yield "biases of keys are dropped: softmax does not see them"
