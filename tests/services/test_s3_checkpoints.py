@@ -3,6 +3,7 @@ server that is away must not stop training, and ten thousand ranks must not each
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -30,6 +31,9 @@ from watched_runs import (
 
 from myriad.checkpoint.folder import CheckpointFolder
 from myriad.cli.main import build_app
+from myriad.data.config import DataConfig
+from myriad.data.corpus import open_corpora, read_batch
+from myriad.data.guard import BadBlockError
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.run import Run
@@ -285,3 +289,31 @@ def _assert_refused(done: "subprocess.CompletedProcess[str]", url: str, told: st
     [line] = done.stderr.strip().splitlines()
     assert f"checkpoint.url = {url!r}: " in line and told in line, line
     assert not (folder / "run").exists()
+
+
+def test_a_corpus_in_a_bucket_and_over_http_is_the_one_on_disk(
+    bucket: str, s3: Any, corpus: Path, object_store: "ObjectStore", tmp_path: Path
+):
+    for path in corpus.iterdir():
+        s3.upload_file(str(path), bucket, f"data/{path.name}", ExtraArgs={"ACL": "public-read"})
+
+    def read(name: str, rows: int = 20) -> np.ndarray:
+        opened = open_corpora(DataConfig(corpus=name, cache=str(tmp_path / "cache")), 32)
+        assert not opened.unchecked
+        return read_batch(opened, opened.sampler(1), range(rows))
+
+    urls = f"s3://{bucket}/data", f"{object_store.url}/{bucket}/data", f"s3://{bucket}/data/train-00000"
+    for url in urls:
+        assert np.array_equal(read(url), read(str(corpus))), url
+    flip(s3, bucket, "data/train-00000.bin")
+    for url in urls:
+        assert np.array_equal(read(url), read(str(corpus))), "from the cache"
+    shutil.rmtree(tmp_path / "cache")
+    content = s3.get_object(Bucket=bucket, Key="data/train-00000.bin")["Body"].read()
+    s3.put_object(Bucket=bucket, Key="data/train-00000.bin", Body=content, ACL="public-read")
+    s3.put_object(Bucket=bucket, Key="private/manifest.json", Body=b"{}")
+    with pytest.raises(BadInputError, match=r"manifest\.json cannot be read: 403"):
+        read(f"{object_store.url}/{bucket}/private")
+    for url in urls:
+        with pytest.raises(BadBlockError, match=f"{url.removesuffix('/train-00000')}/train-00000.bin: the "):
+            read(url)

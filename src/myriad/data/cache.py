@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from myriad.data.blocks import BLOCKS_SUFFIX
 from myriad.data.embedded import Document, embedded_documents, embedded_key, split_documents
+from myriad.data.hashing import add_block_hashes, record_files
 from myriad.data.indexed import IndexedWriter, token_type
-from myriad.data.manifest import Manifest, ShardRecord, Split, hash_file, read_manifest
+from myriad.data.manifest import Manifest, ShardRecord, Split, read_manifest
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -39,12 +41,30 @@ def prepare_embedded(
     """The folder of the embedded corpus, built if it is not there. ``progress`` hears each stage in words."""
     root = cache or cache_folder()
     folder = root / f"embedded-{embedded_key()}-{vocabulary}-{_RECIPE}"
-    if _is_whole(folder):
+    if _is_whole(folder) and _has_blocks(folder):
         return folder
     with _lock(root, folder.name):
         if not _is_whole(folder):
             _build(folder, vocabulary, progress or (lambda _: None))
+        elif not _has_blocks(folder):
+            _add_blocks(folder, vocabulary, progress or (lambda _: None))
     return folder
+
+
+def _has_blocks(folder: Path) -> bool:
+    """Whether block hashes are there, or cannot be added: an older version wrote none."""
+    if not os.access(folder, os.W_OK):
+        return True
+    manifest = read_manifest(folder)
+    return all(f"{shard.name}{BLOCKS_SUFFIX}" in manifest.files for shard in manifest.shards)
+
+
+def _add_blocks(folder: Path, vocabulary: int, progress: Callable[[str], None]) -> None:
+    """Make a corpus that turns out to be damaged anew."""
+    try:
+        add_block_hashes(folder)
+    except BadInputError:
+        _build(folder, vocabulary, progress)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -114,12 +134,14 @@ def _manifest(
     shards: tuple[ShardRecord, ...],
     documents: dict[Split, list[Document]],
 ) -> Manifest:
+    from myriad.data.tokenizer import TOKENIZER_FILE
+
     return Manifest(
         fingerprint=tokenizer.fingerprint,
         vocabulary=tokenizer.vocabulary,
         end_of_document=tokenizer.end_of_document,
         shards=shards,
         text_bytes={split: sum(len(one.text.encode()) for one in some) for split, some in documents.items()},
-        files={path.name: hash_file(path) for path in sorted(folder.iterdir())},
+        files=record_files(folder, [shard.name for shard in shards], [TOKENIZER_FILE]),
         plan={"source": "embedded"},
     )

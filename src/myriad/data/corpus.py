@@ -2,26 +2,36 @@
 
 Sample ``k`` of a corpus is tokens ``[k * sequence, k * sequence + sequence + 1)`` of its shards laid end to
 end: neighbours share one token, so every token but the first is predicted once in an epoch. Nothing is read
-until a sample is asked for.
+until a sample is asked for, and what is read is compared with the hashes of its blocks where the corpus has
+them (`myriad.data.checked`).
+
+A sample that lies in a bad block which may be skipped is replaced by another of the same corpus, drawn by its
+position alone: every rank, layout and resumed run draws the same.
 """
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
+from myriad.data.blocks import BLOCKS_SUFFIX, BlockHashes
 from myriad.data.cache import prepare_embedded
+from myriad.data.checked import HashedShard, LocalTokens, OpenFiles, Shard
 from myriad.data.config import CorpusShare, DataConfig
+from myriad.data.guard import BadBlockError, BlockGuard
 from myriad.data.indexed import IndexedShard
-from myriad.data.manifest import Manifest, Split, read_manifest
-from myriad.data.sampler import Sample, Sampler
-from myriad.errors import BadInputError
+from myriad.data.manifest import MANIFEST_FILE, FileRecord, Manifest, Split, read_manifest
+from myriad.data.remote import RemoteFolder, open_prefix, open_shards
+from myriad.data.sampler import Sample, Sampler, permute
+from myriad.errors import BadInputError, RunFailedError
+from myriad.remote_urls import is_url
 
 if TYPE_CHECKING:
     from myriad.data.tokenizer import Tokenizer
@@ -30,15 +40,26 @@ __all__ = ["EMBEDDED", "Corpora", "Corpus", "open_corpora", "open_corpus", "read
 
 EMBEDDED = "embedded"
 _TOKENIZER_FILE = "tokenizer.json"
+_MOST_REPLACEMENTS = 100
+"""Draws of another sample before a corpus counts as bad throughout."""
 
 
 class Corpus:
     """One split of one corpus: its shards, end to end."""
 
-    def __init__(self, path: Path, shards: Sequence[IndexedShard], manifest: Manifest | None) -> None:
-        """``path`` is what the user gave; ``manifest`` is None for Megatron's own files."""
+    def __init__(
+        self, path: Path, shards: Sequence[Shard], manifest: Manifest | None, name: str | None = None
+    ) -> None:
+        """``path``: where its tokenizer lies; ``manifest`` is None for Megatron's own files; ``name``:
+        the URL that the user gave, of a corpus that lies elsewhere."""
         self.path, self.manifest, self.shards = path, manifest, tuple(shards)
-        self._ends = list(accumulate(len(shard.tokens) for shard in shards))
+        self.name, self.is_far = name or str(path), name is not None
+        self._ends = list(accumulate(shard.num_tokens for shard in shards))
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether tokens are compared with hashes as they are read."""
+        return all(isinstance(shard, HashedShard) for shard in self.shards)
 
     @property
     def num_tokens(self) -> int:
@@ -76,21 +97,40 @@ class Corpus:
         """Hashes of the split's files by name; empty for Megatron's own format."""
         if self.manifest is None:
             return {}
-        names = [f"{shard.prefix.name}{suffix}" for shard in self.shards for suffix in (".bin", ".idx")]
+        stems = [shard.name.rpartition("/")[2] for shard in self.shards]
+        names = [f"{stem}{suffix}" for stem in stems for suffix in (".bin", ".idx")]
         return {name: self.manifest.files[name].xxh3_128 for name in names}
 
     def read(self, start: int, out: NDArray[np.int32]) -> None:
         """Fills ``out`` with tokens from number ``start`` on. Raises `BadInputError` naming a bad shard."""
-        number, filled = bisect_right(self._ends, start), 0
-        while filled < len(out):
+        filled = 0
+        for number, first, stop in self._parts(start, start + len(out)):
             shard = self.shards[number]
-            offset = start + filled - (self._ends[number] - len(shard.tokens))
-            piece = shard.tokens[offset : offset + len(out) - filled]
-            out[filled : filled + len(piece)] = piece
-            self._check_range(shard, out[filled : filled + len(piece)])
-            filled, number = filled + len(piece), number + 1
+            piece = out[filled : filled + stop - first]
+            shard.read(first, piece)
+            self._check_range(shard, piece)
+            filled += len(piece)
 
-    def _check_range(self, shard: IndexedShard, tokens: NDArray[np.int32]) -> None:
+    def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Bring the tokens [start, stop) of each range near, where that takes long one by one."""
+        wanted: dict[int, list[tuple[int, int]]] = {}
+        for start, stop in ranges:
+            for number, first, last in self._parts(start, stop):
+                wanted.setdefault(number, []).append((first, last))
+        for number, found in wanted.items():
+            self.shards[number].fetch(found)
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The numbers of the shards that hold the tokens [start, stop), each with its own first and last."""
+        number = bisect_right(self._ends, start)
+        while start < stop:
+            begins = self._ends[number - 1] if number else 0
+            last = min(stop, self._ends[number])
+            if last > start:
+                yield number, start - begins, last - begins
+            start, number = last, number + 1
+
+    def _check_range(self, shard: Shard, tokens: NDArray[np.int32]) -> None:
         if (
             self.vocabulary is not None
             and len(tokens)
@@ -99,7 +139,7 @@ class Corpus:
             allowed = (
                 f"holds a token outside the vocabulary of {self.vocabulary}: corrupt, or of another tokenizer"
             )
-            raise BadInputError("shard", str(shard.prefix), allowed)
+            raise BadInputError("shard", shard.name, allowed)
 
 
 class Corpora:
@@ -149,9 +189,33 @@ class Corpora:
         """The order of this mixture's samples."""
         return Sampler(self.sizes, self.weights, seed)
 
+    @property
+    def unchecked(self) -> list[str]:
+        """Corpora without block hashes, whose tokens are read as they are."""
+        return [corpus.name for corpus in self.corpora if not corpus.is_checked]
+
     def read(self, sample: Sample, out: NDArray[np.int32]) -> None:
-        """Fills ``out`` [sequence + 1] with one sample."""
-        self.corpora[sample.corpus].read(sample.position * self.sequence, out)
+        """Fills ``out`` [sequence + 1] with one sample, or with the one in its place."""
+        corpus, position = self.corpora[sample.corpus], sample.position
+        for number in range(_MOST_REPLACEMENTS):
+            try:
+                return corpus.read(position * self.sequence, out)
+            except BadBlockError as error:
+                if not error.is_replaced:
+                    raise
+            size = corpus.num_samples(self.sequence)
+            position = int(permute(np.array([sample.position], np.uint64), size, number)[0])
+        raise RunFailedError(f"{corpus.name}: {_MOST_REPLACEMENTS} samples drawn in a row have bad blocks")
+
+    def fetch(self, samples: Iterable[Sample]) -> None:
+        """Bring the tokens of samples near that are stored far away, several at once."""
+        wanted: dict[int, list[tuple[int, int]]] = {}
+        for corpus, position in samples:
+            if self.corpora[corpus].is_far:
+                first = position * self.sequence
+                wanted.setdefault(corpus, []).append((first, first + self.sequence + 1))
+        for corpus, ranges in wanted.items():
+            self.corpora[corpus].fetch(ranges)
 
 
 def read_batch(
@@ -162,53 +226,140 @@ def read_batch(
 ) -> NDArray[np.int32]:
     """[len(samples), sequence + 1] tokens of the samples with these global numbers."""
     batch = np.empty((len(samples), corpora.sequence + 1), np.int32) if out is None else out
-    for row, sample in enumerate(sampler.samples(samples.start, samples.stop)):
+    chosen = sampler.samples(samples.start, samples.stop)
+    corpora.fetch(chosen)
+    for row, sample in enumerate(chosen):
         corpora.read(sample, batch[row])
     return batch
 
 
 def open_corpora(
-    config: DataConfig, sequence: int, split: Split = "train", cache: Path | None = None
+    config: DataConfig,
+    sequence: int,
+    split: Split = "train",
+    cache: Path | None = None,
+    guard: BlockGuard | None = None,
 ) -> Corpora:
     """What a job reads, checked. Raises `BadInputError`.
 
     A validation split without a whole sample is left out (so `Corpora.num_samples` may be 0); a train split
-    without one is refused.
+    without one is refused. ``guard``: what is done about bad blocks; by default reading stops at the first.
     """
     shares = config.mixture or (CorpusShare(path=config.corpus, weight=1.0),)
-    opened = [(open_corpus(share.path, split, config.vocabulary, cache), share.weight) for share in shares]
+    opener = _Opener(config, split, cache, guard or BlockGuard())
+    opened = [(opener.open(share.path), share.weight) for share in shares]
     _check_one_tokenizer([corpus for corpus, _ in opened])
     kept = [(corpus, weight) for corpus, weight in opened if _has_sample(corpus, sequence, split)]
     return Corpora([corpus for corpus, _ in kept], [weight for _, weight in kept], sequence)
 
 
 def open_corpus(name: str, split: Split, vocabulary: int = 4096, cache: Path | None = None) -> Corpus:
-    """``embedded``, a folder made by ``myriad data prepare``, or the prefix of Megatron's files."""
-    if name == EMBEDDED:
-        return _open_folder(prepare_embedded(cache, vocabulary), split)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _open_folder(path, split)
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    if not prefix.with_name(prefix.name + ".idx").is_file():
-        allowed = (
-            "embedded, a folder made by `myriad data prepare`, or the prefix of Megatron's .bin and .idx"
+    """``embedded``, a folder made by ``myriad data prepare``, the prefix of Megatron's files, or a URL of
+    either."""
+    return _Opener(DataConfig(vocabulary=vocabulary), split, cache, BlockGuard()).open(name)
+
+
+class _Opener:
+    """Opens the corpora of one job, for one split."""
+
+    def __init__(self, config: DataConfig, split: Split, cache: Path | None, guard: BlockGuard) -> None:
+        self._config, self._split, self._cache, self._guard = config, split, cache, guard
+        self._files = OpenFiles()
+
+    def open(self, name: str) -> Corpus:
+        """One corpus, by its name in the job."""
+        if name == EMBEDDED:
+            return self._folder(prepare_embedded(self._cache, self._config.vocabulary))
+        if is_url(name):
+            return self._remote(name)
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return self._folder(path)
+        prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+        if not prefix.with_name(prefix.name + ".idx").is_file():
+            raise _no_corpus(name, path)
+        return self._prefix(prefix)
+
+    def _remote(self, url: str) -> Corpus:
+        folder = RemoteFolder(url, self._config)
+        if (found := open_shards(folder, self._split, self._config, self._guard)) is not None:
+            return Corpus(folder.near, *found, url)
+        parent, _, name = url.rstrip("/").removesuffix(".bin").removesuffix(".idx").rpartition("/")
+        above = RemoteFolder(parent, self._config)
+        shards = open_prefix(above, name, self._split, self._config, self._guard)
+        if shards is None:
+            allowed = (
+                f"no {MANIFEST_FILE} in it, and no {name}.idx beside it: a corpus of `myriad data prepare`"
+            )
+            raise BadInputError("data.corpus", url, f"{allowed}, or a prefix of Megatron's files")
+        return Corpus(above.near, shards, None, url)
+
+    def _prefix(self, prefix: Path) -> Corpus:
+        """Megatron's own files, with the block hashes that `myriad data hash` has put beside them, if any."""
+        shards = [IndexedShard(prefix)] if self._split == "train" else []
+        blocks = prefix.with_name(prefix.name + BLOCKS_SUFFIX)
+        if not blocks.is_file():
+            return Corpus(prefix, shards, None)
+        for shard in shards:
+            _check_blocks(blocks, shard)
+        return Corpus(prefix, [self._checked(shard) for shard in shards], None)
+
+    def _folder(self, folder: Path) -> Corpus:
+        manifest = read_manifest(folder)
+        shards: list[Shard] = []
+        for record in manifest.of(self._split):
+            blocks = manifest.files.get(f"{record.name}{BLOCKS_SUFFIX}")
+            for suffix in (".bin", ".idx"):
+                _check_size(
+                    folder / f"{record.name}{suffix}", manifest.files[f"{record.name}{suffix}"].size_bytes
+                )
+            shard = IndexedShard(folder / record.name)
+            if shard.num_tokens != record.tokens:
+                allowed = f"{record.name}.idx counts {shard.num_tokens} tokens instead of {record.tokens}"
+                raise BadInputError("shard", shard.name, allowed)
+            shards.append(shard if blocks is None else self._checked(shard, blocks))
+        return Corpus(folder, shards, manifest)
+
+    def _checked(self, shard: IndexedShard, record: FileRecord | None = None) -> HashedShard:
+        tokens, blocks = (
+            shard.prefix.with_name(shard.prefix.name + suffix) for suffix in (".bin", BLOCKS_SUFFIX)
         )
-        if path.is_file():
-            allowed = f"is a file, not a corpus: myriad data prepare {name} --output FOLDER makes one of text"
-            raise BadInputError("data.corpus", name, allowed)
-        where = "" if path.is_absolute() else f" from {Path.cwd()}"
-        raise BadInputError("data.corpus", name, f"no such corpus{where}; {allowed}")
-    shards = [IndexedShard(prefix)] if split == "train" else []
-    return Corpus(prefix, shards, None)
+        load = partial(_read_blocks, blocks, record)
+        return HashedShard(shard, shard.dtype, LocalTokens(tokens, self._files), load, self._guard)
 
 
-def _open_folder(folder: Path, split: Split) -> Corpus:
-    manifest = read_manifest(folder)
-    for shard in manifest.of(split):
-        for name in (f"{shard.name}.bin", f"{shard.name}.idx"):
-            _check_size(folder / name, manifest.files[name].size_bytes)
-    return Corpus(folder, [IndexedShard(folder / shard.name) for shard in manifest.of(split)], manifest)
+def _read_blocks(path: Path, record: FileRecord | None) -> BlockHashes:
+    """The hashes of a shard, as the manifest's ``record`` says. Raises `RunFailedError`."""
+    try:
+        raw = path.read_bytes()
+        if record is not None and xxhash.xxh3_128_hexdigest(raw) != record.xxh3_128:
+            raise ValueError("has other bytes than were written")
+        return BlockHashes.parse(raw)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunFailedError(f"{path}: {reason}; restore it (myriad data verify)") from None
+
+
+def _check_blocks(path: Path, shard: IndexedShard) -> None:
+    """Refuse block hashes of another Megatron file than the one beside them. Raises `BadInputError`."""
+    try:
+        found = BlockHashes.parse(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise BadInputError(
+            "shard", str(path), f"{error}; remove it, or myriad data hash {shard.name}"
+        ) from None
+    if found.size_bytes != shard.num_tokens * shard.dtype.itemsize:
+        allowed = f"is of another .bin, of {found.size_bytes} bytes; myriad data hash {shard.name}"
+        raise BadInputError("shard", str(path), allowed)
+
+
+def _no_corpus(name: str, path: Path) -> BadInputError:
+    allowed = "embedded, a folder made by `myriad data prepare`, or the prefix of Megatron's .bin and .idx"
+    if path.is_file():
+        allowed = f"is a file, not a corpus: myriad data prepare {name} --output FOLDER makes one of text"
+        return BadInputError("data.corpus", name, allowed)
+    where = "" if path.is_absolute() else f" from {Path.cwd()}"
+    return BadInputError("data.corpus", name, f"no such corpus{where}; {allowed}")
 
 
 def _check_size(path: Path, expected: int) -> None:
@@ -225,9 +376,9 @@ def _check_one_tokenizer(corpora: Sequence[Corpus]) -> None:
     for corpus in corpora[1:]:
         if corpus.fingerprint != first.fingerprint:
             allowed = (
-                f"made with another tokenizer than {first.path}; corpora of one mixture share their tokenizer"
+                f"made with another tokenizer than {first.name}; corpora of one mixture share their tokenizer"
             )
-            raise BadInputError("data.mixture", str(corpus.path), allowed)
+            raise BadInputError("data.mixture", corpus.name, allowed)
 
 
 def _has_sample(corpus: Corpus, sequence: int, split: Split) -> bool:
@@ -236,4 +387,4 @@ def _has_sample(corpus: Corpus, sequence: int, split: Split) -> bool:
     if split == "validation":
         return False
     allowed = f"holds {corpus.num_tokens} tokens; one sample needs model.sequence + 1 = {sequence + 1}"
-    raise BadInputError("data.corpus", str(corpus.path), allowed)
+    raise BadInputError("data.corpus", corpus.name, allowed)

@@ -7,11 +7,22 @@ for an answer that will not change (404), the error is raised.
 
 import io
 import time
+from http import HTTPStatus
 from typing import Any
 
 import fsspec
+import fsspec.asyn
 
-__all__ = ["SILENCE_SECONDS", "TRIES", "HttpInput", "http_info", "is_http"]
+__all__ = [
+    "SILENCE_SECONDS",
+    "TRIES",
+    "HttpInput",
+    "http_file_system",
+    "http_info",
+    "http_range",
+    "is_http",
+    "tried_http",
+]
 
 SILENCE_SECONDS = 30.0
 """Longest wait for the next byte of an answer."""
@@ -29,7 +40,29 @@ def is_http(url: str) -> bool:
 
 def http_info(url: str) -> dict[str, Any]:
     """What the server says of a file: name, size and, where it has them, stamps. Raises ``OSError``."""
-    return dict(_tried(url, lambda: _file_system().info(url)))
+    return dict(tried_http(url, lambda: http_file_system().info(url)))
+
+
+def http_range(url: str, start: int, stop: int) -> bytes:
+    """The bytes [start, stop) of a file; fewer at its end. Raises ``OSError``, also for a server that sends
+    the whole file instead, of which no more than that is read."""
+    fs = http_file_system()
+    return bytes(tried_http(url, lambda: fsspec.asyn.sync(fs.loop, _range, fs, url, start, stop)))
+
+
+async def _range(fs: Any, url: str, start: int, stop: int) -> bytes:
+    if stop <= start:
+        return b""
+    session = await fs.set_session()
+    headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+    async with session.get(fs.encode_url(url), headers=headers) as answer:
+        fs._raise_not_found_for_status(answer, url)
+        found = bytearray()
+        async for part in answer.content.iter_chunked(_BLOCK_BYTES):
+            found += part
+            if len(found) > stop - start or (start > 0 and answer.status != HTTPStatus.PARTIAL_CONTENT):
+                raise ValueError("its server sends whole files, not ranges of bytes")
+        return bytes(found)
 
 
 class HttpInput(io.RawIOBase):
@@ -59,7 +92,7 @@ class HttpInput(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        data: bytes = _tried(self._url, lambda: self._read(len(buffer)), self._drop)
+        data: bytes = tried_http(self._url, lambda: self._read(len(buffer)), self._drop)
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
@@ -70,7 +103,7 @@ class HttpInput(io.RawIOBase):
 
     def _read(self, size: int) -> bytes:
         if self._file is None:
-            self._file = _file_system().open(self._url, "rb")
+            self._file = http_file_system().open(self._url, "rb")
             self._reach(self._position)
         data: bytes = self._file.read(size)
         if not data and self._size is not None and self._position < self._size:
@@ -91,14 +124,15 @@ class HttpInput(io.RawIOBase):
             self._file = None
 
 
-def _file_system() -> Any:
+def http_file_system() -> Any:
+    """fsspec's, which gives a silent server up."""
     import aiohttp
 
     silence = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_SECONDS, sock_read=SILENCE_SECONDS)
     return fsspec.filesystem("http", client_kwargs={"timeout": silence})
 
 
-def _tried(url: str, do: Any, clear: Any = lambda: None) -> Any:
+def tried_http(url: str, do: Any, clear: Any = lambda: None) -> Any:
     """The result of ``do``; after a failure that may pass, ``clear`` and another try."""
     for number in range(1, TRIES + 1):
         try:

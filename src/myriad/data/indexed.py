@@ -17,18 +17,42 @@ from array import array
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from myriad.errors import BadInputError
 
-__all__ = ["IndexedShard", "IndexedWriter", "token_type"]
+__all__ = ["INDEX_HEADER", "IndexedShard", "IndexedWriter", "parse_header", "token_type"]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _CODES = {np.dtype(name): code for code, name in _TYPES.items()}
+
+
+INDEX_HEADER = _HEADER.size
+"""Bytes before the first array of an index."""
+
+
+class IndexHeader(NamedTuple):
+    """What the first bytes of an index say."""
+
+    token_type: int
+    dtype: np.dtype[np.generic]
+    sequences: int
+    documents: int
+
+
+def parse_header(head: bytes) -> IndexHeader:
+    """Read the first `INDEX_HEADER` bytes of an index. Raises ``ValueError`` with what is wrong with them."""
+    if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+        raise ValueError("is not a Megatron index")
+    _, version, code, sequences, documents = _HEADER.unpack_from(head)
+    if version != 1 or code not in _TYPES:
+        raise ValueError(f"has version {version} and token type {code}, which are not known")
+    return IndexHeader(code, np.dtype(_TYPES[code]), sequences, documents)
 
 
 def token_type(vocabulary: int) -> np.dtype[np.generic]:
@@ -41,7 +65,7 @@ class IndexedShard:
 
     def __init__(self, prefix: Path) -> None:
         """``prefix`` is the path without ``.bin``. Raises `BadInputError` that names the shard."""
-        self.prefix = prefix
+        self.prefix, self.name = prefix, str(prefix)
         self._index_path, self._tokens_path = _with(prefix, ".idx"), _with(prefix, ".bin")
         for path in (self._index_path, self._tokens_path):
             if not path.is_file():
@@ -54,17 +78,13 @@ class IndexedShard:
         size = self._index_path.stat().st_size
         with self._index_path.open("rb") as file:
             head = file.read(_HEADER.size)
-        if len(head) < _HEADER.size or not head.startswith(_MAGIC):
-            raise self._corrupt(self._index_path, "is not a Megatron index")
-        _, version, code, sequences, documents = _HEADER.unpack(head)
-        if version != 1 or code not in _TYPES:
-            raise self._corrupt(
-                self._index_path, f"has version {version} and token type {code}, which are not known"
-            )
+        try:
+            self.token_type, self.dtype, sequences, documents = parse_header(head)
+        except ValueError as error:
+            raise self._corrupt(self._index_path, str(error)) from None
         expected = _HEADER.size + 12 * sequences + 8 * documents
         if size < expected:
             raise self._corrupt(self._index_path, f"has {size} bytes where its header asks for {expected}")
-        self.dtype = np.dtype(_TYPES[code])
         raw = np.memmap(self._index_path, np.uint8, "r") if size else np.empty(0, np.uint8)
         ends = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * documents])
         self.lengths: NDArray[np.int32] = raw[ends[0] : ends[1]].view("<i4")
@@ -86,9 +106,21 @@ class IndexedShard:
         )
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens in the shard."""
+        return len(self.tokens)
+
+    @property
     def num_documents(self) -> int:
         """Documents in the shard."""
         return max(0, len(self.document_starts) - 1)
+
+    def read(self, first: int, out: NDArray[np.int32]) -> None:
+        """Fill ``out`` with the tokens from number ``first`` on, unchecked."""
+        out[:] = self.tokens[first : first + len(out)]
+
+    def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: the file is mapped."""
 
     def document(self, index: int) -> NDArray[np.generic]:
         """Tokens of one document."""

@@ -32,6 +32,7 @@ from myriad.data.ring import Geometry, Ring
 from myriad.data.sampler import DataPosition
 from myriad.errors import RunFailedError
 from myriad.processes import StopTimer, WatchClock, process_cpu_ticks
+from myriad.remote_urls import is_url
 
 __all__ = ["CHANGED_WHILE_READ", "LoaderClient", "LoaderSpec"]
 
@@ -44,6 +45,8 @@ _LIVENESS_SECONDS = 0.02
 _STOPPED_SECONDS, _HUNG_SECONDS = 1.5, 5.0
 _FIRST_RATIO = 4.0
 """How much longer a loader may use no processor time while it starts."""
+_FAR_RATIO = 12.0
+"""How much longer one may that waits for servers, each of which may be silent for 30 s."""
 _ATTACH_SECONDS = 300.0
 _DEATHS_WITHOUT_PROGRESS = 3
 
@@ -69,6 +72,12 @@ class LoaderSpec(Config):
     """`Corpora.content` of what the run began to read; off: anything is read."""
     cache: str | None = None
     """Folder for the embedded corpus; off: the user's cache."""
+    bad_blocks: tuple[tuple[str, int], ...] = ()
+    """File and first byte of the blocks that the run skips already."""
+    decides: bool = True
+    """Whether a bad block that is found may be skipped at once: no other node's loader reads these rows."""
+    events: str | None = None
+    """The run's events.jsonl, for what is found about blocks; off: nothing is written."""
 
     @property
     def num_rows(self) -> int:
@@ -198,7 +207,12 @@ class _LoaderProcess:
 
     def __init__(self, spec: LoaderSpec, ring: Ring, descriptor: int, patience: float) -> None:
         self._spec, self._ring, self._descriptor = spec, ring, descriptor
-        self._stopped_seconds, self._hung_seconds = _STOPPED_SECONDS * patience, _HUNG_SECONDS * patience
+        names = [spec.data.corpus, *(share.path for share in spec.data.mixture)]
+        slow = _FAR_RATIO if any(map(is_url, names)) else 1.0
+        self._stopped_seconds, self._hung_seconds = (
+            _STOPPED_SECONDS * patience,
+            _HUNG_SECONDS * patience * slow,
+        )
         self._deaths, self._clock, self._stopped = 0, WatchClock(), StopTimer()
         self._start()
 

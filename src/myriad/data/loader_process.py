@@ -9,17 +9,22 @@ import os
 import select
 import signal
 import sys
+import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from myriad.data.corpus import Corpora, open_corpora, read_batch
+from myriad.data.guard import BlockGuard
 from myriad.data.loader import CHANGED_WHILE_READ, LoaderSpec
 from myriad.data.ring import Ring
 from myriad.data.sampler import DataPosition, Sampler
 from myriad.errors import BadInputError, MyriadError
+from myriad.jsonl import LineFile
 
 __all__ = ["main"]
 
@@ -37,13 +42,14 @@ def main() -> int:
     try:
         spec = LoaderSpec.model_validate_json(_read_line())
         cache = None if spec.cache is None else Path(spec.cache)
-        corpora = open_corpora(spec.data, spec.sequence, spec.split, cache)
+        guard = _guard(spec)
+        corpora = open_corpora(spec.data, spec.sequence, spec.split, cache, guard)
         if corpora.num_samples == 0:
             raise BadInputError("data", spec.split, "no held-out text as long as one sample")
         if spec.content not in (None, corpora.content):
             allowed = f"the corpus that this run began to read: {CHANGED_WHILE_READ}"
-            raise BadInputError("data", ", ".join(str(one.path) for one in corpora.corpora), allowed)
-        _serve(ring, spec, corpora, owner)
+            raise BadInputError("data", ", ".join(one.name for one in corpora.corpora), allowed)
+        _serve(ring, spec, corpora, owner, guard)
     except MyriadError as error:
         ring.fail(str(error))
         return 1
@@ -54,13 +60,28 @@ def main() -> int:
     return 0
 
 
-def _serve(ring: Ring, spec: LoaderSpec, corpora: Corpora, owner: int) -> None:
+def _guard(spec: LoaderSpec) -> BlockGuard:
+    """What is done about bad blocks; what is found is an event of the run."""
+    lines = None if spec.events is None else LineFile(Path(spec.events), marks_late=True)
+
+    def report(event: str, fields: Mapping[str, Any]) -> None:
+        if lines is not None:
+            lines.append({"time": time.time(), "event": event, **fields})
+
+    data = spec.data
+    return BlockGuard(
+        data.on_bad_block, data.max_bad_blocks, spec.bad_blocks, decides=spec.decides, report=report
+    )
+
+
+def _serve(ring: Ring, spec: LoaderSpec, corpora: Corpora, owner: int, guard: BlockGuard) -> None:
     sampler, sleep = corpora.sampler(spec.seed), _SHORTEST_SLEEP_SECONDS
     while os.getppid() == owner:
         step = ring.next_to_fill()
         slot = None if step is None else ring.begin(step)
         if step is not None and slot is not None:
             position = DataPosition(spec.global_batch, ring.first_sample)
+            guard.step = step + 1
             _fill(slot, position.samples_before(step), spec, corpora, sampler)
             ring.commit(step)
             sleep = _SHORTEST_SLEEP_SECONDS

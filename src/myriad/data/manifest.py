@@ -15,7 +15,16 @@ from pydantic import Field, ValidationError
 from myriad.config import Config
 from myriad.errors import BadInputError
 
-__all__ = ["MANIFEST_FILE", "FileRecord", "Manifest", "ShardRecord", "Split", "hash_file", "read_manifest"]
+__all__ = [
+    "MANIFEST_FILE",
+    "FileRecord",
+    "Manifest",
+    "ShardRecord",
+    "Split",
+    "hash_file",
+    "parse_manifest",
+    "read_manifest",
+]
 
 MANIFEST_FILE = "manifest.json"
 Split = Literal["train", "validation"]
@@ -97,18 +106,24 @@ def read_manifest(folder: Path) -> Manifest:
         raise BadInputError(
             "corpus", str(folder), f"no {MANIFEST_FILE}; a folder made by `myriad data prepare`"
         )
-    raw = path.read_bytes()
+    return parse_manifest(path.read_bytes(), str(folder))
+
+
+def parse_manifest(raw: bytes, corpus: str) -> Manifest:
+    """Read the content of ``manifest.json``. Raises `BadInputError`, which names the corpus, when it is not
+    what was written."""
     try:
         content = json.loads(raw)
         content.pop(_SELF)
         manifest = Manifest.model_validate(content)
-    except (ValueError, KeyError, AttributeError, ValidationError) as error:
+    except (ValueError, KeyError, AttributeError, RecursionError, ValidationError) as error:
         reason = str(error).splitlines()[0]
-        raise BadInputError("corpus", str(folder), f"{MANIFEST_FILE} is corrupt: {reason}") from None
+        raise BadInputError("corpus", corpus, f"{MANIFEST_FILE} is corrupt: {reason}") from None
     if _canonical(content) != raw:
-        raise BadInputError(
-            "corpus", str(folder), f"{MANIFEST_FILE} is corrupt: its bytes are not those written"
-        )
+        raise BadInputError("corpus", corpus, f"{MANIFEST_FILE} is corrupt: its bytes are not those written")
+    for name in (*manifest.files, *(shard.name for shard in manifest.shards)):
+        if "/" in name or "\\" in name or name in ("", ".", ".."):
+            raise BadInputError("corpus", corpus, f"{MANIFEST_FILE} names {name!r}, no file of its folder")
     return manifest
 
 

@@ -3,7 +3,7 @@ by a manifest.
 
     OUTPUT/.prepare/plan.json       what is being made; a folder in the making is recognised by it
     OUTPUT/.prepare/N.train.bin ... one piece; N.json is written last and makes it finished
-    OUTPUT/train-00000.bin ...      merged shards
+    OUTPUT/train-00000.bin ...      merged shards, and the hashes of their blocks (.blocks)
     OUTPUT/manifest.json            written when all else is on disk: only now the folder is a corpus
 
 Killed at any instant, the same command goes on with the finished pieces. Pieces and their order follow from
@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from myriad.data.hashing import record_files
 from myriad.data.holding_out import HoldingOut, holding_out
 from myriad.data.indexed import IndexedShard, IndexedWriter, token_type
-from myriad.data.manifest import MANIFEST_FILE, Manifest, ShardRecord, Split, hash_file, read_manifest
+from myriad.data.manifest import MANIFEST_FILE, Manifest, ShardRecord, Split, read_manifest
 from myriad.data.pieces import SPLITS, PieceResult, PieceWork, piece_prefix, run_pieces
 from myriad.data.sources import Piece, SourceFile, cut_pieces, find_sources
 from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -302,7 +303,7 @@ def _merge(
     identity: dict[str, Any],
 ) -> Manifest:
     """Shards from pieces, in their order, and the manifest that describes them."""
-    for stale in (*output.glob("*.bin*"), *output.glob("*.idx*")):
+    for stale in (path for kind in ("bin", "idx", "blocks") for path in output.glob(f"*.{kind}*")):
         stale.unlink()
     shutil.copyfile(work / TOKENIZER_FILE, output / TOKENIZER_FILE)
     shards: list[ShardRecord] = []
@@ -311,7 +312,6 @@ def _merge(
         full = [piece for piece in pieces if piece.num_documents]
         for number, group in enumerate(_groups(full, shard_bytes)):
             shards.append(_write_shard(output, f"{split}-{number:05}", split, group, tokenizer))
-    names = [TOKENIZER_FILE, *(f"{shard.name}{suffix}" for shard in shards for suffix in (".bin", ".idx"))]
     return Manifest(
         fingerprint=tokenizer.fingerprint,
         vocabulary=tokenizer.vocabulary,
@@ -319,7 +319,7 @@ def _merge(
         shards=tuple(shards),
         text_bytes={split: sum(result.text_bytes[split] for result in results) for split in SPLITS},
         skipped=_skipped(results),
-        files={name: hash_file(output / name) for name in names},
+        files=record_files(output, [shard.name for shard in shards], [TOKENIZER_FILE]),
         plan=_short(identity),
     )
 

@@ -24,6 +24,7 @@ import fsspec.utils
 
 from myriad.data.http_input import HttpInput, http_info, is_http
 from myriad.errors import BadInputError, MyriadError
+from myriad.remote_urls import open_url
 from myriad.units import format_bytes
 
 __all__ = [
@@ -96,7 +97,7 @@ def _expand(given: str) -> list[SourceFile]:
     try:
         if not given:
             raise BadInputError("INPUT", given, "a file, a folder, a glob or a URL")
-        fs, path = fsspec.core.url_to_fs(given)
+        fs, path = open_url(given)
         if is_http(path) and _suffix(path) in _KINDS and "*" not in path:
             paths = [path]
         elif any(mark in path for mark in "*?[") and not fs.isfile(path):  # a name may have such marks
@@ -256,7 +257,8 @@ def _open(url: str, *, unpack: bool = True) -> Iterator[IO[bytes]]:
         elif url.startswith("file://"):  # five times as fast, which counts for many small files
             raw = opened.enter_context(open(_name(url), "rb", buffering=0))
         else:
-            raw = opened.enter_context(fsspec.open(url, "rb"))
+            fs, path = open_url(url)
+            raw = opened.enter_context(fs.open(path, "rb"))
         if compression is not None:
             raw = opened.enter_context(fsspec.compression.compr[compression](raw, mode="rb"))
         yield opened.enter_context(io.BufferedReader(raw))

@@ -6,12 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from myriad.data.blocks import BLOCKS_SUFFIX, BlockHashes
 from myriad.data.indexed import IndexedShard
 from myriad.data.manifest import MANIFEST_FILE, FileRecord, Manifest, ShardRecord, hash_file, read_manifest
 from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from myriad.errors import BadInputError
 
-__all__ = ["Problem", "verify_corpus"]
+__all__ = ["Problem", "verify_corpus", "verify_prefix"]
 
 
 class Problem(NamedTuple):
@@ -19,6 +20,26 @@ class Problem(NamedTuple):
 
     file: str
     what: str
+
+
+def verify_prefix(prefix: Path) -> list[Problem]:
+    """Everything wrong with Megatron's files beside which there are block hashes (`myriad data hash`)."""
+    blocks = prefix.with_name(prefix.name + BLOCKS_SUFFIX)
+    if not blocks.is_file():
+        allowed = f"has no manifest and no block hashes; myriad data hash {prefix} adds them"
+        raise BadInputError("FOLDER", str(prefix), allowed)
+    shard = IndexedShard(prefix)
+    if problem := shard.check_index():
+        return [Problem(f"{prefix.name}.idx", problem)]
+    try:
+        known = BlockHashes.parse(blocks.read_bytes())
+    except ValueError as error:
+        return [Problem(blocks.name, str(error))]
+    tokens = prefix.with_name(prefix.name + ".bin")
+    if known.size_bytes != tokens.stat().st_size:
+        return [Problem(tokens.name, f"has {tokens.stat().st_size} bytes instead of {known.size_bytes}")]
+    where = _first_bad_block(tokens)
+    return [Problem(tokens.name, f"has other bytes than were hashed{where}")] if where else []
 
 
 def verify_corpus(folder: Path, done: Callable[[int, int], None] = lambda _, __: None) -> list[Problem]:
@@ -67,12 +88,30 @@ def _check_file(path: Path, record: FileRecord) -> str | None:
         return f"cannot be read: {error.strerror}"
     if found.size_bytes != record.size_bytes:
         return f"has {found.size_bytes} bytes instead of {record.size_bytes}"
-    return None if found == record else "has other bytes than were written"
+    return None if found == record else f"has other bytes than were written{_first_bad_block(path)}"
+
+
+def _first_bad_block(path: Path) -> str:
+    """Return the first byte of the first damaged block and the number of damaged blocks, as the end of a
+    sentence; "": unknown."""
+    try:
+        hashes = BlockHashes.parse(
+            path.with_name(path.name.removesuffix(".bin") + BLOCKS_SUFFIX).read_bytes()
+        )
+        with path.open("rb") as file:
+            bad = [
+                number
+                for number in range(len(hashes.hashes))
+                if not hashes.is_right(number, file.read(hashes.block_bytes))
+            ]
+    except (OSError, ValueError):
+        return ""
+    return f" in {len(bad)} blocks, the first at byte {hashes.span(bad[0])[0]}" if bad else ""
 
 
 def _check_names(folder: Path, manifest: Manifest) -> list[Problem]:
     """Shards that nobody wrote would be read by whoever lists the folder."""
-    present = {path.name for pattern in ("*.bin", "*.idx") for path in folder.glob(pattern)}
+    present = {path.name for pattern in ("*.bin", "*.idx", "*.blocks") for path in folder.glob(pattern)}
     return [Problem(name, "is not part of the corpus") for name in sorted(present - set(manifest.files))]
 
 

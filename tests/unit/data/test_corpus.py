@@ -1,5 +1,9 @@
 """If these fail, a run reads other tokens than its corpus holds, or bad data stops it only after it began."""
 
+import struct
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
@@ -7,11 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_corpora import make_corpus, options
+from tiny_corpora import drop_blocks, make_corpus, options
 
 from myriad.data.config import CorpusShare, DataConfig
 from myriad.data.corpus import Corpus, open_corpora, open_corpus, read_batch
-from myriad.data.indexed import IndexedShard, IndexedWriter, token_type
+from myriad.data.http_input import http_range
+from myriad.data.indexed import IndexedShard, IndexedWriter, parse_header, token_type
 from myriad.data.sampler import DataPosition
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
@@ -158,7 +163,7 @@ def test_a_shard_of_another_size_is_named(tmp_path: Path, name: str, change: int
 
 
 def test_a_token_outside_the_vocabulary_names_the_shard(tmp_path: Path) -> None:
-    corpus = make_corpus(tmp_path)
+    corpus = drop_blocks(make_corpus(tmp_path))
     path = corpus / "train-00000.bin"
     path.write_bytes(b"\xff" * path.stat().st_size)
     opened = open_corpora(DataConfig(corpus=str(corpus)), SEQUENCE)
@@ -173,3 +178,36 @@ def test_corpora_made_with_one_tokenizer_mix(corpus: Path, tmp_path: Path) -> No
     samples = opened.sampler(1).samples(0, 400)
     assert sum(sample.corpus == 0 for sample in samples) == 300
     assert options(tokenizer=corpus).tokenizer == corpus
+
+
+class _WholeFiles(BaseHTTPRequestHandler):
+    """A server that ignores ranges of bytes, as Python's own does."""
+
+    sent = 0
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(1 << 40))
+        self.end_headers()
+        with suppress(OSError):
+            while type(self).sent < 1 << 28:
+                self.wfile.write(bytes(1 << 20))
+                type(self).sent += 1 << 20
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_server_without_ranges_is_refused_before_its_whole_file_is_read() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _WholeFiles) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/text.bin"
+        for start in (0, 1000):
+            with pytest.raises(OSError, match="whole files, not ranges"):
+                http_range(url, start, start + 100)
+        server.shutdown()
+    assert _WholeFiles.sent < 1 << 26
+
+
+def test_an_index_that_came_whole_has_the_header_of_its_first_bytes() -> None:
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
+    assert parse_header(head + bytes(40)) == parse_header(head)

@@ -3,10 +3,10 @@
 import random
 from pathlib import Path
 
-from myriad.data.manifest import Manifest
+from myriad.data.manifest import Manifest, read_manifest
 from myriad.data.prepare import PrepareOptions, prepare
 
-__all__ = ["lines", "make_corpus", "options"]
+__all__ = ["drop_blocks", "flip", "lines", "make_corpus", "options"]
 
 
 def lines(count: int, seed: int = 1) -> list[str]:
@@ -30,3 +30,22 @@ def make_corpus(
     manifest = prepare([str(source)], folder / name, options(**changes))
     assert isinstance(manifest, Manifest)
     return folder / name
+
+
+def drop_blocks(corpus: Path) -> Path:
+    """Remove block hashes: older versions wrote corpora without them."""
+    for path in corpus.glob("*.blocks"):
+        path.unlink()
+    manifest = read_manifest(corpus)
+    files = {name: one for name, one in manifest.files.items() if not name.endswith(".blocks")}
+    manifest.model_copy(update={"files": files}).write(corpus)
+    return corpus
+
+
+def flip(path: Path, at: int, bit: int = 2) -> None:
+    """One bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
