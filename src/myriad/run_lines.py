@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from myriad.jsonl import JsonlTail, Record, late_events
+from myriad.units import format_number
 
 __all__ = [
     "EventLines",
@@ -28,13 +29,14 @@ __all__ = [
     "StepLines",
     "count_steps",
     "event_line",
+    "loss_scale_text",
     "missing_lines_text",
     "step_line",
 ]
 
 _FIGURES = (
     *("time", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu"),
-    *("memory_bytes", "data_wait_seconds", "checkpoint_wait_seconds", "exposed_comm_seconds"),
+    *("memory_bytes", "data_wait_seconds", "checkpoint_wait_seconds", "exposed_comm_seconds", "loss_scale"),
 )
 """Numbers of a step, or null."""
 _MOST_STEP, _LARGEST = 2**53, 1e100
@@ -82,7 +84,9 @@ def _is_change(value: object) -> bool:
 
 _EVENT_FIELDS: dict[str, Callable[[object], bool]] = {
     "time": _is_time,
-    **dict.fromkeys(("loss", "bits_per_byte", "seconds", "late_seconds"), _is_figure),
+    **dict.fromkeys(
+        ("loss", "bits_per_byte", "seconds", "late_seconds", "hidden_seconds", "ratio"), _is_figure
+    ),
     **dict.fromkeys(("peak_flops", "flops_per_token"), _is_rate),
     **dict.fromkeys(
         ("step", "epoch", "resumed_from", "nodes", "failures", "parameters", "tokens"), _is_count
@@ -90,13 +94,16 @@ _EVENT_FIELDS: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("num_dropped", "num_late", "bytes", "missed", "term", "steps_done"), _is_count),
     **dict.fromkeys(("rank", "node"), lambda value: _is_count(value, -1)),
     **dict.fromkeys(("world", "dp", "threads"), lambda value: _is_count(value, 1)),
+    **dict.fromkeys(("offset",), _is_count),
     **dict.fromkeys(("event", "problem", "peak_source", "device", "precision", "source", "cause"), _is_text),
     **dict.fromkeys(
         ("verdict", "culprit", "what", "place", "text", "prompt", "fingerprint", "tier"), _is_text
     ),
-    **dict.fromkeys(("key", "accused", "partition"), _is_text),
+    **dict.fromkeys(("key", "accused", "partition", "file", "action"), _is_text),
+    "unchecked": _is_list_of(_is_text),
     "shares": _is_list_of(lambda value: _is_count(value, 1)),
     "set_aside": _is_list_of(_is_text),
+    **dict.fromkeys(("checks", "failed"), _is_list_of(_is_text)),
     "servers": _is_list_of(_is_object),
     "evidence": _is_object,
     "differs": _is_change,
@@ -153,6 +160,17 @@ def step_line(line: Record) -> Record | None:
     if not _is_time(line.get("time")):
         wrong["time"] = None
     return line | wrong if wrong else line
+
+
+def loss_scale_text(newest: Record, num_overflows: int) -> str:
+    """Return float16's loss scale in the newest step, and how many steps were skipped for overflow; "": the
+    step has no scale."""
+    scale = _figure(newest.get("loss_scale"))
+    if scale is None:
+        return ""
+    steps = "step" if num_overflows == 1 else "steps"
+    skipped = f", {num_overflows} {steps} skipped for overflow" if num_overflows else ""
+    return f"loss scale {format_number(scale, 4)}{skipped}"
 
 
 class EventLines:

@@ -10,7 +10,7 @@ import pytest
 from ranks import free_port
 from tiny_corpora import make_corpus
 
-ONCE_MORE = ("--resilience.restarts", "1")
+ONCE = ("--resilience.restarts", "0")
 """Each attempt waits some seconds for Redis."""
 
 
@@ -54,13 +54,13 @@ def assert_one_line(process: "subprocess.Popen[str]", run: Path, code: int, *exp
 
 def test_redis_that_is_not_there_ends_the_run_with_one_line(tmp_path, corpus):
     port = free_port()
-    process = start_training(tmp_path / "run", corpus, f"redis://127.0.0.1:{port}", *ONCE_MORE)
+    process = start_training(tmp_path / "run", corpus, f"redis://127.0.0.1:{port}", *ONCE)
     assert_one_line(process, tmp_path / "run", 1, f"Redis at 127.0.0.1:{port} does not answer", "refused")
 
 
 def test_redis_that_dies_while_ranks_meet_ends_the_run_with_one_line(tmp_path, corpus, server):
     server.client.execute_command("CLIENT", "PAUSE", 300_000, "WRITE")
-    process = start_training(tmp_path / "run", corpus, server.url, *ONCE_MORE)
+    process = start_training(tmp_path / "run", corpus, server.url, *ONCE)
     monitor = server.client
     while sum(client["cmd"] == "set" for client in monitor.client_list()) < 2:
         assert process.poll() is None, process.communicate()

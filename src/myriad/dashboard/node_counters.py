@@ -3,7 +3,7 @@ files is read in the time of their last lines."""
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ __all__ = ["NodeCounters", "NodeLook"]
 
 _NAME = re.compile(r"node-(\d{1,6})\.jsonl")
 _HEAD_BYTES, _TAIL_BYTES = 2**14, 2**15
-_MOST_NODES = 16384
+_MOST_NODES, _MOST_SECONDS = 16384, 60.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class NodeLook:
     tcp: dict[str, int]
     speeds: dict[str, float] = field(default_factory=dict)
     """Bytes per second, one way."""
+    rates: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Growth of each counter per second up to the look before, by link; ``tcp``: TCP's counters."""
 
 
 class NodeCounters:
@@ -68,7 +70,10 @@ class NodeCounters:
         finally:
             os.close(handle)
         lines = tail[: tail.rfind(b"\n") + 1].splitlines()
-        return _look(known[1], parse_json(lines[-1])) if lines else None
+        newest = _look(known[1], parse_json(lines[-1])) if lines else None
+        if newest is None or len(lines) < 3 or (before := _look(known[1], parse_json(lines[-2]))) is None:
+            return newest
+        return replace(newest, rates=_rates(before, newest))
 
 
 def _look(head: dict[str, Any], line: dict[str, Any]) -> NodeLook | None:
@@ -82,6 +87,19 @@ def _look(head: dict[str, Any], line: dict[str, Any]) -> NodeLook | None:
     }
     speeds = {str(name): float(speed) for name, speed in head["speed_bytes_per_second"].items()}
     return NodeLook(float(line["time"]), links, _named(fields["tcp"], line["tcp"]), speeds)
+
+
+def _rates(before: NodeLook, now: NodeLook) -> dict[str, dict[str, float]]:
+    seconds = now.time - before.time
+    if not 0 < seconds < _MOST_SECONDS:
+        return {}
+    both = ({**one.links, "tcp": one.tcp} for one in (before, now))
+    old, new = both
+    return {
+        name: {key: max(0, count - old[name].get(key, count)) / seconds for key, count in counts.items()}
+        for name, counts in new.items()
+        if name in old
+    }
 
 
 def _named(names: list[str], numbers: list[int]) -> dict[str, int]:

@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from myriad.dashboard.gpu_looks import GpuLook, GpuLooks
 from myriad.dashboard.node_counters import NodeCounters
 from myriad.jsonl import JsonlTail, Record
 from myriad.run import Run
@@ -74,11 +75,11 @@ class RunCollector(Collector):
         self._run, self._account, self._spans = run, account, spans
         self._metrics, self._events = JsonlTail(run.metrics_path), EventLines(run.events_path)
         self._peaks = Peaks()
-        self._nodes = NodeCounters(run.counters_path)
+        self._nodes, self._gpus = NodeCounters(run.counters_path), GpuLooks(run.counters_path)
         self._last: Record = {}
         self._steps, self._tokens, self._tokens_each = 0, 0.0, 0.0
         self._told: dict[str, Counter[str]] = {event: Counter() for event in _COUNTED}
-        self._restarts, self._over = 0, False
+        self._restarts, self._overflows, self._over = 0, 0, False
         self._newest: dict[str, Record] = {}
         """Event to the last of its kind, of those that are shown."""
 
@@ -93,6 +94,7 @@ class RunCollector(Collector):
         yield from self._of_events()
         yield from self._of_time()
         yield from self._of_nodes()
+        yield from _of_gpus(self._gpus.newest())
         if self._spans is not None:
             yield from _of_spans(self._spans)
 
@@ -117,7 +119,8 @@ class RunCollector(Collector):
             counts = self._told[name]
             counts[label if label in counts or len(counts) < _MOST_LABELS else "other"] += 1
         self._restarts += name == "restart"
-        if name in ("start", "validation", "checkpoint"):
+        self._overflows += name == "overflow"
+        if name in ("start", "validation", "checkpoint", "check"):
             self._newest[name] = event
         if name in ("finish", "interrupted", "start", "restart"):
             self._over = name in ("finish", "interrupted")
@@ -141,6 +144,9 @@ class RunCollector(Collector):
         yield _gauge("myriad_step_timestamp_seconds", "When it ended.", self._last.get("time"))
         for name, (key, told) in _OF_STEP.items():
             yield _gauge(name, told, self._last.get(key))
+        if "loss_scale" in self._last:
+            yield _gauge("myriad_loss_scale", "Of the newest step, in float16.", self._last["loss_scale"])
+            yield _counter("myriad_overflows", "Steps skipped as float16 overflowed.", self._overflows)
         told = "Model FLOP/s of the newest step by the peak of all ranks."
         yield _gauge("myriad_mfu_ratio", told, self._peaks.mfu(self._last))
 
@@ -153,6 +159,14 @@ class RunCollector(Collector):
         yield _counter("myriad_restarts", "Attempts after the first.", self._restarts)
         if (validation := self._newest.get("validation")) is not None:
             yield _gauge("myriad_validation_loss", "The newest.", validation.get("loss"))
+        if (check := self._newest.get("check")) is not None:
+            text = "Share of this attempt's time spent on checks of ranks."
+            yield _gauge("myriad_check_ratio", text, check.get("ratio"))
+            failed = check.get("failed")
+            num_failed = len(failed) if isinstance(failed, list) else 0
+            yield _gauge(
+                "myriad_failed_checks", "Kinds of checks that have failed in this attempt.", num_failed
+            )
         if (saved := self._newest.get("checkpoint")) is not None:
             yield _gauge("myriad_checkpoint_step", "Of the newest one that is stored.", saved.get("step"))
             told = "When it was complete."
@@ -202,6 +216,42 @@ class RunCollector(Collector):
                     if key in links:
                         links[key].add_metric([node, device], count)
         yield from (age, again, speed, *links.values())
+
+
+_OF_GPUS: dict[str, tuple[str, Callable[[GpuLook], float | None]]] = {
+    "myriad_node_gpus": ("Devices that answer.", lambda look: look.count),
+    "myriad_node_gpu_highest_celsius": ("Temperature of the hottest.", lambda look: look.hottest_celsius),
+    "myriad_node_gpu_power_watts": ("Power of all together.", lambda look: look.power_watts),
+    "myriad_node_gpu_lowest_clock_ratio": (
+        "Clock by its maximum, of the device where it is lowest among those that compute.",
+        lambda look: look.lowest_clock_ratio,
+    ),
+    "myriad_node_gpu_narrow_links": (
+        "Devices that compute on fewer PCIe lanes than they could.",
+        lambda look: look.narrow_links,
+    ),
+    "myriad_node_gpu_retired_pages": (
+        "Memory pages retired or rows remapped, of all devices.",
+        lambda look: look.retired,
+    ),
+}
+
+
+def _of_gpus(looks: Mapping[int, GpuLook]) -> Iterator[Metric]:
+    if not looks:
+        return
+    for name, (text, value_of) in _OF_GPUS.items():
+        family = GaugeMetricFamily(name, text, labels=["node"])
+        for node, look in looks.items():
+            if (value := value_of(look)) is not None:
+                family.add_metric([str(node)], value)
+        yield family
+    text = "Devices whose clock is lowered, by the reason."
+    throttled = GaugeMetricFamily("myriad_node_gpu_throttled", text, labels=["node", "reason"])
+    for node, look in looks.items():
+        for reason, count in look.throttled.items():
+            throttled.add_metric([str(node), reason], count)
+    yield throttled
 
 
 def _of_spans(spans: Spans) -> Iterator[Metric]:

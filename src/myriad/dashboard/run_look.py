@@ -2,15 +2,16 @@
 one likes; works while the run trains, when it has stopped, and when half of it is gone."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING
 
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.dashboard.at_work import is_at_work
+from myriad.dashboard.gpu_looks import GpuLook, GpuLooks
 from myriad.dashboard.insight.findings import Findings
 from myriad.dashboard.insight.state import State, run_state, state_sentence
 from myriad.dashboard.run_spans import NewestSpans, SpanFolder
@@ -65,6 +66,8 @@ class Look:
     """Number of lines of metrics.jsonl and events.jsonl that are torn, wrong or have a wrong figure."""
     no_room_at: float = 0.0
     """When rank 0 last tried in vain to add a line; 0: it was not in vain."""
+    gpus: Mapping[int, GpuLook] = field(default_factory=dict)
+    """What the accelerators of each node measured last."""
 
     @cached_property
     def steps(self) -> StepCount:
@@ -107,6 +110,11 @@ class Look:
         """Of the newest step."""
         found = self.metrics[-1].get("loss") if self.metrics else None
         return float(found) if isinstance(found, int | float) else None
+
+    @cached_property
+    def num_overflows(self) -> int:
+        """Steps that were skipped as gradients overflowed float16."""
+        return sum(line.get("overflow") == 1 for line in self.metrics)
 
     @cached_property
     def start(self) -> Record:
@@ -162,6 +170,7 @@ class RunWatch:
         self._spans = SpanFolder(run.spans_path, most_steps)
         self._steps, self._events_tail = StepLines(run.metrics_path), EventLines(run.events_path)
         self._events: list[Record] = []
+        self._gpus = GpuLooks(run.counters_path)
 
     def look(self) -> Look:
         """As it is now."""
@@ -185,4 +194,5 @@ class RunWatch:
             is_at_work(self.run),
             steps.num_wrong + self._events_tail.num_wrong,
             steps.no_room_at,
+            self._gpus.newest(),
         )

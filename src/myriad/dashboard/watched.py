@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from myriad.dashboard.freshness import Freshness
 from myriad.dashboard.insight.ranks import Ranks
 from myriad.dashboard.insight.state import State, run_state
 from myriad.dashboard.node_counters import NodeCounters
+from myriad.dashboard.node_table import read_facts
 from myriad.dashboard.plan import Plan
 from myriad.dashboard.rarely import Rarely
 from myriad.dashboard.run_files import RunFiles, number
@@ -32,7 +34,7 @@ Account = Callable[[], Mapping[str, Any]]
 MakePlan = Callable[["Job"], Plan]
 """Raises `MyriadError` for a job that the cluster cannot hold."""
 _RECENT_STEPS = 20
-_NODES_SECONDS = 2.0
+_NODES_SECONDS, _FACTS_SECONDS = 2.0, 10.0
 _TOLD_EACH_SECONDS = 10.0
 """How long something has lasted, on a page."""
 _ACCOUNT_SECONDS, _ACCOUNT_TIMES = 1.0, 20.0
@@ -65,6 +67,7 @@ class Watched:
         self.ranks = self.files.ranks
         self.heat, self.checkpoints = HeatMap(self.store, self.ranks), Checkpoints(self.files)
         self.node_looks = Rarely(NodeCounters(self.files.run.counters_path).newest, _NODES_SECONDS)
+        self.node_facts = Rarely(partial(read_facts, self.files.run.nodes_path), _FACTS_SECONDS)
         if self.make_plan is not None:
             self.plan = self.make_plan(self.files.job)
 

@@ -3,7 +3,7 @@
 import re
 import signal
 
-from myriad.errors import NO_STATE
+from myriad.errors import BAD_DATA, NO_STATE
 from myriad.resilience.engines.logs import is_secondary
 from myriad.resilience.facts import Cause
 from myriad.telemetry.progress_page import IN_MEMORY_ONLY, TURNED_CODE
@@ -75,6 +75,7 @@ def spike_text(error: str) -> str:
 
 
 _BY_WORDS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
+    ("data", re.compile(re.escape(BAD_DATA))),
     ("killed", _SERVER_LOST),
     ("unsaved", re.compile(re.escape(IN_MEMORY_ONLY))),
     ("device memory", _DEVICE_MEMORY),

@@ -33,9 +33,14 @@ __all__ = [
     "EvictionAsked",
     "ExamineNode",
     "Examined",
+    "GpuFacts",
     "How",
+    "KeepCounters",
     "Leave",
     "LinkSeen",
+    "LinkTraffic",
+    "NicFacts",
+    "NodeFacts",
     "NodeJoined",
     "NodeLeft",
     "NodeNumber",
@@ -73,13 +78,14 @@ Cause = Literal[
     "nan",
     "spike",
     "state",
+    "data",
 ]
 """Why a rank ended: by itself and well; as it was asked to, for another attempt; by a SIGINT; by an error of
 the user's program, or of its input; because another one was gone; by a SIGKILL from outside; by a fatal
 signal; because memory or a disk was full; because the last checkpoint could not be stored, and is held in
 memory; by a fault of its device; because some rank's loss or gradient was not finite; because the loss or the
 gradients were a spike, and it is to be gone back before it; because no state of a run that has trained can be
-loaded."""
+loaded; because tokens of the corpus are not those that were written."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,78 @@ class LinkSeen:
     """How often it has gone down: also what happened while nobody could be told."""
     errors: int
     """Packets that arrived or left damaged."""
+
+
+@dataclass(frozen=True)
+class LinkTraffic:
+    """What a link carried while all ranks of its node trained: in the newest steps that have ended since the
+    beat before, and so far in the step under way. Rates are bytes per second at which the average byte
+    travelled."""
+
+    name: str
+    steps: int
+    """Steps that have ended; 0: the next five fields have no meaning."""
+    step_seconds: float
+    """Seconds of each step; the bytes are per step, too."""
+    sent_bytes: int
+    received_bytes: int
+    sent_rate: int
+    received_rate: int
+    now_step: int
+    now_seconds: float
+    now_sent_bytes: int
+    now_received_bytes: int
+    now_sent_rate: int
+    now_received_rate: int
+    still_seconds: float
+    """Since the link last carried anything, in the step under way."""
+    sent_again: int
+    """Since the beat before: segments of TCP of the node, where this is the interface that carries most, or
+    packets of an RDMA port."""
+    paused: int
+    """Since the beat before: microseconds in which the other end held the link up (PFC), at most; 0 also
+    where the driver does not count them."""
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """One accelerator of a node."""
+
+    model: str
+    serial: str
+    """Serial number of the board, or its UUID where the driver reports none; empty: unknown."""
+    bus: str
+
+
+@dataclass(frozen=True)
+class NicFacts:
+    """One network interface or RDMA device."""
+
+    name: str
+    address: str
+    """MAC address, or the GUID of an RDMA device."""
+    driver: str
+    firmware: str
+    bytes_per_second: float
+    """One way, as the driver says; 0: unknown."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node is: sent after joining and when it has changed, not with each beat."""
+
+    node: int
+    host: str
+    address: str
+    """Address at which the driver reaches the node."""
+    pod: str
+    """Name of the Kubernetes pod; empty: none."""
+    cpu: str
+    memory_bytes: int
+    gpus: tuple[GpuFacts, ...]
+    nics: tuple[NicFacts, ...]
+    versions: dict[str, str]
+    """Versions of the kernel and the drivers, by name."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +306,8 @@ class Beat:
     clock_seconds: float = 0.0
     """Since the epoch, by the clock of its machine: to report what is wrong, nothing is decided by it; 0: not
     told."""
+    traffic: tuple[LinkTraffic, ...] = ()
+    """Traffic of the links through which ranks reach other nodes."""
 
 
 @dataclass(frozen=True)
@@ -287,9 +367,9 @@ class ClockAsked:
     """Since the epoch, by its own."""
 
 
-Observed = NodeJoined | RankExited | Beat | StopAsked | Examined
+Observed = NodeJoined | RankExited | Beat | StopAsked | Examined | NodeFacts
 Observation = Observed | NodeLeft | EvictionAsked
-OBSERVED = (NodeJoined, RankExited, Beat, StopAsked, Examined, Traced)
+OBSERVED = (NodeJoined, RankExited, Beat, StopAsked, Examined, Traced, NodeFacts)
 """What an executor may send."""
 
 
@@ -330,6 +410,13 @@ class Dump:
 
     epoch: int
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KeepCounters:
+    """Store the link counters around this moment."""
+
+    why: str
 
 
 @dataclass(frozen=True)
@@ -397,6 +484,7 @@ Order = (
     | NodeRefused
     | Leave
     | ClockTold
+    | KeepCounters
     | Trace
 )
 ORDERS = get_args(Order)

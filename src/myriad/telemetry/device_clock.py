@@ -47,7 +47,7 @@ class DeviceClock:
         """``make``: a mark that was not recorded yet. Waits for the device, once."""
         self._make = make
         self._pool: list[Mark] = []
-        self._waiting: deque[tuple[Mark, Mark, int, int]] = deque()
+        self._waiting: deque[tuple[Mark, Mark, int, int, int]] = deque()
         self._zero = make()
         self._zero.record()
         self._zero.synchronize()
@@ -59,24 +59,31 @@ class DeviceClock:
         mark.record()
         return mark
 
-    def add(self, begun: Mark, ended: Mark, when: int, what: int) -> bool:
-        """A span, for later. False: too many wait."""
+    def add(self, begun: Mark, ended: Mark, when: int, what: int, busy: int = 0) -> bool:
+        """Keep a span until the device has passed it. False: too many are kept.
+
+        ``busy``: 1 if its duration counts as computing, -1 if it is taken off that of the span around it.
+        """
         if len(self._waiting) == _MOST_WAITING:
             self._pool += (begun, ended)
             return False
-        self._waiting.append((begun, ended, when, what))
+        self._waiting.append((begun, ended, when, what, busy))
         return True
 
-    def collect(self, write: Callable[[int, int, int, int], None]) -> None:
-        """Writes (start in ns by the host's monotonic clock, duration in ns, when, what) of the spans that
-        the device has passed, in their order."""
+    def collect(self, write: Callable[[int, int, int, int], None]) -> int:
+        """Write (start in ns by the host's monotonic clock, duration in ns, when, what) of the spans that
+        the device has passed, in their order. Returns the nanoseconds that it computed in them."""
+        busy_ns = 0
         while self._waiting and self._waiting[0][1].query():
-            begun, ended, when, what = self._waiting.popleft()
+            begun, ended, when, what, busy = self._waiting.popleft()
             start_ns = self._zero_ns + round(self._zero.elapsed_time(begun) * 1e6)
-            write(start_ns, round(begun.elapsed_time(ended) * 1e6), when, what)
+            took_ns = round(begun.elapsed_time(ended) * 1e6)
+            write(start_ns, took_ns, when, what)
+            busy_ns += busy * took_ns
             self._pool += (begun, ended)
         if not self._waiting and time.monotonic_ns() - self._zero_ns > _RENEW_NS:
             self._renew()
+        return busy_ns
 
     def _renew(self) -> None:
         """Counts from now, if the device has nothing to do; all that was waited for has been read."""

@@ -12,6 +12,9 @@ reads; a reader may see a row between two stores, so it decides nothing from one
 
           128 .. 256: the newest eight digests of what replicas hold alike, each with its step
 
+          256    264     272
+          failed rounds  cost     of checks in gaps: a bit for each of `GAP_CHECKS`, nanoseconds
+
 ``step`` is the one under way. ``entered`` and ``left`` count the communication of this attempt: a rank
 inside has entered more than it has left. ``changed`` is the machine's monotonic clock in nanoseconds,
 written last. ``agreed``, ``turn`` and ``trace`` alone are the reader's to write: after which step replicas
@@ -29,16 +32,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["IN_MEMORY_ONLY", "PROGRESS", "TURNED_CODE", "ProgressPage", "ProgressRow", "Seen", "own_row"]
+__all__ = [
+    "GAP_CHECKS",
+    "IN_MEMORY_ONLY",
+    "PROGRESS",
+    "TURNED_CODE",
+    "ProgressPage",
+    "ProgressRow",
+    "Seen",
+    "own_row",
+]
 
 PROGRESS = "MYRIAD_PROGRESS"
-ROW_BYTES = 256
+ROW_BYTES = 320
 _NAME_BYTES = 16
 _ACTIVITY, _PHASE = slice(64, 64 + _NAME_BYTES), slice(80, 80 + _NAME_BYTES)
 _PID, _EPOCH, _STEP, _ENTERED, _LEFT, _CHANGED, _STEP_TIME, _AGREED = range(8)
 _TURN, _BUSY, _TRACE, _TRACE_ANSWER = 12, 13, 14, 15
 _FIRST_DIGEST, _NUM_DIGESTS = 16, 8
-_ROW = struct.Struct("8q16s16s2q16x16q")
+_CHECKS = 32
+_ROW = struct.Struct("8q16s16s2q16x16q3q40x")
+GAP_CHECKS = ("product", "memory", "copy", "all-reduce", "all-to-all")
+"""Checks of a rank that trains (`myriad.train.gap_checks`), by their bit on its row."""
 _ONE = struct.Struct("q")
 TURNED_CODE = 75
 """Exit code of a rank that has ended because its row asked for it (sysexits.h: try again later)."""
@@ -64,6 +79,8 @@ class Seen:
     phase: str
     digests: tuple[tuple[int, int], ...] = ()
     """(steps done, what all replicas should have then), ascending."""
+    failed_checks: tuple[str, ...] = ()
+    """Names from `GAP_CHECKS`, in this attempt."""
 
 
 class ProgressRow:
@@ -135,6 +152,11 @@ class ProgressRow:
         self._words[at] = step + 1
         self._num_digests += 1
 
+    def checked(self, failed: int, rounds: int, cost_ns: int) -> None:
+        """What checks in gaps have found in this attempt; ``failed``: a bit for each of `GAP_CHECKS`."""
+        self._words[_CHECKS + 1], self._words[_CHECKS + 2] = rounds, cost_ns
+        self._words[_CHECKS] = failed
+
     def agreed_step(self) -> int:
         """After which replicas are known to have held the same; -1: nobody has said."""
         return self._words[_AGREED] - 1
@@ -184,8 +206,9 @@ class ProgressPage:
         """A look at a row."""
         values, again = (_ROW.unpack_from(self._memory, row * ROW_BYTES) for _ in range(2))
         pid, epoch, step, entered, left, changed, took, _, activity, phase, _, busy = values[:12]
-        names, digests = (_text(activity), _text(phase)), _digests(values[12:], again[12:])
-        return Seen(pid, epoch, step, entered, left, changed, took, busy, *names, digests)
+        names, digests = (_text(activity), _text(phase)), _digests(values[12:28], again[12:28])
+        failed = tuple(name for bit, name in enumerate(GAP_CHECKS) if values[28] >> bit & 1)
+        return Seen(pid, epoch, step, entered, left, changed, took, busy, *names, digests, failed)
 
     def agree(self, row: int, step: int) -> None:
         """Tells a rank after which step replicas were known to hold the same."""

@@ -61,6 +61,7 @@ _OF_A_STEP = {
     "step": ("optimizer", "optimizer"),
     "checkpoint_copy": ("checkpoint copy", "checkpoint"),
     "collect_garbage": ("garbage collection", "garbage"),
+    "check": ("check in a gap", "other"),
 }
 _EVALUATE = ("evaluate", "other")
 

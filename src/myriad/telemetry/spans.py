@@ -93,7 +93,7 @@ class Recorder:
         """Spans from here on belong to it."""
         self.when = _word(((step, 32), (self._rank, 32)))
         if self.device is not None:
-            self.device.collect(self.write)
+            self.busy_ns += self.device.collect(self.write)
 
     def span(self, name: str, stage: int = -1, micro_batch: int = -1, chunk: int = -1) -> "_Timed":
         """Records the time of a ``with`` block under ``name``, also when it raises."""
@@ -136,7 +136,11 @@ class Recorder:
         ]
 
     def take_busy(self) -> float:
-        """Seconds of forwards and backwards since the last call, without the communication inside them."""
+        """Seconds of forwards and backwards since the last call, without the communication inside them.
+
+        On a GPU they are the device's, of the spans that it had passed when the step began: of the step
+        before, as a rule.
+        """
         busy, self.busy_ns = self.busy_ns, 0
         return busy / 1e9
 
@@ -165,6 +169,7 @@ class _Timed:
     __slots__ = (
         "_before",
         "_begun",
+        "_busy",
         "_communicates",
         "_computed",
         "_is_compute",
@@ -176,20 +181,25 @@ class _Timed:
         "total_ns",
     )
     _begun: "Mark"
+    _busy: int
+    """1: its duration counts as computing. -1: it communicates inside such a span, which is then shorter."""
 
     def __init__(self, recorder: Recorder, name: str, what: int, *, is_compute: bool) -> None:
         self.name, self.start_ns, self.total_ns = str(name), 0, 0  # no StrEnum: it is slow to find
         self._recorder, self._row, self._what = recorder, recorder.row, what
         self._communicates, self._is_compute = name in COMMUNICATION, is_compute
-        self._before, self._computed = b"", False
+        self._before, self._computed, self._busy = b"", False, 0
 
     def __enter__(self) -> None:
         recorder = self._recorder
         if recorder.device is not None:
             self._begun = recorder.device.mark()
         self._computed = recorder.computes
-        if self._is_compute:
-            recorder.computes = True
+        if self._computed:
+            self._busy = -1 if self._communicates else 0
+        else:
+            self._busy = 1 if self._is_compute else 0
+            recorder.computes = self._is_compute
         self.start_ns = now = monotonic_ns()
         self._before = self._row.enter(self.name, self._communicates, now)
 
@@ -208,14 +218,12 @@ class _Timed:
             words[at + 3] = self._what
             recorder.at = at + 4 if at < recorder.last else recorder.first
             recorder.written = words[_WRITTEN] = recorder.written + 1
-        elif not recorder.device.add(self._begun, recorder.device.mark(), recorder.when, self._what):
+            recorder.busy_ns += self._busy * took
+        elif not recorder.device.add(
+            self._begun, recorder.device.mark(), recorder.when, self._what, self._busy
+        ):
             recorder.write(start, took, recorder.when, self._what)
-        if self._computed:
-            if self._communicates:
-                recorder.busy_ns -= took
-        elif self._is_compute:
-            recorder.busy_ns += took
-            recorder.computes = False
+        recorder.computes = self._computed
         self._row.leave(self._before, self._communicates, now)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import myriad
 from myriad.dashboard.api.about import _event
-from myriad.dashboard.event_text import SENTENCES, event_text
+from myriad.event_text import SENTENCES, event_text
 
 
 def _events_written() -> Iterator[str]:
@@ -70,6 +70,10 @@ def test_each_event_that_is_written_anywhere_has_a_sentence() -> None:
         (
             {"event": "telemetry", "place": "http://h/api/spans", "node": 3, "problem": "", "num_dropped": 9},
             "spans of node 3 to http://h/api/spans: written again; 9 spans are lost",
+        ),
+        (
+            {"event": "overflow", "loss_scale": 65536.0, "next_loss_scale": 32768.0},
+            "gradients overflow float16 at the loss scale 65,536: the step is skipped, and the",
         ),
         ({"event": "health", "what": "link", "problem": "eth0 is down"}, "link: eth0 is down"),
         ({"event": "checkpoint", "seconds": 0.1044724, "bytes": 8848056}, "stored in 0.1 s, 8.4 MiB"),

@@ -80,8 +80,15 @@ def run(tmp_path: Path) -> Run:
     step(run, 3)
     run.append_event("validation", step=3, loss=2.25)
     run.append_event("checkpoint", step=3)
+    run.append_event("check", step=3, seconds=0.01, ratio=0.0004, checks=["product"], failed=["product"])
     look(run, 0, 1000)
     look(run, 1, 2000, time.time() - 90)
+    hot = {"temperature_celsius": 88, "throttle": ["hardware thermal slowdown"], "utilization_ratio": 1.0}
+    gpu = {"device": 0, "name": "H100", "sm_clock_mhz": 990, "max_sm_clock_mhz": 1980, "power_watts": 500.0}
+    append_line(
+        run.counters_path / "gpus-1.jsonl", {"time": time.time(), "gpus": [gpu | hot, {"retired": 2}]}
+    )
+    (run.counters_path / "gpus-2.jsonl").write_text('{"time": 1, "gpus": 3}\n')
     return run
 
 
@@ -99,6 +106,8 @@ def test_what_a_run_did_is_told(run: Run) -> None:
         "myriad_mfu_ratio": 0.5,
         "myriad_validation_loss": 2.25,
         "myriad_checkpoint_step": 3.0,
+        "myriad_check_ratio": 0.0004,
+        "myriad_failed_checks": 1.0,
         "myriad_restarts_total": 1.0,
         "myriad_ettr_ratio": 0.75,
         "myriad_spans_dropped_total": 5.0,
@@ -115,6 +124,19 @@ def test_what_a_run_did_is_told(run: Run) -> None:
     assert found[received, (("device", "eth0"), ("node", "1"))] == 2000
     assert found[received, (("device", "mlx5_0:1"), ("node", "0"))] == 2000
     assert found["myriad_node_phase_highest_seconds", (("node", "1"), ("phase", "forward"))] == 1.5
+    node = (("node", "1"),)
+    assert found["myriad_node_gpu_highest_celsius", node] == 88 and found["myriad_node_gpus", node] == 2
+    assert found["myriad_node_gpu_lowest_clock_ratio", node] == 0.5
+    assert found["myriad_node_gpu_retired_pages", node] == 2
+    assert found["myriad_node_gpu_throttled", (*node, ("reason", "hardware thermal slowdown"))] == 1
+    assert ("myriad_node_gpus", (("node", "2"),)) not in found, "its file is damaged"
+
+
+def test_float16_has_its_loss_scale_and_a_count_of_overflows(run: Run) -> None:
+    run.append_event("overflow", step=4, loss_scale=8192.0, next_loss_scale=4096.0)
+    run.append_metrics({"step": 4, "loss": 2.0, "loss_scale": 8192.0, "skipped": 1, "overflow": 1})
+    found = series(RunMetrics(run, account, ManySpans(2)).text())
+    assert (found["myriad_loss_scale", ()], found["myriad_overflows_total", ()]) == (8192, 1)
 
 
 def test_each_look_tells_what_has_come_since(run: Run) -> None:
@@ -161,7 +183,7 @@ def test_there_are_series_for_nodes_and_never_for_ranks(run: Run) -> None:
     found = series(RunMetrics(run, account, ManySpans(nodes)).text())
     assert len(found) < 40 * nodes
     assert {label for _, labels in found for label, _ in labels} <= {
-        *("accused", "cause", "class", "device", "name", "node", "phase")
+        *("accused", "cause", "class", "device", "name", "node", "phase", "reason")
     }
 
 

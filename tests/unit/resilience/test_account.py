@@ -15,7 +15,8 @@ from myriad.resilience.account.moments import Moment, in_order
 
 NAMES = (
     "import", "corpus", "launch", "attempt", "restart", "start", "resume", "step", "validation",
-    "checkpoint", "spares", "diagnosis", "eviction", "fault", "interrupted", "finish", "end", "who knows",
+    "check", "checkpoint", "spares", "diagnosis", "eviction", "fault", "interrupted", "finish", "end",
+    "who knows",
 )  # fmt: skip
 small = st.one_of(st.integers(-2, 12), st.floats(0, 50), st.sampled_from([None, "x", float("nan"), True, []]))
 fields = st.fixed_dictionaries(
@@ -196,6 +197,16 @@ def test_evaluation_and_saves_are_told_apart_from_training() -> None:
     story.event(8.0, "validation", step=3, seconds=3.0)
     story.steps(9.0, 4, 4, checkpoint_wait_seconds=1.0)
     assert spent(story.account()) == {"restarting": 2.0, "training": 4.0, "validating": 3.0, "saving": 1.0}
+
+
+def test_checks_in_gaps_are_charged_to_the_step_that_they_delay() -> None:
+    story = Story()
+    story.launch(0.0, 1)
+    story.event(2.0, "start")
+    story.steps(2.0, 1, 3)
+    story.event(5.5, "check", step=3, seconds=0.5)
+    story.steps(5.5, 4, 4)
+    assert spent(story.account()) == {"restarting": 2.0, "training": 4.0, "checking": 0.5}
 
 
 def test_a_run_at_work_is_reported_up_to_now_and_its_step_under_way_is_not_lost_yet() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from myriad.errors import BAD_DATA
 from myriad.resilience.causes import cause_of
 from myriad.resilience.node.memory_kills import count_memory_kills
 
@@ -26,6 +27,8 @@ from myriad.resilience.node.memory_kills import count_memory_kills
         (1, "Traceback\nRuntimeError: CUDA error: uncorrectable ECC error encountered", False, "device"),
         (1, "Traceback\nOSError: [Errno 28] No space left on device: 'x'", False, "disk"),
         (1, "Traceback\nMemoryError", False, "host memory"),
+        (1, f"data loader: {BAD_DATA}a/train-00000.bin: the 65536 bytes from byte 0 on", False, "data"),
+        (1, "data loader: a/train-00000.bin, byte 0: cannot be read: Input/output error", False, "user"),
     ],
 )  # fmt: skip
 def test_the_cause_is_read_from_status_log_and_counter(

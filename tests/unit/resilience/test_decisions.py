@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from myriad.errors import BAD_DATA, NEXT_ATTEMPT_SKIPS
 from myriad.resilience.codec import plain, read
 from myriad.resilience.decide.actions import Action, Blame, DumpStacks, EndRun, Evict, StartAttempt, StopRanks
 from myriad.resilience.decide.decisions import Decider
@@ -584,3 +585,17 @@ def test_whatever_happens_there_is_one_attempt_at_a_time_and_one_end(
     ends = [action for action in world.actions if isinstance(action, EndRun)]
     assert len(ends) <= 1 and (not ends or world.actions[-1] is ends[0])
     assert read(State, plain(world.decider.state)) == world.decider.state
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_damaged_data_stops_the_run_unless_the_next_attempt_skips_it(skips: bool) -> None:
+    world = World()
+    end = NEXT_ATTEMPT_SKIPS if skips else "restore the file"
+    for number in range(3):  # one block after the other, each found by the attempt that skips those before
+        error = f"data loader: {BAD_DATA}corpus/train-00000.bin, byte {number}; {end}"
+        if world.epoch == 5 + number:
+            world.exit(0, 1, "data", error=error)
+            world.all_exit(code=1, cause="peer", error="a peer is gone")
+    ended = [action for action in world.actions if isinstance(action, EndRun)]
+    assert bool(ended) != skips and not any(isinstance(action, Evict) for action in world.actions)
+    assert sum(isinstance(action, StartAttempt) for action in world.actions) == (4 if skips else 1)

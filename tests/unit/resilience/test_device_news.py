@@ -8,10 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from myriad.resilience.doctor.devices import DEVICES, DeviceState, SmiProvider, parse_states
+from myriad.dashboard.gpu_looks import GpuLooks, gpu_sentence
+from myriad.dashboard.prometheus import RunMetrics
+from myriad.resilience.doctor.devices import (
+    DEVICES,
+    DeviceState,
+    KernelLog,
+    SmiProvider,
+    parse_states,
+    parse_xids,
+)
 from myriad.resilience.node import device_watch
 from myriad.resilience.node.device_news import DeviceNews, News
 from myriad.resilience.node.device_watch import DeviceWatch
+from myriad.run import Run
 
 
 def two(**second: object) -> list[DeviceState]:
@@ -125,3 +135,82 @@ def test_without_devices_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> Non
     watch = DeviceWatch(0)
     asyncio.run(watch.watch())
     assert watch.found == ()
+
+
+def test_a_hot_device_is_an_event_with_its_rank_and_what_it_measures_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vitals = {"temperature_celsius": 88, "throttle": ["hardware thermal slowdown"], "sm_clock_mhz": 1200}
+    vitals |= {"max_sm_clock_mhz": 1980, "utilization_ratio": 1.0, "pcie_width": 8, "max_pcie_width": 16}
+    path = tmp_path / "devices.json"
+    path.write_text(json.dumps([{"index": 0}, {"index": 1, "name": "H100", "bus": "3b", "vitals": vitals}]))
+    monkeypatch.setenv(DEVICES, str(path))
+    monkeypatch.setattr(device_watch, "LOOK_SECONDS", 0.02)
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    watch = DeviceWatch(5, run=run)
+    watch.begin(1, (10, 11))
+
+    async def until_told() -> None:
+        task = asyncio.create_task(watch.watch())
+        while len(run.read_events()) < 2:
+            await asyncio.sleep(0.02)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(until_told(), 60))
+    told = {event["kind"]: event for event in run.read_events() if not event["over"]}
+    hot = told["thermal slowdown"]
+    assert (hot["event"], hot["what"], hot["node"], hot["rank"], hot["over"]) == (
+        "health",
+        "gpu",
+        5,
+        11,
+        False,
+    )
+    assert hot["problem"].startswith("device 1 of node 5 (rank 11): hardware thermal slowdown: 88 C")
+    assert "PCIe x8 instead of x16" in told["PCIe width"]["problem"]
+    look = GpuLooks(run.counters_path).newest()[5]
+    assert (look.count, look.hottest_celsius, look.narrow_links) == (1, 88, 1)
+    assert gpu_sentence({5: look}).startswith("1 x H100, hottest 88 C (node 5), lowest clock 61% (node 5)")
+    assert (
+        b'myriad_node_gpu_throttled{node="5",reason="hardware thermal slowdown"} 1.0'
+        in RunMetrics(run).text()
+    )
+
+
+def test_a_program_that_faults_without_end_fills_no_memory_and_hides_no_other_device(tmp_path: Path) -> None:
+    """Thousands of Xids a minute, each of which would be searched again at each look."""
+    log = tmp_path / "kmsg"
+    line = "NVRM: Xid (PCI:0000:{}:00): {}, pid=1\n"
+    log.write_text(line.format("3b", 13) * 5000 + line.format("18", 79))
+    kernel = KernelLog(log)
+    found = parse_xids(kernel.read())
+    assert found["0000:18:00"] == [79] and 900 < len(found["0000:3b:00"]) <= 1000
+
+
+def test_the_alarm_of_a_hot_device_ends_with_the_process_that_watched_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process would not know of it: the alarm would last until the end of the run."""
+    vitals = {"temperature_celsius": 88, "throttle": ["hardware thermal slowdown"]}
+    path = tmp_path / "devices.json"
+    path.write_text(json.dumps([{"index": 0, "vitals": vitals}]))
+    monkeypatch.setenv(DEVICES, str(path))
+    monkeypatch.setattr(device_watch, "LOOK_SECONDS", 0.02)
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    watch = DeviceWatch(5, run=run)
+
+    async def end_the_process_once_it_has_warned() -> None:
+        task = asyncio.create_task(watch.watch())
+        while not run.read_events():
+            await asyncio.sleep(0.02)
+        watch._asked[0].kill()
+        while len(run.read_events()) < 2:
+            await asyncio.sleep(0.02)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(end_the_process_once_it_has_warned(), 60))
+    begun, ended = run.read_events()
+    assert (begun["over"], ended["over"]) == (False, True) and begun["kind"] == ended["kind"]
+    assert {begun["device"], ended["device"]} == {"0"}

@@ -227,3 +227,14 @@ def test_a_clock_that_is_wrong_is_told_once_and_a_slow_network_is_no_wrong_clock
     assert notice.problem == "the clock of node 1 is 4.9 s ahead of the driver's"
     behind = [clocks.heard(2, 98.0 + beat, 100.0 + beat) for beat in range(60)]
     assert [one.problem for one in behind if one] == ["the clock of node 2 is 2.0 s behind the driver's"]
+
+
+def test_a_rank_that_computes_wrong_bits_gives_way_to_a_spare_after_its_step() -> None:
+    world = Links()
+    words = "rank 1: the check of product in a gap gave wrong values"
+    told = DeviceTrouble(-1, 1, world.epoch, "hardware", words, can_wait=True)
+    node = next(node for node, ranks in world.decider.state.placement.items() if 1 in ranks)
+    world.devices[node] = (told,)
+    actions = world.tell(3.0)
+    assert any(words in problem for problem in problems(actions))
+    assert [action.node for action in actions if isinstance(action, TurnRanks)] == [node]

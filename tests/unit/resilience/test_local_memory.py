@@ -1,9 +1,10 @@
-"""A model that this machine cannot hold is refused before a rank starts."""
+"""A job that this machine cannot hold, or that may hang on its GPUs, is refused before a rank starts."""
 
 import pytest
 
 from myriad.errors import BadInputError
 from myriad.job import load_job
+from myriad.resilience.engines.engine import check_engine
 from myriad.resilience.engines.local_memory import check_local_memory
 
 GIB = 2.0**30
@@ -25,6 +26,28 @@ def test_replicas_count_and_shards_of_a_node_do_not() -> None:
         check_local_memory(load_job("gpt2-1558m", [*replicas, "layout.zero=0"]), 128 * GIB)
 
 
-def test_a_job_on_a_gpu_is_left_to_its_ranks() -> None:
-    """The memory of the host says nothing about it."""
-    check_local_memory(load_job("gpt-13b", ["train.device=cuda"]), GIB)
+def test_of_a_job_on_a_gpu_the_snapshots_count() -> None:
+    """Pinned, in the memory of the host: the kernel would kill the rank that touches more than there is."""
+    asked = ["train.device=cuda", "layout.dp=1", "layout.pp=1", "layout.tp=1"]
+    needed = 12 * load_job("gpt-13b", asked).model.num_parameters()
+    check_local_memory(load_job("gpt-13b", asked), 4.01 * needed)
+    with pytest.raises(
+        BadInputError, match=r"4 snapshots of gpt-13b.*; checkpoint\.memory_every = 0 needs two"
+    ):
+        check_local_memory(load_job("gpt-13b", asked), 3.99 * needed)
+    check_local_memory(load_job("gpt-13b", [*asked, "checkpoint.memory_every=0"]), 2.01 * needed)
+
+
+def test_a_pipeline_that_may_deadlock_on_gpus_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    job = load_job("tiny", ["layout.pp=2", "train.device=cuda"])
+    with pytest.raises(
+        BadInputError, match=r"^CUDA_DEVICE_MAX_CONNECTIONS = '1'.*overlap\.receive_ahead = 1"
+    ):
+        check_engine(job, oversubscribe=True)
+    for fits in (["overlap.receive_ahead=1"], ["resilience.engine=join"], ["train.device=cpu"]):
+        check_engine(load_job("tiny", ["layout.pp=2", "train.device=cuda", *fits]), oversubscribe=True)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    check_engine(job, oversubscribe=True)

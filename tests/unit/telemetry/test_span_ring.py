@@ -161,6 +161,30 @@ def test_spans_of_a_device_come_when_it_has_passed_them(rings: SpanRings) -> Non
     assert late["duration_ns"].tolist() == [7_000_000] and late["step"].tolist() == [1]
 
 
+def test_a_gpu_reports_how_long_it_computed_once_it_has(rings: SpanRings) -> None:
+    """Stragglers are found by it: not by when the host asked, and not by what the rank waited for others."""
+    _Event.now_ms, _Event.passed_ms = 100.0, 1e9
+    recorder = Recorder(ring=own_ring(), device=DeviceClock(_Event))
+    recorder.step(1)
+    assert recorder.take_busy() == 0
+    with recorder.span("forward"):
+        _Event.now_ms += 5
+        with recorder.span("tensor_comm"):
+            _Event.now_ms += 40
+    with recorder.span("await_gather"):
+        _Event.now_ms += 70
+    _Event.passed_ms = 100.0
+    recorder.step(2)
+    assert recorder.take_busy() == 0, "the device has not come to them"
+    _Event.passed_ms = 1e9
+    recorder.step(3)
+    assert recorder.take_busy() == pytest.approx(0.005) and recorder.take_busy() == 0
+    with recorder.evaluating(), recorder.span("forward"):
+        _Event.now_ms += 90
+    recorder.step(4)
+    assert recorder.take_busy() == 0
+
+
 def test_of_a_device_that_is_far_behind_the_hosts_times_are_kept(
     rings: SpanRings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.api.questions import as_int
 from myriad.dashboard.api.ranks import told_silent
-from myriad.dashboard.event_text import event_text
 from myriad.dashboard.insight.state import state_sentence
+from myriad.dashboard.node_table import evidence_rows, health_of, node_rows
 from myriad.dashboard.run_files import number
 from myriad.dashboard.watched import Watched
+from myriad.event_text import event_text
 from myriad.jsonl import Record
 from myriad.units import format_seconds
 
@@ -21,7 +22,7 @@ _BEHIND_SECONDS = 10.0
 _ABOUT_LAST_STEP = ("held", "checkpoint", "finish", "start")
 _DECISIONS = (
     *("fault", "diagnosis", "health", "refusal", "quarantine", "eviction", "restart", "move", "takeover"),
-    *("spares", "replace", "drain", "requeue", "spike", "skip", "start_over", "retry", "held"),
+    *("spares", "replace", "drain", "requeue", "spike", "skip", "bad_block", "start_over", "retry", "held"),
 )
 
 
@@ -136,6 +137,7 @@ def faults(watched: Watched, query: Mapping[str, str]) -> dict[str, Any]:
     }
     return {
         "nodes": _nodes(watched, [event for _, event in decided]),
+        "evidence": evidence_rows(watched.files.run.counters_path / "around"),
         "decisions": [_decision(event, place) for place, event in decided[-_MOST_EVENTS:]],
         "num_decisions": len(decided),
         "evictions": of_kind["eviction"],
@@ -152,7 +154,9 @@ def _nodes(watched: Watched, decided: list[Record]) -> list[dict[str, Any]]:
     """A node was last heard of when the newest span of its ranks ended, or when its executor last counted
     what its links carry, as it does each second whatever ranks do."""
     ranks, ends = watched.ranks, watched.store.last_end_ns
-    looks, now, health = watched.node_looks(), time.time(), _health(decided)
+    looks, now, health = watched.node_looks(), time.time(), health_of(decided)
+    facts = watched.node_facts()
+    known = {row["node"]: row for row in node_rows(facts, looks, health, now)}
     nodes = []
     for node in range(-(-ranks.world // ranks.node_size)):
         members = ranks.ranks_of_node(node)
@@ -160,7 +164,8 @@ def _nodes(watched: Watched, decided: list[Record]) -> list[dict[str, Any]]:
         ago = None if max(heard) < 0 else max(0.0, now - max(heard))
         span = [int(members[0]), int(members[-1])]
         nodes.append(
-            {
+            known.get(node, {})
+            | {
                 "node": node,
                 "heartbeat_seconds_ago": ago,
                 "health": health.get(node, "no complaint"),
@@ -168,12 +173,3 @@ def _nodes(watched: Watched, decided: list[Record]) -> list[dict[str, Any]]:
             }
         )
     return nodes
-
-
-def _health(decided: list[Record]) -> dict[int, str]:
-    """The last that was said of each node."""
-    return {
-        event["node"]: f"{event['event']}: {event_text(event)}"
-        for event in decided
-        if isinstance(event.get("node"), int) and event["event"] != "restart"
-    }

@@ -26,6 +26,7 @@ def more_routes(watched: Watched, ask: Ask | None) -> list[Route]:
         Route("/metrics", _metrics(watched)),
         Route("/api/trace", trace_endpoint(ask), methods=["POST"]),
         Route("/api/traces/{name}", trace_file(watched.files.run.traces_path)),
+        Route("/api/around/{name}", trace_file(watched.files.run.counters_path / "around")),
     ]
 
 

@@ -2,6 +2,7 @@
 
 {"ranks": [3, 7], "seconds": 5, "what": "profile"}  ──►  {"files": [...], "found": [...], "problems": [...]}
 GET /api/traces/NAME                                ──►  one of these files, to be kept
+GET /api/around/NAME                                ──►  link counters around an anomaly, the same way
 """
 
 import json
@@ -43,7 +44,7 @@ def trace_endpoint(ask: Ask | None) -> Callable[[Request], Any]:
 
 
 def trace_file(folder: Path) -> Callable[[Request], Response]:
-    """What lies in RUN/traces, by its name there: a link leads nowhere, and no name out of the folder."""
+    """A file of a folder of the run, by its name there: a link leads nowhere, no name out of it."""
 
     def answer(request: Request) -> Response:
         name = request.path_params["name"]

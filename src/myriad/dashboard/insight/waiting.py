@@ -2,7 +2,7 @@
 
 A rank that has finished k actions is in action k. If that needs a post which another rank has not come to, it
 waits for that rank, which in turn may wait. Whoever needs nobody is silent: it computes, or is dead, and all
-chains of waiting end there. MegaScale's rule (section 4.3): the silent ranks are the suspects.
+chains of waiting end there. MegaScale's rule (section 5.2): the silent ranks are the suspects.
 
     rank 0   in wait(f1.3<-1)        waits for rank 1
     rank 1   in await_reduce(1)      waits for rank 5

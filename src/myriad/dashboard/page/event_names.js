@@ -9,10 +9,12 @@ const NAMES = {
   taken_over: "storage taken over",
   retry: "storing again",
   telemetry: "records",
+  bad_block: "bad block",
+  reread: "block read again",
 };
 
 /** Events that are faults, or that a person has to act on. */
-const BAD = new Set(["fault", "eviction", "held", "start_over", "spike", "skip"]);
+const BAD = new Set(["fault", "eviction", "held", "start_over", "spike", "skip", "bad_block"]);
 
 /** @param {{event: string}} event */
 export const nameOf = ({ event }) => NAMES[event] ?? event.replaceAll("_", " ");

@@ -26,6 +26,8 @@ export function FaultsView({ run, version }) {
           ${it?.num_decisions > it?.decisions.length && html`<p class="dim">${count(it.num_decisions - it.decisions.length)} older ones stand in events.jsonl.</p>`}
           <h2>Diagnoses</h2>
           <${Told} events=${it?.diagnoses} run=${run} nothing="No diagnoses." />
+          <h2>Link counters around anomalies</h2>
+          <${Evidence} files=${it?.evidence ?? []} />
           <h2>Evictions</h2>
           <${Told} events=${it?.evictions} run=${run} nothing="No node was evicted." />
         </div>
@@ -47,22 +49,40 @@ function Nodes({ nodes }) {
   const [filter, setFilter] = useState("");
   const troubled = useMemo(() => troubles(nodes), [nodes]);
   const sorted = useMemo(() => [...nodes].sort((a, b) => Number(troubled(b)) - Number(troubled(a))), [nodes]);
-  const found = sorted.filter((one) => !filter || `${nodeText(one.node)} ${one.health ?? ""}`.toLowerCase().includes(filter.toLowerCase()));
+  const found = sorted.filter((one) => !filter || `${nodeText(one.node)} ${one.health ?? ""} ${machineText(one)} ${madeOf(one)}`.toLowerCase().includes(filter.toLowerCase()));
   const bad = nodes.filter(troubled).length;
   return html`
     <h2>${plural(nodes.length, "node")}${bad ? `, ${count(bad)} in trouble` : ""}</h2>
-    <${Field} label="Find" value=${filter} size=${14} hint="name or health" onChange=${setFilter} />
-    <table><thead><tr><th>Node</th><th>Health</th><th class="n">Heartbeat</th><th class="n">Ranks</th></tr></thead>
+    <${Field} label="Find" value=${filter} size=${14} hint="name, health, machine or hardware" onChange=${setFilter} />
+    <table><thead><tr><th>Node</th><th>Health</th><th class="n">Heartbeat</th><th class="n">Ranks</th><th>Machine</th><th class="n">Sent</th><th class="n">Received</th></tr></thead>
       <tbody>${found.slice(0, MOST_NODES).map((one) => html`
         <tr key=${one.node} class=${troubled(one) ? "bad" : ""}><td>${nodeText(one.node)}</td>
           <td class="text">${troubled(one) ? "▲ " : ""}${one.health ?? "not examined"}</td>
           <td class="n">${agoText(one.heartbeat_seconds_ago)}</td>
-          <td class="n"><${Ranks} ranks=${one.ranks} /></td></tr>`)}</tbody></table>
+          <td class="n"><${Ranks} ranks=${one.ranks} /></td>
+          <td class="text" title=${madeOf(one)}>${machineText(one)}</td>
+          <td class="n">${rateText(one.sent_bytes_per_second)}</td><td class="n">${rateText(one.received_bytes_per_second)}</td></tr>`)}</tbody></table>
     ${found.length > MOST_NODES && html`<p class="dim">${count(found.length - MOST_NODES)} more: find them by name.</p>`}`;
 }
 
 /** @param {number | null} ago seconds */
 const agoText = (ago) => (ago === undefined || ago === null ? "–" : ago < 1 ? "now" : `${seconds(ago)} ago`);
+
+const rateText = (rate) => (typeof rate === "number" ? `${bytes(rate)}/s` : "–");
+
+/** Host, address, pod and GPUs, as far as the node has reported them. */
+const machineText = (one) => [one.host, one.address, one.pod !== one.host && one.pod, one.gpus].filter(Boolean).join(" · ") || "–";
+
+/** All that is known of its hardware, for the tooltip and the search. */
+const madeOf = (one) =>
+  [one.cpu, ...(one.gpu_serials ?? []).filter(Boolean), ...(one.nics ?? []), ...Object.entries(one.versions ?? {}).map((pair) => pair.join(" "))].filter(Boolean).join("\n");
+
+/** Link counters each 10 ms around anomalies. @param {{files: any[]}} props */
+function Evidence({ files }) {
+  if (!files.length) return html`<p class="dim">No anomaly yet: nothing was kept.</p>`;
+  return html`<ul class="told">${files.map((one) => html`
+    <li key=${one.name}>${nodeText(one.node)}, ${one.why}: <a href=${`/api/around/${one.name}`} download>${one.name}</a></li>`)}</ul>`;
+}
 
 const nodeText = (node) => (typeof node === "number" ? `node ${node}` : node);
 

@@ -16,7 +16,7 @@ const CURVES = [
   ["Step time", "step_seconds", seconds],
 ];
 /** Events that are marks on the curves: what a person asks about when a curve bends. */
-const MARKED = new Set(["fault", "diagnosis", "eviction", "restart", "resume", "start", "spike", "skip", "health", "job_changed", "start_over", "held"]);
+const MARKED = new Set(["fault", "diagnosis", "eviction", "restart", "resume", "start", "spike", "skip", "bad_block", "health", "job_changed", "start_over", "held"]);
 const NEWEST_EVENTS = 200;
 /** Losses whose colours are those of a class of time. */
 const LOSS_CLASSES = { "slower than peak": "compute", "slower ranks": "slow", tensor: "tp", pipeline: "pp", "data parallel": "dp", evaluation: "validating" };

@@ -66,7 +66,7 @@ class _Reader:
         self._sign = 0.0
         """Of life: the last."""
         self._done: list[_Done] = []
-        self._saving, self._validating, self._diagnosed = 0.0, 0.0, -1.0
+        self._saving, self._validating, self._checking, self._diagnosed = 0.0, 0.0, 0.0, -1.0
         self._launching = self._watched = self._evicted = self._announced = False
         self._open: list[FaultSeen] = []
         """Faults from which the run has not come back."""
@@ -80,6 +80,7 @@ class _Reader:
             "resume": self._resume,
             "step": self._step,
             "validation": self._validation,
+            "check": self._check,
             "diagnosis": self._diagnosis,
             "eviction": self._eviction,
             "fault": self._fault,
@@ -174,6 +175,7 @@ class _Reader:
             fault.ending_seconds = fault.ending_seconds or 0.0
             fault.starting_seconds, fault.loading_seconds = max(0.0, at - begun), 0.0
         self._announced, self._saving, self._validating = bool(self._open), 0.0, 0.0
+        self._checking = 0.0
         self._doing, self._launching = "training", False
 
     def _resume(self, at: float, moment: Moment) -> None:
@@ -212,6 +214,9 @@ class _Reader:
 
     def _validation(self, at: float, moment: Moment) -> None:
         self._validating += moment.seconds("seconds")
+
+    def _check(self, at: float, moment: Moment) -> None:
+        self._checking += moment.seconds("seconds")
 
     def _stop(self, at: float, moment: Moment) -> None:
         """The last step is done, and saved."""
@@ -307,10 +312,12 @@ class _Reader:
         seconds = until - self._ledger.now
         saving = min(seconds, self._saving)
         validating = min(seconds - saving, self._validating)
-        self._saving = self._validating = 0.0
-        training = max(0.0, seconds - saving - validating)
+        checking = min(seconds - saving - validating, self._checking)
+        self._saving = self._validating = self._checking = 0.0
+        training = max(0.0, seconds - saving - validating - checking)
         if seconds > 0:
-            shares: dict[Kind, float] = {"saving": saving / seconds, "validating": validating / seconds}
+            stalls: dict[Kind, float] = {"saving": saving, "validating": validating, "checking": checking}
+            shares: dict[Kind, float] = {kind: stall / seconds for kind, stall in stalls.items() if stall}
             self._ledger.until(until, {**shares, "training": max(0.0, 1.0 - sum(shares.values()))})
         first = self._done[-1].step + 1 if self._done else 1
         if self._done and not self._done[-1].whole:
@@ -323,7 +330,7 @@ class _Reader:
         """After the last step: validation, and the state is stored."""
         seconds = at - self._ledger.now
         validating = min(seconds, self._validating)
-        self._validating = self._saving = 0.0
+        self._validating = self._saving = self._checking = 0.0
         if seconds > 0:
             share = validating / seconds
             self._ledger.until(at, {"validating": share, "saving": 1.0 - share})

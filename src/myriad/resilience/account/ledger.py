@@ -21,6 +21,7 @@ Kind = Literal[
     "lost",
     "saving",
     "validating",
+    "checking",
     "slow",
     "detecting",
     "diagnosing",
@@ -29,9 +30,9 @@ Kind = Literal[
     "waiting",
     "person",
 ]
-"""Training that counts; training that was lost; stalls for saving; evaluation; what a straggler costs;
-nothing goes on and nobody knows; the culprit is sought; from the decision to the first step; a stop that a
-person wanted; no node to go on with; the run is over and a person has not come yet."""
+"""Training that counts; training that was lost; stalls for saving; evaluation; checks in gaps; what a
+straggler costs; a fault that is not detected yet; the search for its cause; from decision to first step;
+a stop that a person wanted; waiting for a node; the run has stopped and waits for an operator."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _CLOSE = 1e-6
 

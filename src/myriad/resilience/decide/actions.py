@@ -96,11 +96,13 @@ class TellSlow(Action):
 class Notice(Action):
     """Something about a node that people are to know; nothing follows from it by itself."""
 
-    what: Literal["link", "device", "clock"]
+    what: Literal["link", "device", "clock", "traffic", "hardware"]
     node: int
     rank: int = -1
     """-1: no single one."""
     problem: str
+    level: Literal["", "info", "warning"] = ""
+    """warning: an alarm begins; info: it has ended, or nothing is wrong; "": not said."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from myriad.resilience.decide.incidents import Incident
 from myriad.resilience.decide.presence import Presence
 from myriad.resilience.decide.roster import Roster
 from myriad.resilience.decide.state import Plan, State
+from myriad.resilience.decide.traffic import Traffic
 from myriad.resilience.decide.turns import Turns
 from myriad.resilience.decide.watch import Stuck, Watch
 from myriad.resilience.decide.wrong_numbers import WrongNumbers
@@ -42,6 +43,7 @@ from myriad.resilience.facts import (
     Beat,
     EvictionAsked,
     Examined,
+    NodeFacts,
     NodeJoined,
     NodeLeft,
     Observation,
@@ -76,7 +78,8 @@ class Decider:
         self._presence = Presence(plan.patience, now)
         self._watch = Watch(plan, self.state, self._presence)
         self._fitness = Fitness(plan)
-        self._health = Health(plan.patience, self.state)
+        self._traffic = Traffic(plan, self.state)
+        self._health = Health(plan.patience, self.state, self._traffic)
         self._roster = Roster(plan, self.state, self._presence, self._fitness, self._health)
         self._aftermath = Aftermath(plan, self.state, self._numbers, self._roster, self._presence)
         self._turns = Turns(plan, self.state, self._roster, self._watch, self._health, now)
@@ -138,6 +141,8 @@ class Decider:
             return [*self._departures.asked(observation, now), *self._go_on(now)]
         if isinstance(observation, Examined):
             return [*self._departures.examined(observation, now), *self._go_on(now)]
+        if isinstance(observation, NodeFacts):
+            return []
         return self._beat(observation, now)
 
     # Nodes
@@ -178,6 +183,7 @@ class Decider:
         if beat.epoch != self.state.epoch:
             return passed
         self._watch.heard(beat, now)
+        passed += self._traffic.heard(beat, now)
         if self.state.phase == "running":
             passed += self._went_on(max([one.step for one in beat.ranks], default=-1))
         for one in beat.ranks:
@@ -226,6 +232,8 @@ class Decider:
         self.state.incident, self.state.phase = incident, "ending"
         self._fitness.suspect(incident)
         self._since, self._blame_at, self._repeats = now, None, 0
+        if problem := self._traffic.problem():
+            evidence["traffic"] = problem
         yield incident.blame(**evidence)
         yield StopRanks(rule=incident.rule, epoch=self.state.epoch)
 
@@ -250,7 +258,7 @@ class Decider:
             return []
         self._presence.forgive(now)
         actions = [*self._silent_nodes(now), *self._absent_nodes(now), *self._examine(now)]
-        actions += self._tended(self._health.due(now), now)
+        actions += [*self._tended(self._health.due(now), now), *self._traffic.due(now)]
         if phase == "running" and self.state.phase == "running":
             actions += self._overdue_ranks(now)
         elif phase == "ending" and now - self._since > _REPEAT_SECONDS:

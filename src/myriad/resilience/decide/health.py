@@ -2,7 +2,8 @@
 
     a link    down ──up within 3 s──► told, and ranks go on: what is under way is repeated by the kernel
                └──still down──► the node's fault; it is of no use until the link is up again
-              three times in five minutes ──► the node is to give way, after a step
+              three times in five minutes, or its traffic stays abnormal ──► the node is to give way, after
+              a step
     a device  a fault of hardware ──► the node's fault, or, where ranks go on for now, it is to give way
               of the program, or nobody knows ──► told
 
@@ -18,6 +19,7 @@ from typing import Literal, NamedTuple
 from myriad.resilience.decide.actions import Notice
 from myriad.resilience.decide.incidents import Incident
 from myriad.resilience.decide.state import State
+from myriad.resilience.decide.traffic import Traffic
 from myriad.resilience.facts import Beat, DeviceTrouble, LinkSeen, NodeJoined
 
 __all__ = ["TOLERATED_SECONDS", "Broken", "Health", "Unsound"]
@@ -63,8 +65,9 @@ class _Node:
 class Health:
     """Of the nodes of one run."""
 
-    def __init__(self, patience: float, state: State) -> None:
-        self._patience, self._state, self._now = patience, state, 0.0
+    def __init__(self, patience: float, state: State, traffic: Traffic | None = None) -> None:
+        """``traffic``: its alarms are evidence about links."""
+        self._patience, self._state, self._now, self._traffic = patience, state, 0.0, traffic
         self._nodes: dict[int, _Node] = {}
         self._remarkable: set[int] = set()
         """Nodes with anything to look at: of 1,536 mostly none."""
@@ -144,8 +147,8 @@ class Health:
 
     @property
     def is_calm(self) -> bool:
-        """No link was ever down, and no device complains."""
-        return not self._remarkable
+        """No link was ever down, none carries abnormal traffic, and no device complains."""
+        return not self._remarkable and (self._traffic is None or self._traffic.is_calm)
 
     def due(self, now: float) -> Iterator[Broken]:
         """To be told at each look at the time: links under ranks that do not come up again."""
@@ -204,6 +207,8 @@ class Health:
 
     def unsound(self, number: int) -> Unsound | None:
         """Why another node would be better; ``None``: none would."""
+        if self._traffic is not None and self._traffic.is_bad(number, self._now):
+            return "link"
         if number not in self._remarkable:
             return None
         node = self._nodes[number]

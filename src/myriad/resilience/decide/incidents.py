@@ -17,7 +17,7 @@ __all__ = [
     "blame_text",
 ]
 
-OF_THE_USER = ("user", "input", "state", "device memory", "disk")
+OF_THE_USER = ("user", "input", "state", "device memory", "disk", "data")
 """Causes that a healthy node does not cure: nobody is evicted for them."""
 CORRUPTION = "corruption"
 """Replicas that are to be equal are not."""

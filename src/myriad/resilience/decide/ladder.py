@@ -9,6 +9,7 @@ fewer replicas (`myriad.resilience.decide.fewer`)
 the end of the run, with the reason
 """
 
+from myriad.errors import NEXT_ATTEMPT_SKIPS
 from myriad.resilience.decide.actions import Accused
 from myriad.resilience.decide.incidents import CORRUPTION, OF_THE_NODE, OF_THE_USER, Incident
 from myriad.resilience.decide.state import State
@@ -33,6 +34,8 @@ def why_hopeless(state: State, incident: Incident, restarts: int) -> str | None:
         return "the last checkpoint was not stored in checkpoint.timeout_seconds"
     if incident.cause == "state":
         return "no state can be loaded: a person has to decide"
+    if incident.cause == "data" and not incident.last_line.endswith(NEXT_ATTEMPT_SKIPS):
+        return "the corpus is damaged"
     if repeats > restarts:
         return "the same fault came too often without progress"
     if incident.cause in OF_THE_USER and repeats > 1:

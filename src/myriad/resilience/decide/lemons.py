@@ -6,7 +6,7 @@
 
 A few nodes cause a large part of a cluster's interruptions, and pass a short test each time (Meta calls them
 lemon nodes: Kokolis et al., arXiv 2410.21680). MegaScale takes a node that fails out, and lets it back when
-it has passed its tests (arXiv 2402.15627, section 4). How often and how long are Myriad's own choice.
+it has passed its tests (arXiv 2402.15627, section 4.1). How often and how long are Myriad's own choice.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -48,6 +48,9 @@ class Plan:
     """What ranks do in a step; ``None``: nobody is compared."""
     dp: int = 1
     """Data-parallel replicas of the job."""
+    traffic: tuple[tuple[float, float], ...] = ()
+    """Bytes that the program sends and receives over the edge of a node in a step, by the block of ranks that
+    it has; none: not known."""
     fewer: Fewer | None = None
     """With which it may go on while nodes are missing; ``None``: it waits for them."""
 

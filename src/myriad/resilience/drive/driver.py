@@ -30,11 +30,13 @@ from myriad.resilience.clocks import tell_clock
 from myriad.resilience.decide.actions import Action, EndRun
 from myriad.resilience.decide.clocks import Clocks
 from myriad.resilience.decide.decisions import Decider
+from myriad.resilience.drive.alarms import AlarmProcess
 from myriad.resilience.drive.door import Door
 from myriad.resilience.drive.gate import Gate
 from myriad.resilience.drive.journal import Journal
 from myriad.resilience.drive.launcher_watch import LauncherWatch
 from myriad.resilience.drive.members import Members
+from myriad.resilience.drive.node_book import NodeBook
 from myriad.resilience.drive.notes import Notes
 from myriad.resilience.drive.orders import Orders, TellEngine, tell_engine
 from myriad.resilience.drive.scribe import Scribe, ScribeHandler
@@ -49,6 +51,7 @@ from myriad.resilience.facts import (
     EvictionAnswer,
     EvictionAsked,
     Examined,
+    NodeFacts,
     NodeJoined,
     NodeLeft,
     NodeWanted,
@@ -87,9 +90,11 @@ class Driver:
         tenure: Tenure | None = None,
         listen: str | None = None,
         tell: TellEngine = tell_engine,
+        alarms: AlarmProcess | None = None,
     ) -> None:
-        """``listen``: where, if not where the plan says; ``tell``: hands a line to the engine."""
-        self._run, self._scribe = run, scribe
+        """``listen``: address, if not the plan's; ``tell``: hands a line to the engine; ``alarms``: sends the
+        run's alarms, if the job has places."""
+        self._run, self._scribe, self._alarms = run, scribe, alarms
         self._journal = Journal(run.path / "journal.jsonl", self._report_journal)
         self.tenure = tenure or Alone(self._journal)
         plan, state = self.tenure.replay()
@@ -101,6 +106,7 @@ class Driver:
         self._launcher = LauncherWatch()
         self._strangers, self._refused_at = Strangers(), -_REFUSAL_SECONDS
         self._members, self._clocks = Members(), Clocks()
+        self._book = NodeBook(run.nodes_path)
         gate = Gate(run, scribe, lambda node: tell({"replace": node}))
         self._notes = Notes(run, scribe, gate)
         self._orders = Orders(plan, decider, self._links, tell)
@@ -138,11 +144,18 @@ class Driver:
                     self._notes.of_launcher(self._launcher.look())  # before there is more for it to read
                     self._tell_engine({})
                     self._tell_spares()
+                    self._act(self._book.take())
+                    if self._alarms is not None:
+                        self._alarms.look()
                     if self._journal.num_waiting or self._run.num_waiting:
                         self._scribe.enter("", self._write_late)
                 await self._rest()
             await self._let_leave()
         self._scribe.enter("", self._write_late)
+        self._book.settle()
+        if self._alarms is not None and not self.is_lost:
+            self._scribe.settle()
+            self._alarms.finish()
 
     def _write_late(self) -> None:
         """What a full disk has refused, if there is room now."""
@@ -195,6 +208,8 @@ class Driver:
             self._ask_to_stop()
 
     def _ask_to_stop(self) -> None:
+        if self._alarms is not None:
+            self._alarms.stopping()
         self._orders.send_all(Stop())
         self._hear(StopAsked(-1))
 
@@ -271,6 +286,8 @@ class Driver:
         if isinstance(observation, Beat):
             wrong = self._clocks.heard(observation.node, observation.clock_seconds, time.time())
             self._act([wrong] if wrong is not None else [])
+        elif isinstance(observation, NodeFacts):
+            self._book.enter(observation)
         else:
             self._soon()
         self._act(self._decider.hear(observation, time.monotonic()))
@@ -308,7 +325,8 @@ def main(arguments: list[str]) -> int:
     try:
         tenure = None if given.journal == "file" else _wait_for_tenure(run, given)
         if given.journal == "file" or tenure is not None:
-            _drive(Driver(run, scribe, tenure, given.listen))
+            alarms = AlarmProcess(run) if given.alarms else None
+            _drive(Driver(run, scribe, tenure, given.listen, alarms=alarms))
     finally:
         scribe.settle()
     return 0
@@ -328,6 +346,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--journal", default="file")
     parser.add_argument("--owner", default="")
     parser.add_argument("--lease-seconds", type=float, default=0.0)
+    parser.add_argument("--alarms", action="store_true")
     return parser
 
 

@@ -10,6 +10,7 @@ from myriad.resilience.decide.actions import (
     Blame,
     Diagnose,
     DumpStacks,
+    EndRun,
     Evict,
     Notice,
     StartAttempt,
@@ -30,7 +31,7 @@ _EVENTS: dict[type[Action], tuple[str, tuple[str, ...]]] = {
     Diagnose: ("diagnosis", ("verdict", "cause", "step", "rank", "node")),
     TellSlow: ("diagnosis", ("culprit", "ranks", "node", "step", "problem")),
     TellExamined: ("diagnosis", ("verdict", "node", "problem")),
-    Notice: ("health", ("what", "node", "rank", "problem")),
+    Notice: ("health", ("what", "level", "node", "rank", "problem")),
     TurnRanks: ("move", ("layout", "node")),
     DumpStacks: ("diagnosis", ("ranks",)),
     Evict: ("eviction", ("node", "accused", "machine")),
@@ -53,6 +54,8 @@ class Notes:
             self._event(known[0], action, known[1])
         if isinstance(action, Evict):
             self._gate.remember(action)
+        if isinstance(action, EndRun) and action.outcome == "failed":
+            self._scribe.enter_event(self._run, "failed", problem=action.reason, rule=action.rule)
 
     def of_left_out(self, examined: Examined) -> None:
         """Of a node that was evicted: for people, and for later runs."""

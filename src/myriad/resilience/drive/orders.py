@@ -12,20 +12,26 @@ from typing import Any
 
 from myriad.resilience.decide.actions import (
     Action,
+    Blame,
     DumpStacks,
     EndRun,
     Evict,
     Examine,
+    Notice,
     StartAttempt,
     StopRanks,
+    TellSlow,
     TurnRanks,
 )
 from myriad.resilience.decide.decisions import Decider
 from myriad.resilience.decide.state import Plan
-from myriad.resilience.facts import Agreed, Dump, End, ExamineNode, Leave, Order, Start, Turn
+from myriad.resilience.facts import Agreed, Dump, End, ExamineNode, KeepCounters, Leave, Order, Start, Turn
 from myriad.resilience.wire import Link
 
 __all__ = ["Orders", "TellEngine", "tell_engine"]
+
+_MOST_PEERS = 3
+"""Nodes besides the one meant that store their link counters around a fault."""
 
 TellEngine = Callable[[dict[str, Any]], None]
 
@@ -48,6 +54,7 @@ class Orders:
 
     def carry_out(self, action: Action) -> None:
         """Of what was decided, all that others are to do."""
+        self._keep_counters(action)
         if isinstance(action, StartAttempt):
             self._start(action)
         elif isinstance(action, DumpStacks):
@@ -96,6 +103,25 @@ class Orders:
             )
             if node in self._links:
                 self._links[node].send(order)
+
+    def _keep_counters(self, action: Action) -> None:
+        """The node that is meant and a few peers: the counters of all 1,536 would say the same again."""
+        placement = self._decider.state.placement
+        if isinstance(action, DumpStacks):
+            meant = [node for node, ranks in placement.items() if set(ranks) & set(action.ranks)]
+            why = "hang"
+        elif isinstance(action, Blame):
+            meant, why = [action.node], f"{action.cause} fault"
+        elif isinstance(action, TellSlow):
+            meant, why = [action.node], "slow rank"
+        elif isinstance(action, Notice) and action.what in ("traffic", "link") and action.level != "info":
+            meant, why = [action.node], f"{action.what} alarm"
+        else:
+            return
+        peers = [node for node in placement if node not in meant][:_MOST_PEERS]
+        for node in [*meant[:_MOST_PEERS], *peers]:
+            if node in self._links:
+                self._links[node].send(KeepCounters(why))
 
     def _dump(self, action: DumpStacks) -> None:
         """To each its own: all 12,288 ranks may be meant."""

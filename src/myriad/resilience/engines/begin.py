@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from myriad.alerts.config import AlertsConfig
 from myriad.comm.store_address import RedisAddress, redis_address
 from myriad.errors import BadInputError
 from myriad.job import ResilienceConfig
@@ -21,7 +22,7 @@ from myriad.run import Run
 if TYPE_CHECKING:
     from myriad.resilience.drive.redis_lease import RedisLease
 
-__all__ = ["begin_journal", "check_journal", "driver_options", "open_lease"]
+__all__ = ["alarm_options", "begin_journal", "check_journal", "driver_options", "open_lease"]
 
 _KEY = "resilience.journal"
 _LOOK_SECONDS = 0.2
@@ -104,3 +105,8 @@ def _begin(journal: Journal, plan: Plan, term: int = 0) -> Record:
 def driver_options(lease: "RedisLease", how: ResilienceConfig) -> list[str]:
     """By which drivers of one engine have its lease."""
     return ["--journal", how.journal, "--owner", lease.owner, "--lease-seconds", str(lease.seconds)]
+
+
+def alarm_options(alerts: AlertsConfig) -> list[str]:
+    """Return the driver's options that make it send the alarms of its run."""
+    return ["--alarms"] if alerts.has_places else []

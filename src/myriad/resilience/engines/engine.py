@@ -7,10 +7,15 @@ jobs that it cannot start, one has a run trained. What it starts on a machine is
 (`local`), whatever a person starts there with `myriad join` (`join`), a task of a cluster manager.
 """
 
+import os
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
+from myriad.alerts.config import check_alert_places
 from myriad.job import Job
+from myriad.job_values import device_job_of
+from myriad.program.device_needs import check_device_job, queues_in
+from myriad.resilience.engines.local_memory import uses_gpus
 from myriad.run import Run
 from myriad.telemetry.logger_names import check_loggers
 
@@ -70,11 +75,21 @@ _ENGINES = {
 
 
 def check_engine(job: Job, *, oversubscribe: bool = False) -> None:
-    """Refuses a job that its engine cannot start, or whose metrics cannot go where it says. Raises
-    `BadInputError`."""
+    """Refuses a job that its engine cannot start, whose programs may deadlock on GPUs, or whose metrics and
+    alarms cannot go where it says. Raises `BadInputError`."""
     check_loggers(job.telemetry.loggers)
+    check_alert_places(job.alerts)
+    _check_programs(job)
     module, check, _ = _ENGINES[job.resilience.engine]
     getattr(import_module(module), check)(job, oversubscribe=oversubscribe)
+
+
+def _check_programs(job: Job) -> None:
+    """Ranks on GPUs check the same before they exchange a tensor: here it is refused before any starts. The
+    environment is theirs with engines that hand it on."""
+    if job.layout.pp > 1 and uses_gpus(job):
+        environment = os.environ if job.resilience.engine in ("local", "slurm") else {}
+        check_device_job(device_job_of(job), queues_in(environment, job.layout, job.overlap))
 
 
 def train_on(job: Job) -> Train:

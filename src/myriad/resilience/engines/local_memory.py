@@ -3,18 +3,19 @@ that kills one when the machine has stood still for minutes.
 
 Only what is certain counts: parameters, gradients and optimizer states of all ranks, by the formula of
 `docs/memory.md` (`myriad.planner.rank_memory`), against all memory of the machine, also what is in use now:
-ranks of this run may still be at work. Where a GPU may hold them nothing is refused.
+ranks of this run may still be at work. Where a GPU may hold them, snapshots in the machine's memory count.
 """
 
 import os
 from pathlib import Path
 
+from myriad.checkpoint.config import num_slots
 from myriad.errors import BadInputError
 from myriad.job import Job, work_of
 from myriad.planner.rank_memory import memory_of_ranks
 from myriad.units import format_bytes
 
-__all__ = ["check_local_memory"]
+__all__ = ["check_local_memory", "uses_gpus"]
 
 _BYTES_OF_A_PARAMETER = 12
 """At least, among all ranks: its float32 master value and AdamW's or LAMB's two moments."""
@@ -25,11 +26,11 @@ _GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 def check_local_memory(job: Job, machine_bytes: float | None = None) -> None:
     """Refuses a job whose ranks need more than ``machine_bytes``, by default what this machine has. Raises
     `BadInputError`."""
-    has_gpu = any(driver.exists() for driver in _GPU_DRIVERS)
-    if job.train.device == "cuda" or (job.train.device == "auto" and has_gpu):
-        return
     there = machine_bytes or float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     needed = float(_BYTES_OF_A_PARAMETER * job.model.num_parameters())
+    if uses_gpus(job):
+        _check_snapshots(job, needed, there)
+        return
     if needed <= there:  # else the formula may take a minute, of a million layers, to say more of the same
         needed = _states_bytes(job)
     if needed > there:
@@ -37,6 +38,25 @@ def check_local_memory(job: Job, machine_bytes: float | None = None) -> None:
         most = format_bytes(int(there))
         allowed = f"at most {most}, all that this machine has; `myriad plan` says where it fits"
         raise BadInputError(key, format_bytes(int(needed)), allowed)
+
+
+def _check_snapshots(job: Job, state_bytes: float, there: float) -> None:
+    """The memory of snapshots is touched and pinned at the start: what is too much, the kernel kills a rank
+    for."""
+    slots = num_slots(job.checkpoint, several_nodes=False, compares=job.compares_replicas)
+    if slots * state_bytes > there:
+        key = f"memory for {slots} snapshots of {job.name}'s parameters and their states"
+        fewer = (
+            "; checkpoint.memory_every = 0 needs two snapshots less" if job.checkpoint.memory_every else ""
+        )
+        allowed = f"at most {format_bytes(int(there))}, all that this machine has{fewer}"
+        raise BadInputError(key, format_bytes(int(slots * state_bytes)), allowed)
+
+
+def uses_gpus(job: Job) -> bool:
+    """Whether ranks on this machine would take GPUs, as far as can be told without asking for one."""
+    has_gpu = any(driver.exists() for driver in _GPU_DRIVERS)
+    return job.train.device == "cuda" or (job.train.device == "auto" and has_gpu)
 
 
 def _states_bytes(job: Job) -> float:

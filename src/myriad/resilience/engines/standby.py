@@ -12,9 +12,10 @@ minute and more (NFS), or holds on one machine alone, and neither can be seen.
 import socket
 from typing import Literal
 
+from myriad.alerts.config import check_alert_places
 from myriad.errors import BadInputError
 from myriad.job import Job
-from myriad.resilience.engines.begin import answered, driver_options, open_lease
+from myriad.resilience.engines.begin import alarm_options, answered, driver_options, open_lease
 from myriad.resilience.engines.engine import Observer, Outcome
 from myriad.resilience.engines.joined import Joined
 from myriad.resilience.engines.loggers import Loggers
@@ -38,6 +39,7 @@ def check_standby(run: Run, job: Job) -> None:
         raise BadInputError("--standby", how.journal, allowed)
     check_listen(how.listen)
     check_loggers(job.telemetry.loggers)
+    check_alert_places(job.alerts)
     begun = secret_place(run.path / "secret").exists()
     if not begun or answered(open_lease(run.path, how).look, how) == ("", False):
         raise BadInputError("--standby", str(run.path), "nobody drives this run; `myriad train RUN` does")
@@ -48,6 +50,7 @@ def stand_by(run: Run, job: Job, observer: Observer | None = None) -> Outcome | 
     says where this machine listens. Raises `RunFailedError`."""
     how = job.resilience
     options = [*driver_options(open_lease(run.path, how), how), "--listen", how.listen]
+    options += alarm_options(job.alerts)
     name = f"driver-{socket.gethostname()}"
     with Loggers(run, job.telemetry.loggers) as loggers:
         return supervise(run, Joined(), how.patience, options, observer, name, on_drive=loggers.begin)

@@ -22,8 +22,9 @@ from myriad.resilience.decide.fewer import Fewer
 from myriad.resilience.decide.state import Plan
 from myriad.resilience.decide.work import Work
 from myriad.resilience.drive.journal import Journal
-from myriad.resilience.engines.begin import begin_journal
+from myriad.resilience.engines.begin import alarm_options, begin_journal
 from myriad.resilience.engines.engine import Engine, Observer, Outcome
+from myriad.resilience.engines.expected_traffic import expected_traffic
 from myriad.resilience.engines.kept import Kept, of_module
 from myriad.resilience.engines.loggers import logged
 from myriad.resilience.engines.replica_groups import replica_groups
@@ -84,10 +85,11 @@ def see_through(
         newest_step=left.newest_step,
         work=Work.of(job, how.nodes) if world == job.layout.world else None,
         dp=job.layout.dp,
+        traffic=expected_traffic(job, how.nodes) if world == job.layout.world else (),
         fewer=fewer,
     )
     run_secret(run.path / "secret")
-    options = begin_journal(run, how, plan)
+    options = [*begin_journal(run, how, plan), *alarm_options(job.alerts)]
     (run.path / "driver.json").unlink(missing_ok=True)
     with logged(run, job.telemetry.loggers):
         ended = supervise(run, engine, how.patience, options, observer)

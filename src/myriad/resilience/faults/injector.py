@@ -28,7 +28,7 @@ from myriad.resilience.faults.processes import Processes, is_alive
 from myriad.resilience.faults.scenario import Fault
 from myriad.resilience.faults.services import Services
 from myriad.resilience.faults.stand_in import BROKEN, StandIn
-from myriad.resilience.faults.storage import committed_steps, fill, flip_a_bit, free
+from myriad.resilience.faults.storage import CORPUS_COPY, committed_steps, fill, flip_a_bit, flip_tokens, free
 from myriad.run import Run
 from myriad.telemetry.progress_page import Seen
 
@@ -157,7 +157,7 @@ class Injector(threading.Thread):
             self._note(number)
             return True
         if fault.kind == "damage":
-            return self._damage(number)
+            return self._damage(number) if fault.where == "checkpoint" else self._damage_corpus(number)
         if fault.kind in BROKEN:
             return self._break_device(number, fault)
         if KINDS[fault.kind].needs_hosts:
@@ -223,6 +223,12 @@ class Injector(threading.Thread):
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid or 0, signal.SIGKILL)
+        return True
+
+    def _damage_corpus(self, number: int) -> bool:
+        """The copy that this run reads."""
+        self._note(number)
+        flip_tokens(self._run.path / CORPUS_COPY)
         return True
 
     def _break_device(self, number: int, fault: Fault) -> bool:

@@ -53,6 +53,7 @@ Target = Literal[
     "redis",
     "watch",
     "run",
+    "corpus",
 ]
 Seen = Literal["driver", "successor", "storage", "load", "diagnosis", "ranks", "health", "nothing"]
 
@@ -305,14 +306,21 @@ _KINDS: dict[KindName, FaultKind] = {
         needs_root=True,
     ),
     "damage": FaultKind(
-        "a bit of the newest checkpoint flips, and memory is lost, so that it is needed",
-        "a byte of a tensor file is changed, then SIGKILL of the keeper and a rank",
+        "a bit of the newest checkpoint flips, and memory is lost, so that it is needed; or bits of tokens",
+        "a byte of a tensor file is changed, then SIGKILL of the keeper and a rank; or a byte of each block "
+        "of the tokens of a copy of the corpus, so that whatever is read next is wrong",
         {
             "checkpoint": Aim(
                 seen="load",
                 detected_seconds=10.0,
                 also="found at load and set aside; goes on from the verified step before",
-            )
+            ),
+            "corpus": Aim(
+                causes=("data",),
+                detected_seconds=5.0,
+                stops=True,
+                also="the run stops with the file and the byte, and is not tried again",
+            ),
         },
     ),
     "flip": FaultKind(

@@ -7,12 +7,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from myriad.data.blocks import BLOCK_BYTES
+from myriad.data.cache import prepare_embedded
+from myriad.data.config import DataConfig
+from myriad.data.corpus import EMBEDDED
 from myriad.errors import BadInputError
 
-__all__ = ["committed_steps", "fill", "flip_a_bit", "free", "memory_group", "small_disk"]
+__all__ = [
+    "CORPUS_COPY",
+    "committed_steps",
+    "corpus_folder",
+    "fill",
+    "flip_a_bit",
+    "flip_tokens",
+    "free",
+    "memory_group",
+    "small_disk",
+]
 
 _DISK_BYTES = 64 * 2**20
 _FILLER = "filler"
+CORPUS_COPY = "corpus"
+"""Folder inside a run's folder with the copy of the corpus that it reads, which may be damaged."""
 
 
 @contextmanager
@@ -55,6 +71,26 @@ def flip_a_bit(checkpoint: Path) -> None:
     with path.open("r+b") as file:
         file.write(content)
         os.fsync(file.fileno())
+
+
+def corpus_folder(data: DataConfig) -> Path:
+    """The folder of a corpus, to be copied before it is damaged. Raises `BadInputError` for anything else."""
+    source = prepare_embedded(None, data.vocabulary) if data.corpus == EMBEDDED else Path(data.corpus)
+    if data.mixture or not source.is_dir():
+        raise BadInputError("data.corpus", data.corpus, "embedded or a folder, for a fault of the corpus")
+    return source
+
+
+def flip_tokens(corpus: Path) -> None:
+    """A bit of each block of the text to train on."""
+    for path in corpus.glob("train-*.bin"):
+        with path.open("r+b") as file:
+            for start in range(0, path.stat().st_size, BLOCK_BYTES):
+                file.seek(start)
+                byte = file.read(1)[0]
+                file.seek(start)
+                file.write(bytes([byte ^ 1]))
+            os.fsync(file.fileno())
 
 
 @contextmanager

@@ -35,14 +35,16 @@ from myriad.resilience.faults.processes import Processes
 from myriad.resilience.faults.scenario import Fault, Scenario, planned_faults
 from myriad.resilience.faults.services import Services
 from myriad.resilience.faults.stand_in import BROKEN, StandIn
-from myriad.resilience.faults.storage import memory_group, small_disk
+from myriad.resilience.faults.storage import CORPUS_COPY, corpus_folder, memory_group, small_disk
 from myriad.run import Run
 from myriad.run_lines import StepLines
 
-__all__ = ["try_scenario"]
+__all__ = ["Follow", "try_scenario"]
 
 Tell = Callable[[str], None]
-_MEASURED = ("profile.json", "hierarchy.json")
+Follow = Callable[[str, Run, int], None]
+"""Called as each of a scenario's two runs starts: which one, its run, and its steps."""
+_MEASURED = ("profile.json", "hierarchy.json", "tensor_overlap.json")
 """What a run measures once, and how it computes may depend on it."""
 _LEAST_SECONDS, _TIMES_LONGER, _GRACE_SECONDS = 300.0, 10.0, 20.0
 """A run that is broken may take so long, and so many times what it takes undisturbed."""
@@ -51,8 +53,18 @@ _NEAR = 1e-3
 """Of losses whose sums were taken in another order."""
 
 
-def try_scenario(name: str, scenario: Scenario, folder: Path, tell: Tell) -> Report:
-    """Raises `BadInputError` when this machine cannot cause a fault, before anything has started."""
+def try_scenario(
+    name: str,
+    scenario: Scenario,
+    folder: Path,
+    tell: Tell,
+    follow: Follow = lambda which, run, steps: None,
+) -> Report:
+    """Train undisturbed, train again with the faults, and grade what was made of them.
+
+    An undisturbed run of the same job and program that is in ``folder`` already is not repeated. Raises
+    `BadInputError` when this machine cannot cause a fault, before anything has started.
+    """
     job = scenario.resolved_job()
     faults = planned_faults(scenario, job)
     run = Run(_fresh(folder, name))
@@ -62,13 +74,14 @@ def try_scenario(name: str, scenario: Scenario, folder: Path, tell: Tell) -> Rep
         group = _prepare(run, _with_redis(scenario, job, services), faults, stack)
         num_nodes = job.resilience.nodes + job.resilience.spares
         hosts = stack.enter_context(made_hosts(num_nodes)) if scenario.hosts else None
-        undisturbed = _undisturbed(job, folder, tell)
+        undisturbed = _undisturbed(job, folder, tell, follow)
         for measured in _MEASURED:
             if (undisturbed.path / measured).exists():
                 shutil.copyfile(undisturbed.path / measured, run.path / measured)
         tell(f"{name}: {len(faults)} fault{'s' if len(faults) != 1 else ''} in {run.path}")
         limit = _LEAST_SECONDS + _TIMES_LONGER * _seconds(undisturbed) + _soaks(scenario)
         beside = _beside(scenario, run, services)
+        follow("run with faults", run, job.train.steps)
         outcome = _break(run, job, faults, group, hosts, limit, services, beside)
         left = _left_over(Processes(run, num_nodes)) if scenario.only_end else []
         exact = all(aim_of(fault.kind, fault.where).same_bits for fault in faults) and not _shrank(run)
@@ -104,7 +117,13 @@ def _prepare(run: Run, job: Job, faults: Sequence[Fault], stack: ExitStack) -> P
     """What some kinds need of the machine; gives the control group."""
     kinds = {fault.kind for fault in faults}
     group = stack.enter_context(memory_group()) if "host-memory" in kinds else None
-    run.create_or_resume(job)
+    if any(fault.where == "corpus" for fault in faults):
+        source, copy = corpus_folder(job.data), run.path.absolute() / CORPUS_COPY
+        data = job.data.model_copy(update={"corpus": str(copy)})
+        run.create_or_resume(job.model_copy(update={"data": data}))
+        shutil.copytree(source, copy)
+    else:
+        run.create_or_resume(job)
     if "disk-full" in kinds:
         stack.enter_context(small_disk(run.checkpoints_path))
     return group
@@ -250,13 +269,14 @@ def _environment(told: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _undisturbed(job: Job, folder: Path, tell: Tell) -> Run:
+def _undisturbed(job: Job, folder: Path, tell: Tell, follow: Follow) -> Run:
     """Of the same job, whose work stays where it is; made where there is none yet."""
     still = job.resilience.model_copy(update={"on_slow": "tell"})
     job = job.model_copy(update={"resilience": still})
     run = Run(folder / "undisturbed" / _key(job))
     if not (run.checkpoints_path / f"step-{job.train.steps}" / "manifest.json").exists():
         tell(f"the undisturbed run: {job.train.steps} steps of {job.name} in {run.path}")
+        follow("undisturbed run", run, job.train.steps)
         with run.lock():
             run.create_or_resume(job)
             if run_local(run, job.layout.world, threads=job.train.threads) == "interrupted":

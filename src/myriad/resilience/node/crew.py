@@ -1,20 +1,20 @@
-"""The ranks of a node, as its executor has them."""
+"""The rank processes of a node, as its node agent starts, watches and ends them."""
 
 import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from myriad.comm.attempt_layout import AS_THE_JOB, ATTEMPT_LAYOUT, AttemptLayout
 from myriad.processes import StopTimer, WatchClock, process_state
 from myriad.resilience.causes import cause_of
 from myriad.resilience.drive.scribe import Scribe
 from myriad.resilience.engines.logs import error_excerpt
-from myriad.resilience.facts import Digest, RankExited, RankSeen, Start
+from myriad.resilience.facts import DeviceTrouble, Digest, RankExited, RankSeen, Start
 from myriad.resilience.node.memory_kills import count_memory_kills
 from myriad.resilience.node.spans import NodeSpans
 from myriad.resilience.node.warm_parent import WarmParent
@@ -23,13 +23,15 @@ from myriad.run import Run
 from myriad.telemetry.progress_page import PROGRESS, ProgressPage, Seen
 from myriad.telemetry.ring import SPANS
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "troubles_of"]
 
 _STOPPED_SECONDS, _HUNG_SECONDS, _LONGEST_LOOK_SECONDS = 1.5, 5.0, 2.0
 _MOVING_NS = 400_000_000
 """A rank whose row changed so lately runs: the kernel is not asked."""
+_OWN_CHECKS = ("product", "memory", "copy")
+"""Those of `GAP_CHECKS` that a rank computes alone."""
 _ERROR_CHARACTERS = 4096
-"""Of a rank's last words, the newest: messages have a limit."""
+"""Most characters of a rank's error that are reported, the newest: messages have a limit."""
 
 
 @dataclass
@@ -44,7 +46,7 @@ class _Rank:
 
 
 class Crew:
-    """Starts, watches, ends."""
+    """Starts, watches and ends the ranks of one node."""
 
     def __init__(
         self,
@@ -68,20 +70,20 @@ class Crew:
         self._looked_at_ns = time.monotonic_ns()
         self._memory_kills = count_memory_kills()
         self.epoch = 0
-        """Of the newest ranks; 0: there were none."""
+        """Attempt of the newest ranks; 0: there were none."""
         self.layout = AttemptLayout()
-        """Of that epoch."""
+        """Layout of that attempt."""
         self.host = "127.0.0.1"
-        """By which ranks of other nodes reach those of this one."""
+        """Address at which ranks of other nodes reach those of this one."""
         self.exits: dict[int, RankExited] = {}
-        """Of that epoch."""
+        """Ranks of that attempt that have ended."""
 
     def living(self) -> list[int]:
-        """Ranks."""
+        """Return the ranks that run, in ascending order."""
         return sorted(self._ranks)
 
     def start(self, order: Start) -> None:
-        """Ranks of a newer epoch; those that still live are ended first."""
+        """Start the ranks of a newer attempt; end those that still run first."""
         if order.epoch <= self.epoch:
             return
         if self._ranks:
@@ -121,35 +123,45 @@ class Crew:
         return {key: str(value) for key, value in mine.items()}
 
     def send_signal(self, ranks: Iterable[int], number: signal.Signals) -> None:
-        """To these and what they have started."""
+        """Send a signal to these ranks and the processes that they have started."""
         self._warm.signal([rank for rank in ranks if rank in self._ranks], number)
 
     def turn(self) -> None:
-        """All are to end after the step under way, for another attempt."""
+        """Have all ranks end after the step under way, for another attempt."""
         for rank in self._ranks.values():
             self._page.turn(rank.row)
 
     def signal_all(self, number: signal.Signals) -> None:
-        """To all."""
+        """Send a signal to all ranks and the processes that they have started."""
         self.send_signal(self.living(), number)
 
     def tell_agreed(self, step: int) -> None:
-        """Ranks may forget the states before."""
+        """Let ranks forget the states before ``step``."""
         for rank in self._ranks.values():
             self._page.agree(rank.row, step)
 
     def ask_trace(self, ranks: Iterable[int], word: int) -> None:
-        """What a person wants to see of these; 0: nothing any more."""
+        """Ask these ranks for a trace, as ``word`` of the progress page; 0: for none any more."""
         for rank in ranks:
             if rank in self._ranks:
                 self._page.ask_trace(self._ranks[rank].row, word)
 
     def trace_answer(self, rank: int) -> int:
-        """What it says of that."""
+        """Return the answer of a rank to `ask_trace`; 0: none."""
         return self._page.trace_answer(self._ranks[rank].row) if rank in self._ranks else 0
 
+    def step_of(self, rank: int) -> int:
+        """The step that a rank is in; -1: none, or it has ended."""
+        known = self._ranks.get(rank)
+        seen = None if known is None else self._page.read(known.row)
+        return seen.step if seen is not None and seen.pid else -1
+
+    def rank_of(self, pid: int) -> int:
+        """The rank with a process id; -1: none."""
+        return next((rank.number for rank in self._ranks.values() if rank.pid == pid), -1)
+
     async def told(self) -> None:
-        """Returns when the warm parent has told something."""
+        """Return when the fork server has sent a message."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._warm.channel, ready.set)
         try:
@@ -158,7 +170,7 @@ class Crew:
             loop.remove_reader(self._warm.channel)
 
     def take(self) -> list[RankExited | int]:
-        """Ranks that have ended, and numbers of those that have begun."""
+        """Return the ranks that have ended, and the numbers of those that have begun."""
         messages = self._warm.receive()
         if messages is None:
             return self._lose_warm()
@@ -186,7 +198,7 @@ class Crew:
         return ended
 
     def _lose_warm(self) -> list[RankExited | int]:
-        """The process that they were forked from has died, and they with it."""
+        """Start another fork server: the one before has died, and its ranks with it."""
         self._warm.close()
         self._warm = self._start_warm()
         lost: list[RankExited | int] = [self._ended(number, -signal.SIGKILL) for number in self.living()]
@@ -198,7 +210,7 @@ class Crew:
             self.start(self._waiting)
 
     def look(self) -> tuple[RankSeen, ...]:
-        """What each rank that lives is doing."""
+        """Return what each running rank is doing."""
         now, seconds = time.monotonic_ns(), self._clock.look()
         held_up = max(0, now - self._looked_at_ns - int(1e9 * _LONGEST_LOOK_SECONDS))
         self._looked_at_ns = now
@@ -243,6 +255,11 @@ class Crew:
             digests=_digests(seen),
         )
 
+    def failed_checks(self) -> tuple[DeviceTrouble, ...]:
+        """Return the checks between steps that failed."""
+        rows = {rank.number: self._page.read(rank.row) for rank in self._ranks.values()}
+        return troubles_of(rows, self.epoch)
+
     def _state_of(self, rank: _Rank, seconds: float) -> str:
         """The kernel's letter; a rank that has run since it was seen to be stopped is only slow."""
         stopped, was_stopped = rank.stopped.look(rank.pid, seconds), rank.was_stopped
@@ -252,7 +269,7 @@ class Crew:
         return "T" if stopped or not was_stopped else "R"
 
     def close(self) -> None:
-        """None of them is left, nor what they have started."""
+        """End all ranks and the processes that they have started."""
         self.signal_all(signal.SIGKILL)
         deadline = time.monotonic() + 2.0
         while self._ranks and time.monotonic() < deadline:
@@ -264,6 +281,18 @@ class Crew:
                 self._ranks.pop(message.get("ended", -1), None)
         self._warm.close()
         self._spans.close()
+
+
+def troubles_of(rows: Mapping[int, Seen], epoch: int) -> tuple[DeviceTrouble, ...]:
+    """Checks that failed, as trouble of a device; ``rows``: rank to its row. A rank that computes wrong bits
+    alone is its node's fault; a collective with wrong values may be any rank's of it."""
+    found = []
+    for rank, seen in rows.items():
+        for name in seen.failed_checks:
+            blame: Literal["hardware", "unknown"] = "hardware" if name in _OWN_CHECKS else "unknown"
+            words = f"rank {rank}: the check of {name} in a gap gave wrong values"
+            found.append(DeviceTrouble(-1, rank, epoch, blame, words, can_wait=True))
+    return tuple(found)
 
 
 def _digests(seen: Seen) -> tuple[Digest, ...]:

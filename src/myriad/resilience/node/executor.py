@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from myriad.comm.free_port import free_port
 from myriad.resilience.clocks import ClockComparison
@@ -26,12 +27,17 @@ from myriad.resilience.facts import (
     STOP_ASKED,
     Agreed,
     Beat,
+    Cause,
     ClockTold,
     Dump,
     End,
     Examined,
     ExamineNode,
+    KeepCounters,
     Leave,
+    LinkSeen,
+    LinkTraffic,
+    NodeFacts,
     NodeJoined,
     NodeRefused,
     NodeTaken,
@@ -43,15 +49,19 @@ from myriad.resilience.facts import (
     StopAsked,
     Turn,
 )
+from myriad.resilience.node.aside import aside
 from myriad.resilience.node.counting import CounterLog
 from myriad.resilience.node.crew import Crew
 from myriad.resilience.node.device_watch import DeviceWatch
 from myriad.resilience.node.examination import Examination
 from myriad.resilience.node.links import LinkWatch
+from myriad.resilience.node.log_watch import LogWatch
 from myriad.resilience.node.machine import machine_name
+from myriad.resilience.node.node_facts import node_facts
 from myriad.resilience.node.snapshot_server import watch_snapshot_server
 from myriad.resilience.node.spans import NodeSpans
 from myriad.resilience.node.tracing import TraceDesk
+from myriad.resilience.node.traffic import LinkMonitor
 from myriad.resilience.node.warm import DUMP_SIGNAL
 from myriad.resilience.node.warm_parent import WarmParent
 from myriad.resilience.reach import DriverLostError, Reach, executor_name
@@ -64,7 +74,9 @@ from myriad.telemetry.ring import SpanRings
 __all__ = ["execute"]
 
 _LOG = logging.getLogger(__name__)
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS, _FACTS_SECONDS = 1.0, 60.0
+_NO_ANOMALY: tuple[Cause, ...] = ("done", "turned", "interrupted", "peer")
+"""Causes of a rank's end after which the link counters are not kept."""
 _ALONE_SECONDS = 10.0
 """Without a driver, after which the agent that has rank 0 reports it."""
 
@@ -85,11 +97,19 @@ def execute(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     clocks = ClockComparison(node)
     spans = NodeSpans(run, node, rings, clocks.offset)
-    executor = _Executor(run, node, Crew(run, node, page, spans, warm, start_warm), clocks, lonely_seconds)
+    executor = _Executor(
+        run,
+        node,
+        Crew(run, node, page, spans, warm, start_warm),
+        clocks,
+        LinkMonitor(run, node, page),
+        lonely_seconds,
+    )
     try:
         asyncio.run(executor.live())
     finally:
         executor.crew.close()
+        executor.monitor.close()
     if executor.lonely:
         raise DriverLostError(executor.problem)
     return executor.problem
@@ -97,14 +117,23 @@ def execute(
 
 class _Executor:
     def __init__(
-        self, run: Run, node: int, crew: Crew, clocks: ClockComparison, lonely_seconds: float | None
+        self,
+        run: Run,
+        node: int,
+        crew: Crew,
+        clocks: ClockComparison,
+        monitor: LinkMonitor,
+        lonely_seconds: float | None,
     ) -> None:
-        self._run, self._node, self.crew, self._clocks = run, node, crew, clocks
+        self._run, self._node, self.crew, self._clocks, self.monitor = run, node, crew, clocks, monitor
+        self._facts: NodeFacts | None = None
+        """Facts that were last sent to this driver."""
         self._reach, self._lonely_seconds = Reach(run.path), lonely_seconds
         self._examination = Examination(node, run.path)
         self._links = LinkWatch(lambda: self._reach.interface, rdma=has_driver())
-        self._devices = DeviceWatch(node)
-        self._traces, self._counters = TraceDesk(run, node, crew), CounterLog(run, node)
+        self._devices = DeviceWatch(node, run=run)
+        self._logs = LogWatch(run, node, crew.step_of, crew.rank_of)
+        self._traces, self._counters = TraceDesk(run, node, crew, monitor), CounterLog(run, node)
         self._link: Link | None = None
         self.problem: str | None = None
         self.lonely = False
@@ -120,8 +149,11 @@ class _Executor:
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._over.set)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # an engine has blocked it until now
-        works = (self._stay_linked, self._look, self._hear_ranks, self._compare_clocks, self._devices.watch)
-        tasks = [asyncio.create_task(work()) for work in works]
+        works = (self._stay_linked, self._look, self._hear_ranks, self._compare_clocks)
+        tasks = [
+            asyncio.create_task(work())
+            for work in (*works, self._send_facts, self._devices.watch, self._logs.watch)
+        ]
         tasks.append(asyncio.create_task(watch_snapshot_server(self._run, self._node)))
         for task in tasks:
             task.add_done_callback(self._end_with)
@@ -156,6 +188,8 @@ class _Executor:
             for event in self.crew.take():
                 if isinstance(event, RankExited):
                     self._tell(event)
+                    if event.cause not in _NO_ANOMALY:
+                        self.monitor.keep("failed rank")
                 elif self._stop_asked:
                     self.crew.send_signal((event,), signal.SIGINT)
 
@@ -163,11 +197,20 @@ class _Executor:
         """At the progress page and the ranks' states, links and devices, and tells. What cannot wait a second
         (a rank's end) comes by itself."""
         while True:
-            seen, links, devices = self.crew.look(), self._links.look(), self._devices.found
+            seen, links = self.crew.look(), self._links.look()
+            devices = self._devices.found + self.crew.failed_checks()
             port, known = free_port(self._reach.host), self._news(seen)
-            self._tell(Beat(self._node, self.crew.epoch, port, known, links, devices, time.time()))
+            traffic = self._look_at_traffic(links, len(seen))
+            self._tell(Beat(self._node, self.crew.epoch, port, known, links, devices, time.time(), traffic))
             self._counters.look()
             await asyncio.sleep(_LOOK_SECONDS)
+
+    def _look_at_traffic(self, links: Sequence[LinkSeen], num_ranks: int) -> tuple[LinkTraffic, ...]:
+        try:
+            return self.monitor.look(links, num_ranks)
+        except (OSError, ValueError) as error:  # no memory for a ring, for one: ranks go on without
+            _LOG.warning("the traffic of links is not known: %s", error)
+            return ()
 
     # The driver
 
@@ -183,6 +226,21 @@ class _Executor:
             self._told_digests[key] = new[-1].step if new else known
             found.append(replace(one, digests=new))
         return tuple(found)
+
+    async def _send_facts(self) -> None:
+        """When a driver is new, or they have changed. Read in a thread: a device driver may hang."""
+        while True:
+            if self._link is not None:
+                link, address = self._link, self._reach.host
+                facts = self._facts
+                try:
+                    facts = await aside(partial(node_facts, self._node, address))
+                except Exception:  # of a driver or its library: hardware that is not known ends no agent
+                    _LOG.warning("what this node is made of cannot be read", exc_info=True)
+                if facts is not None and facts != self._facts and link is self._link:
+                    self._facts = facts
+                    link.send(facts)
+            await asyncio.sleep(_FACTS_SECONDS if self._facts is not None else _LOOK_SECONDS)
 
     async def _compare_clocks(self) -> None:
         """With the driver's."""
@@ -208,7 +266,7 @@ class _Executor:
     async def _linked(self) -> None:
         async with self._reach.link() as link:
             self.crew.host = self._reach.host
-            self._told_digests = {}
+            self._told_digests, self._facts = {}, None
             self._clocks.begin()
             link.send(self._joined())
             self._link = link
@@ -282,6 +340,8 @@ class _Executor:
             self._examination.cancel()
             if order.epoch > self.crew.epoch:
                 self._devices.begin(order.epoch, order.ranks)
+                self.monitor.begin_attempt()
+                self._logs.begin(order.epoch, order.ranks)
             self.crew.start(order)
         elif isinstance(order, ClockTold):
             self._clocks.hear(order)
@@ -289,6 +349,8 @@ class _Executor:
             self._examination.begin(order.how, self._tell)
         elif isinstance(order, Trace):
             self._traces.begin(order, self._tell)
+        elif isinstance(order, KeepCounters):
+            self.monitor.keep(order.why)
         elif isinstance(order, NodeRefused) or order.epoch != self.crew.epoch:
             return
         elif isinstance(order, End):

@@ -20,6 +20,7 @@ from myriad.resilience.node.aside import aside
 from myriad.resilience.node.counting import watch_often
 from myriad.resilience.node.crew import Crew
 from myriad.resilience.node.stacks import read_stacks
+from myriad.resilience.node.traffic import LinkMonitor
 from myriad.resilience.node.warm import DUMP_SIGNAL
 from myriad.resilience.traces import Trace, Traced
 from myriad.run import Run
@@ -39,8 +40,9 @@ Found = tuple[list[str], list[str], list[str]]
 class TraceDesk:
     """Of one executor."""
 
-    def __init__(self, run: Run, node: int, crew: Crew) -> None:
-        self._run, self._node, self._crew = run, node, crew
+    def __init__(self, run: Run, node: int, crew: Crew, monitor: LinkMonitor | None = None) -> None:
+        """``monitor``: whose ring has the links' counters already."""
+        self._run, self._node, self._crew, self._monitor = run, node, crew, monitor
         self._numbers = count(1)
         """Of requests, as ranks hear them: a driver's begin anew with each."""
         self._task: asyncio.Task[None] | None = None
@@ -164,7 +166,8 @@ class TraceDesk:
     # Links
 
     async def _network(self, seconds: float) -> Found:
-        work = aside(lambda: watch_often(self._run, self._node, seconds))
+        ring = None if self._monitor is None else self._monitor.ring
+        work = aside(lambda: watch_often(self._run, self._node, seconds, ring))
         try:
             name, words = await asyncio.wait_for(work, seconds + _FILE_SECONDS)
         except (OSError, TimeoutError) as error:

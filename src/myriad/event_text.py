@@ -1,4 +1,4 @@
-"""Events of a run in words: one sentence for each kind, for the page and for `myriad top`.
+"""Events of a run in words: one sentence for each kind, for the page, `myriad top` and alarms.
 
     {"event": "job_changed", "key": "optimizer.learning_rate", "before": 0.0025, "after": 0.0005, "step": 40}
         -> "optimizer.learning_rate was 0.0025, is 0.0005"
@@ -109,6 +109,15 @@ def _job_changed(event: Record) -> str:
     return f"{event.get('key')} was {_value(event.get('before'))}, is {_value(event.get('after'))}"
 
 
+def _overflow(event: Record) -> str:
+    scale, after = (_figure(event, key) for key in ("loss_scale", "next_loss_scale"))
+    if scale is None or after is None:
+        return _problem(event)
+    change = f"is lowered to {format_number(after, 4)}" if after < scale else "stays, as it is the smallest"
+    at = f"at the loss scale {format_number(scale, 4)}"
+    return f"gradients overflow float16 {at}: the step is skipped, and the scale {change}"
+
+
 def _start_over(event: Record) -> str:
     done = _shown(event, "steps_done", lambda steps: f"; {steps:,.0f} steps were done before")
     return f"training begins at step 1 again{done}"
@@ -171,6 +180,13 @@ def _validation(event: Record) -> str:
         _shown(event, "bits_per_byte", lambda bits: f"{bits:.3f}", after=" bits per byte"),
         _shown(event, "seconds", format_seconds, "in "),
     )
+
+
+def _check(event: Record) -> str:
+    failed = event.get("failed")
+    found = "wrong values in " + ", ".join(map(str, failed)) if isinstance(failed, list) else "right"
+    cost = _shown(event, "ratio", lambda ratio: f"{ratio:.3%} of the time")
+    return _joined(f"active checks: {found}", _shown(event, "seconds", format_seconds, "in "), cost)
 
 
 def _diagnosis(event: Record) -> str:
@@ -252,6 +268,14 @@ def _sample(event: Record) -> str:
     return f"{event.get('prompt')} … {event.get('text')}"
 
 
+def _tensor_overlap(event: Record) -> str:
+    seconds = event.get("seconds")
+    items = seconds.items() if isinstance(seconds, Mapping) else ()
+    timed = [_shown({key: own}, key, lambda one: f"{1e3 * one:.1f} ms", f"{key} ") for key, own in items]
+    chosen = f"overlap.tensor = auto: {event.get('tensor')}"
+    return _joined(chosen, _joined(*timed), _problem(event), by="; ")
+
+
 def _trace(event: Record) -> str:
     ranks, what = event.get("ranks"), event.get("what")
     files = _shown(event, "num_files", lambda number: f"{number:.0f} files")
@@ -271,12 +295,33 @@ def _replace(event: Record) -> str:
     return f"pod {event.get('pod')} is replaced{cordoned}"
 
 
+def _bad_block(event: Record) -> str:
+    ending = "; samples in it are replaced" if event.get("action") == "skip" else ""
+    return f"{_problem(event)}{ending}"
+
+
+def _log_match(event: Record) -> str:
+    count = _figure(event, "count")
+    times = f" ({count:.0f} times)" if count is not None and count > 1 else ""
+    ranks = _sequence(event.get("ranks"))
+    where = f"ranks {', '.join(map(str, ranks))}" if ranks else _named(event, "rank")
+    return f"{event.get('what')} in the log of {where or _named(event, 'node')}: {_problem(event)}{times}"
+
+
+def _alert(event: Record) -> str:
+    return _problem(event) or f"alarms to {event.get('sink')} are sent again"
+
+
 SENTENCES: dict[str, Callable[[Record], str]] = {
+    "alert": _alert,
+    "bad_block": _bad_block,
+    "check": _check,
     "checkpoint": _checkpoint,
     "corpus": _corpus,
     "diagnosis": _diagnosis,
     "drain": _drain,
     "eviction": _eviction,
+    "failed": _problem,
     "fault": _fault,
     "finish": lambda event: "all steps are done",
     "health": _health,
@@ -285,14 +330,17 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "interrupted": lambda event: "stopped by a person",
     "job_changed": _job_changed,
     "journal": _problem,
+    "log_match": _log_match,
     "logger": _problem,
     "move": _move,
     "older_state": _older_state,
+    "overflow": _overflow,
     "peak": _peak,
     "quarantine": _machine,
     "refusal": _machine,
     "replace": _replace,
     "requeue": _requeue,
+    "reread": _problem,
     "restart": _restart,
     "restart_from_scratch": _restart_from_scratch,
     "resume": _resume,
@@ -307,7 +355,9 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "taken_over": _taken_over,
     "takeover": _takeover,
     "telemetry": _telemetry,
+    "tensor_overlap": _tensor_overlap,
     "trace": _trace,
+    "unsupervised": _problem,
     "validation": _validation,
     "weights": _weights,
 }
