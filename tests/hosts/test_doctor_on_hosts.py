@@ -19,19 +19,25 @@ GOOD = "20mbit"
 """So slow that a busy machine has no trouble to keep the links full."""
 
 
-def take_part(links: bool, wait_seconds: float) -> Findings | None:
+def take_part(links: bool, wait_seconds: float, collectives: bool) -> Findings | None:
     nodes = [Node(f"10.77.0.{host + 1}") for host in range(int(os.environ["WORLD_SIZE"]))]
     try:
         rank = int(os.environ["RANK"])
-        return pairwise(nodes, rank, SECRET, seconds=0.3, wait_seconds=wait_seconds, links=links)
+        options = {"wait_seconds": wait_seconds, "links": links, "collectives": collectives}
+        return pairwise(nodes, rank, SECRET, seconds=0.3, **options)
     except RunFailedError:
         return None
 
 
 def findings(
-    made: Hosts, size: int = SIZE, *, links: bool = False, wait_seconds: float = 30.0
+    made: Hosts,
+    size: int = SIZE,
+    *,
+    links: bool = False,
+    wait_seconds: float = 30.0,
+    collectives: bool = False,
 ) -> list[Findings | None]:
-    return made.run_ranks(take_part, links, wait_seconds, world=size, timeout_seconds=120)
+    return made.run_ranks(take_part, links, wait_seconds, collectives, world=size, timeout_seconds=240)
 
 
 def named(found: Findings) -> list[tuple[str, tuple[str, ...]]]:
@@ -70,8 +76,21 @@ def test_the_slow_the_lost_and_the_badly_connected_are_told_apart(hosts):
     made.set_link(5, up=True)
 
     slow_between(made, 1, 3)
-    between = findings(made, 4, links=True)
+    between = findings(made, 4, links=True, collectives=True)
     assert [named(found) for found in between] == [[("link", ("10.77.0.2", "10.77.0.4"))]] * 4
+    (group,) = between[0].groups  # no neighbours in the ring: the all-reduce does not use the path
+    assert (group.trouble, group.suspects) == ("all-to-all", ("10.77.0.2", "10.77.0.4")), group.words
+    assert any("no GPU" in text for text in between[0].skipped)
+
+
+def test_a_slow_a_lossy_and_a_half_duplex_link_are_each_named_as_what_they_are(hosts):
+    made = hosts(SIZE + 1, rate=GOOD)
+    made.drop(1, 0.05)
+    made.set_half_duplex(4, GOOD)
+    made.set_rate("4mbit", [6])
+    found = findings(made, SIZE + 1)[0]
+    kinds = {one.nodes: one.how for one in found.culprits}
+    assert kinds == {("10.77.0.2",): "lossy", ("10.77.0.5",): "half-duplex", ("10.77.0.7",): "slow"}
 
 
 WRITE = """

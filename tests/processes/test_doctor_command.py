@@ -14,9 +14,10 @@ import pytest
 from ranks import free_port
 
 from myriad.errors import BadInputError, RunFailedError
+from myriad.resilience.doctor import coordinator
 from myriad.resilience.doctor.cluster import Node, find_self, read_nodes, read_secret
 from myriad.resilience.doctor.hardware import cpu_key
-from myriad.resilience.doctor.pairwise import pairwise
+from myriad.resilience.doctor.pairwise import _KEEP_ALIVE, _SILENCE_SECONDS, pairwise
 from myriad.resilience.doctor.sealed import hello
 
 SECRET = b"a secret of many letters"
@@ -127,3 +128,9 @@ def test_strangers_and_other_secrets_are_sent_away_and_the_test_goes_on():
         thread.join(60)
     assert found[0] == found[1] and not found[0].culprits and not found[0].missing
     assert found[0].complaints == {str(nodes[1]): ("disk sync",)} and found[0].expected > 0
+
+
+def test_a_node_that_is_named_hears_the_outcome_after_collectives_that_hang_on_every_rail() -> None:
+    """It has no part in the rounds: groups under a switch and across, on each of eight rails."""
+    assert 2 * 8 * (coordinator._COLLECT_SECONDS + coordinator._ANSWER_SECONDS) < _SILENCE_SECONDS
+    assert _KEEP_ALIVE[socket.TCP_KEEPIDLE] < 300, "a first node that died is noticed long before"

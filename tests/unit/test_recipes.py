@@ -83,7 +83,7 @@ def test_a_rate_is_of_one_network_port() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("accelerator=b200", "one of a100-sxm-40gb, a100-sxm-80gb, h100-sxm-80gb, h200-sxm-141gb"),
+        ("accelerator=b200", "one of a100-sxm-40gb, a100-sxm-80gb, a800-sxm-80gb, h100-sxm-80gb"),
         ("links.ib=200", "with its unit"),
         ("links.ib=fast", "Gbps"),
         ("links.spine=100Gbps", "only links.node, links.network"),

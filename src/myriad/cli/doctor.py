@@ -2,6 +2,7 @@
 
 import json as json_format
 import logging
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _BASELINE_ROUNDS = 3
 _NETWORK, _PAIR = "network between nodes", "all-reduce of two"
 """Where a baseline has what a good pair reaches."""
 _MOST_WAIT_SECONDS = 86_400.0
+_NODES_PER_SWITCH = 4
 _STYLES = {"ok": "green", "slow": "yellow", "bad": "bold red", "skipped": "dim"}
 
 
@@ -66,6 +68,32 @@ _Wait = Annotated[
 ]
 
 
+_NoCollectives = Annotated[
+    bool,
+    typer.Option(
+        "--no-collectives",
+        help="Test pairs alone, without all-reduce and all-to-all of groups (with --cluster).",
+    ),
+]
+_PerSwitch = Annotated[
+    int,
+    typer.Option(
+        metavar="NODES",
+        help="Nodes under one switch, side by side in --cluster: they form the groups of the collective "
+        "rounds, and one of each the groups across switches.",
+    ),
+]
+_Rails = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help="RDMA ports (mlx5_0:1,mlx5_1:1) or interfaces (eth0,eth1) to test collectives on, one after the "
+        "other (with --cluster). Default: the active RDMA ports that all nodes have, else the interface of "
+        "the node's address.",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class _Others:
     """The nodes to test with."""
@@ -75,6 +103,9 @@ class _Others:
     secret: bytes
     links: bool
     wait_seconds: float
+    collectives: bool
+    per_switch: int
+    rails: tuple[str, ...]
 
 
 def doctor(
@@ -94,6 +125,9 @@ def doctor(
     secret_file: _Secret = None,
     links: _Links = False,
     wait: _Wait = 60.0,
+    no_collectives: _NoCollectives = False,
+    per_switch: _PerSwitch = _NODES_PER_SWITCH,
+    rails: _Rails = None,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON object on standard output, for programs.")
     ] = False,
@@ -109,7 +143,7 @@ def doctor(
     if folder.exists() and not folder.is_dir():
         raise BadInputError("--folder", str(folder), "a folder, or one that a run may make")
     path = baseline or default_path()
-    others = _others(cluster, node, secret_file, links, wait)
+    others = _others(cluster, node, secret_file, links, wait, no_collectives, per_switch, rails)
     if save_baseline:
         _save(folder, path, others, json=json)
         return
@@ -150,15 +184,33 @@ def _free() -> str:
 
 
 def _others(
-    cluster: str | None, node: str | None, secret_file: Path | None, links: bool, wait: float
+    cluster: str | None,
+    node: str | None,
+    secret_file: Path | None,
+    links: bool,
+    wait: float,
+    no_collectives: bool,
+    per_switch: int,
+    rails: str | None,
 ) -> _Others | None:
     """Everything that can be wrong with them is said before anything is measured."""
     from myriad.resilience.doctor.cluster import check_listening, find_self, read_nodes, read_secret
 
     if not 0 <= wait <= _MOST_WAIT_SECONDS:
         raise BadInputError("--wait", wait, f"0 to {_MOST_WAIT_SECONDS:,.0f} seconds")
+    if not 2 <= per_switch <= 64:
+        raise BadInputError("--per-switch", per_switch, "2 to 64 nodes")
+    names = tuple(name.strip() for name in (rails or "").split(",") if name.strip())
+    if any(re.fullmatch(r"[\w.-]{1,64}(:\d{1,3})?", name, re.ASCII) is None for name in names):
+        raise BadInputError("--rails", str(rails), "RDMA ports (mlx5_0:1) or interfaces (eth0), with commas")
     if cluster is None:
-        for key, given in (("--node", node), ("--secret-file", secret_file), ("--links", links or None)):
+        for key, given in (
+            ("--node", node),
+            ("--secret-file", secret_file),
+            ("--links", links or None),
+            ("--no-collectives", no_collectives or None),
+            ("--rails", rails),
+        ):
             if given is not None:
                 raise BadInputError(key, str(given), "only with --cluster")
         return None
@@ -166,7 +218,8 @@ def _others(
     index = find_self(nodes, node)
     if index == 0:
         check_listening(nodes[0])
-    return _Others(nodes, index, read_secret(secret_file), links, wait)
+    secret = read_secret(secret_file)
+    return _Others(nodes, index, secret, links, wait, not no_collectives, per_switch, names)
 
 
 def _diagnose(folder: Path, expected: "Expected", *, title: str = "testing") -> "Diagnosis":
@@ -190,6 +243,9 @@ def _between(others: _Others, diagnosis: "Diagnosis", expected: "Expected") -> "
             wait_seconds=others.wait_seconds,
             expected=known if isinstance(known, int | float) else None,
             links=others.links,
+            collectives=others.collectives,
+            per_switch=others.per_switch,
+            rails=others.rails,
         )
 
 
@@ -248,6 +304,12 @@ def _show_between(findings: "Findings") -> None:
     rate = f"{format_bytes(findings.expected)}/s each way at once"
     told = f"{findings.tests} pairs in {findings.rounds} rounds; a good pair reaches {rate}"
     console.print(told, style="dim", highlight=False)
+    for group in findings.groups:
+        if not group.trouble:
+            line = f"{group.title}: {group.words}"
+            console.print(line, style="dim", highlight=False, soft_wrap=True)
+    for text in findings.skipped:
+        console.print(f"skipped: {text}", style="dim", highlight=False, soft_wrap=True)
 
 
 def _table(diagnosis: "Diagnosis") -> "Table":

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from myriad.config import Config
+from myriad.config import Config, Rate, Seconds
 
 __all__ = ["Nics", "Transport"]
 
@@ -28,3 +28,14 @@ class Nics(Config):
     """Of RoCE: switches choose packet by packet, and NICs put in order."""
     adaptive_retransmission: bool = True
     """Of RoCE: NICs can (ConnectX-5 and later)."""
+    socket_bytes_per_second: Rate = 5e9
+    """TCP: highest rate of one network port through NCCL's sockets, which a processor copies. Measured: 4
+    to 6 GB/s on 100 Gb/s among four machines of eight V100, most with NCCL's default of one thread and one
+    socket for a connection (https://github.com/NVIDIA/nccl/issues/450). Raise it where more sockets were
+    measured to help."""
+    socket_latency_seconds: Seconds = 40e-6
+    """TCP: latency of one step between nodes. Eight bytes reach another node by NCCL's sockets after 38 to 46
+    us (https://github.com/NVIDIA/nccl-tests/issues/82)."""
+    socket_ports: int | None = Field(None, ge=1)
+    """TCP: network ports of a node that NCCL's sockets use, such as 1 where it finds one interface only
+    (https://github.com/NVIDIA/nccl/issues/1447); off: all of them."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from myriad.errors import BadInputError
 from myriad.network.conflicts import MOST_BALLS, Conflicts, conflicts
 from myriad.network.exposure import FlowExposure, expose, node_order, ring_flows
 from myriad.network.fabric import Fabric
@@ -138,11 +139,21 @@ def fabric_rows(
     routes, variants, rows = Routes(question.build(question.shape)), list(_variants(question)), []
     for number, (name, changed, rule) in enumerate(variants):
         tell(name, number / len(variants))
-        own = routes if changed.shape is question.shape else Routes(question.build(changed.shape))
+        own = routes if changed.shape is question.shape else _other_routes(changed)
+        if own is None:
+            continue
         given = {"queue_pairs": changed.queue_pairs, "draws": changed.draws, "seed": changed.seed}
         found = expose(own, changed.flows(own), rule=rule, **given)  # type: ignore[arg-type]
         rows.append(_of_fabric(name, found, changed is question and rule == "hash"))
     return rows
+
+
+def _other_routes(question: FabricQuestion) -> Routes | None:
+    """Routes of another fabric; ``None`` where switches with other ports cannot join so many nodes."""
+    try:
+        return Routes(question.build(question.shape))
+    except BadInputError:
+        return None
 
 
 def _variants(question: FabricQuestion) -> Iterator[tuple[str, FabricQuestion, str]]:

@@ -53,6 +53,15 @@ def test_a_cluster_is_asked_by_placement_and_part(tmp_path: Path, capsys: pytest
     assert len(ElementTree.parse(picture).getroot().findall("{*}rect/{*}title")) == len(told["rows"])
 
 
+def test_a_fabric_at_its_capacity_is_compared_with_what_can_be_built(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Switches of half as many ports cannot join 2,048 NICs in two tiers: that row is left out."""
+    told = _told(capsys, "--cluster", "deepseek-2048xh800", "--draws", "1")
+    names = [row["name"] for row in told["rows"]]
+    assert "adaptive routing" in names and not any("split" in name for name in names)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -1,35 +1,91 @@
 """The first node's part in a pairwise test: waits for the nodes, has the pairs of each round measure, tells
 all what came of it.
 
-    node -> here    hello {node, complaints}
-    here -> a       listen {token}                    a -> here    listening {port}
-    here -> b       connect {peer, port, token}
-    a, b -> here    rate {bytes_per_second, wrong}    both, at the same time as all other pairs of the round
+    node -> here    hello {node, complaints, gpus, rails}
+    here -> a       listen {token, how}               a -> here    listening {port}
+    here -> b       connect {peer, port, token, how}
+    a, b -> here    rate {bytes_per_second, wrong, lost, trickled}    all pairs of the round at the same time
+    here -> each    collect {first, port, rank, world, rail, backend}   -> here    collected {all_reduce, ...}
     here -> node    outcome {...}
 
-A node that does not come, or does not answer in time, counts 0 in all its tests: the rounds name it.
+A node that does not come, or does not answer in time, counts 0 in all its tests: the rounds name it. A pair
+that loses packets where no queue is full counts half. Each named node or path is then looked at more closely
+(one way, the other way, both, lost packets), which says what is wrong with it (`findings.what_is_wrong`).
+Last come the collective rounds, without the nodes that are named: groups under one switch, then one node of
+each switch (`collective`).
 """
 
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from myriad.errors import BadInputError
 from myriad.resilience.doctor.cluster import Node
-from myriad.resilience.doctor.findings import Findings
-from myriad.resilience.doctor.rounds import Pair, Rounds, better
+from myriad.resilience.doctor.findings import Findings, GroupSeen, Look, judge_groups
+from myriad.resilience.doctor.patterns import PatternRates, rates_of
+from myriad.resilience.doctor.rounds import Culprit, Outcome, Pair, Rounds, better
 from myriad.resilience.doctor.sealed import HEADER_BYTES, HELLO_BYTES, Message, Refused, Seal, hello
 from myriad.strangers import Strangers
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "Wanted"]
 
 _ANSWER_SECONDS = 10.0
 """Beyond what the test itself takes."""
 _HELLO_SECONDS = 5.0
 _MOST_STRANGERS = 256
 """Connections beyond the nodes' that have not proved themselves yet."""
+_COLLECT_SECONDS = 150.0
+"""Time for a collective test: importing torch, forming the group, measuring."""
+_LOSSY_RATIO, _LEAST_LOST = 0.004, 2
+"""Packets lost, of those sent where no queue is full, from which on a pair is lossy."""
+_MOST_LOOKS = 8
+_MOST_GROUPED = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a pairwise test is to do; `pairwise` has the defaults."""
+
+    seconds: float
+    wait_seconds: float
+    expected: float | None
+    links: bool
+    collectives: bool
+    per_switch: int
+    rails: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one test of a pair has measured."""
+
+    bytes_per_second: float
+    """Rate of the slower direction."""
+    lost: int = 0
+    trickled: int = 0
+
+    @property
+    def lost_ratio(self) -> float:
+        """Share of the packets that fill no queue."""
+        return self.lost / self.trickled if self.trickled else 0.0
+
+    @property
+    def score(self) -> float:
+        """Score that the rounds compare: the rate, halved for a lossy pair."""
+        lossy = self.lost >= _LEAST_LOST and self.lost_ratio >= _LOSSY_RATIO
+        return self.bytes_per_second * (0.5 if lossy else 1.0)
+
+
+@dataclass(frozen=True)
+class _Hello:
+    """What a node reported about itself when it connected."""
+
+    complaints: list[str]
+    gpus: int
+    rails: list[str]
 
 
 class _Line:
@@ -57,13 +113,10 @@ class _Line:
 class Coordinator:
     """One pairwise test of ``nodes``, of which this is the first."""
 
-    def __init__(
-        self, nodes: Sequence[Node], secret: bytes, *, seconds: float, wait_seconds: float, links: bool
-    ) -> None:
-        self._nodes, self._secret = nodes, secret
-        self._seconds, self._wait_seconds, self._links = seconds, wait_seconds, links
+    def __init__(self, nodes: Sequence[Node], secret: bytes, wanted: Wanted) -> None:
+        self._nodes, self._secret, self._wanted = nodes, secret, wanted
         self._lines: dict[int, _Line] = {}
-        self._complaints: dict[int, list[str]] = {}
+        self._hellos: dict[int, _Hello] = {}
         self._all_here = asyncio.Event()
         most = _MOST_STRANGERS + len(nodes)
         self._strangers = Strangers(most, most)
@@ -76,26 +129,37 @@ class Coordinator:
         except OSError as error:
             raise BadInputError("--cluster", str(first), f"cannot be listened on: {error.strerror}") from None
 
-    async def run(self, server: asyncio.Server, expected: float | None) -> Findings:
+    async def run(self, server: asyncio.Server) -> Findings:
         """What the nodes are told at the end."""
+        wanted = self._wanted
         async with server:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._all_here.wait(), self._wait_seconds)
-            rounds = Rounds(len(self._nodes), expected=expected, links=self._links)
+                await asyncio.wait_for(self._all_here.wait(), wanted.wait_seconds)
+            rounds = Rounds(len(self._nodes), expected=wanted.expected, links=wanted.links)
             while pairs := rounds.next_round():
                 rates = await self._measure(pairs)
                 if doubtful := rounds.doubtful(rates):
                     rates = better(rates, await self._measure(doubtful))
                 rounds.report(pairs, rates)
-            names = [str(node) for node in self._nodes]
-            missing = [name for index, name in enumerate(names) if index not in self._complaints]
-            complaints = {names[node]: found for node, found in sorted(self._complaints.items()) if found}
-            findings = Findings.of(rounds.outcome(), names, complaints, missing)
+            findings = await self._conclude(rounds.outcome())
             message = {"op": "outcome", "findings": findings.model_dump(mode="json")}
             await asyncio.gather(*(self._tell(line, message) for line in self._lines.values()))
             for line in self._lines.values():
                 line.close()
         return findings
+
+    async def _conclude(self, outcome: Outcome) -> Findings:
+        """Look at what was named, run the collective rounds, and put all of it into words."""
+        looks = {
+            culprit.nodes: await self._look(culprit, outcome) for culprit in outcome.culprits[:_MOST_LOOKS]
+        }
+        groups, skipped = await self._collectives(outcome)
+        names = [str(node) for node in self._nodes]
+        missing = [name for index, name in enumerate(names) if index not in self._hellos]
+        complaints = {
+            names[node]: hello.complaints for node, hello in sorted(self._hellos.items()) if hello.complaints
+        }
+        return Findings.of(outcome, names, complaints, missing, looks, groups, skipped)
 
     async def _tell(self, line: _Line, message: Message) -> None:
         with suppress(OSError, TimeoutError):
@@ -123,36 +187,131 @@ class Coordinator:
         if not isinstance(node, int) or node not in range(len(self._nodes)) or node in self._lines:
             raise Refused(f"node {node!r} is not awaited")
         self._lines[node] = line
-        self._complaints[node] = _names(message.get("complaints"))
+        gpus = message.get("gpus")
+        count = gpus if isinstance(gpus, int) and 0 <= gpus <= 64 else 0
+        self._hellos[node] = _Hello(_names(message.get("complaints")), count, _names(message.get("rails")))
         if len(self._lines) == len(self._nodes):
             self._all_here.set()
 
     # Tests
 
     async def _measure(self, pairs: Sequence[Pair]) -> Mapping[Pair, float]:
-        rates = await asyncio.gather(*(self._test(*pair) for pair in pairs))
-        return dict(zip(pairs, rates, strict=True))
+        found = await asyncio.gather(*(self._test(*pair) for pair in pairs))
+        return dict(zip(pairs, (one.score for one in found), strict=True))
 
-    async def _test(self, a: int, b: int) -> float:
-        """The slower direction; 0 when a node does not answer, or something else arrives than was sent."""
+    async def _test(self, a: int, b: int) -> _Seen:
+        """The slower way when both send, after a trickle that shows lost packets, on a connection of its own:
+        one that has trickled starts more slowly."""
+        quiet, full = await self._flow(a, b, "trickle"), await self._flow(a, b, "both")
+        lost, trickled = (sum(_count(one, name) for one in quiet) for name in ("lost", "trickled"))
+        return _Seen(min(map(_rate, full)), lost, trickled)
+
+    async def _flow(self, a: int, b: int, how: str) -> tuple[Message | None, Message | None]:
+        """What ``a`` and ``b`` say of one test; ``how``: "both" ways, a "trickle", or "out", from ``a`` to
+        ``b`` alone. Nothing when a node does not answer."""
         if not self._lines.keys() >= {a, b}:
-            return 0.0
+            return None, None
         token = secrets.token_hex(16)
-        listening = await self._ask(a, {"op": "listen", "token": token}, "listening")
+        listening = await self._ask(a, {"op": "listen", "token": token, "how": how}, "listening")
         if listening is None:
-            return 0.0
-        connect = {"op": "connect", "peer": a, "port": listening.get("port"), "token": token}
-        found = await asyncio.gather(self._ask(b, connect, "rate"), self._ask(a, None, "rate"))
-        return min(_rate(message) for message in found)
+            return None, None
+        other = "in" if how == "out" else how
+        connect = {"op": "connect", "peer": a, "port": listening.get("port"), "token": token, "how": other}
+        theirs, mine = await asyncio.gather(self._ask(b, connect, "rate"), self._ask(a, None, "rate"))
+        return mine, theirs
 
-    async def _ask(self, node: int, message: Message | None, kind: str) -> Message | None:
+    async def _look(self, culprit: Culprit, outcome: Outcome) -> Look:
+        """What is wrong with a node, seen with one that is well, or with a path."""
+        pair = culprit.nodes
+        if culprit.kind == "node":
+            well = (node for node in outcome.cleared if node in self._lines)
+            pair = (*culprit.nodes, *((partner,) if (partner := next(well, None)) is not None else ()))
+        if len(pair) != 2 or not self._lines.keys() >= set(pair):
+            return Look()
+        a, b = pair
+        (_, out), (_, back) = await self._flow(a, b, "out"), await self._flow(b, a, "out")
+        both = await self._test(a, b)
+        return Look(_rate(out), _rate(back), both.bytes_per_second, both.lost_ratio)
+
+    # Collective rounds
+
+    async def _collectives(self, outcome: Outcome) -> tuple[list[GroupSeen], list[str]]:
+        """What groups of nodes reach together, and what was not tested."""
+        named = {node for culprit in outcome.culprits if culprit.kind == "node" for node in culprit.nodes}
+        nodes = [node for node in range(len(self._nodes)) if node in self._lines and node not in named]
+        if not self._wanted.collectives:
+            return [], ["collective rounds: --no-collectives"]
+        if len(nodes) < 2 or len(nodes) > _MOST_GROUPED:
+            return [], [f"collective rounds: {len(nodes)} sound nodes, 2 to {_MOST_GROUPED} are needed"]
+        names = [str(node) for node in self._nodes]
+        skipped = [f"collective rounds: without {names[node]}, which is named" for node in sorted(named)]
+        backend, rails, why = self._backend(nodes)
+        skipped += why
+        size, found = self._wanted.per_switch, []
+        under_one = [nodes[first : first + size] for first in range(0, len(nodes), size)]
+        if len(under_one) > 1 and len(under_one[-1]) == 1:
+            under_one[-2:] = [under_one[-2] + under_one[-1]]
+        across = [[group[place] for group in under_one if place < len(group)] for place in range(size)]
+        for kind, groups in (("one switch", under_one), ("across switches", across)):
+            if kind == "across switches" and len(under_one) == 1:
+                skipped.append("collectives across switches: all nodes are listed under one (--per-switch)")
+                continue
+            for rail in rails:
+                chosen = [group for group in groups if len(group) > 1]
+                rates = await asyncio.gather(*(self._collect(group, rail, backend) for group in chosen))
+                found += judge_groups(kind, rail, backend, [[names[n] for n in g] for g in chosen], rates)
+        return found, skipped
+
+    def _backend(self, nodes: Sequence[int]) -> tuple[str, Sequence[str], list[str]]:
+        """NCCL on every RDMA port that all nodes have, or gloo; and why not more."""
+        hellos = [self._hellos[node] for node in nodes]
+        without = [str(self._nodes[node]) for node in nodes if not self._hellos[node].gpus]
+        if without:
+            why = f"NCCL between nodes: no GPU on {', '.join(without[:4])}; gloo over TCP stands in for it"
+            return "gloo", self._wanted.rails or ("",), [why]
+        common = [rail for rail in hellos[0].rails if all(rail in hello.rails for hello in hellos)]
+        if self._wanted.rails or common:
+            return "nccl", self._wanted.rails or common, []
+        return "nccl", ("",), ["NCCL per rail: no active RDMA port that all nodes have"]
+
+    async def _collect(self, group: Sequence[int], rail: str, backend: str) -> PatternRates | str:
+        """The rates of one group, or why there are none."""
+        first = await self._ask(group[0], {"op": "place"}, "listening")
+        if first is None:
+            return f"{self._nodes[group[0]]} does not answer"
+        wanted = {"op": "collect", "first": group[0], "port": first.get("port"), "world": len(group)}
+        asked = [
+            self._ask(
+                node,
+                {**wanted, "rank": rank, "rail": rail, "backend": backend},
+                "collected",
+                _COLLECT_SECONDS,
+            )
+            for rank, node in enumerate(group)
+        ]
+        answers = dict(enumerate(await asyncio.gather(*asked)))
+        problems = [
+            f"{self._nodes[group[rank]]}: {'no answer' if answer is None else str(answer['failed'])[:200]}"
+            for rank, answer in answers.items()
+            if answer is None or "failed" in answer
+        ]
+        if problems:
+            return "; ".join(problems[:2])
+        try:
+            return rates_of({rank: answer for rank, answer in answers.items() if answer is not None})
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return "an answer that cannot be understood"
+
+    async def _ask(
+        self, node: int, message: Message | None, kind: str, within: float = _ANSWER_SECONDS
+    ) -> Message | None:
         """A node that fails to answer is not asked again: its next answer would be to an old question."""
         if (line := self._lines.get(node)) is None:
             return None
         try:
-            async with asyncio.timeout(_ANSWER_SECONDS + 4 * self._seconds):
+            async with asyncio.timeout(within + 4 * self._wanted.seconds):
                 if message is not None:
-                    await line.send(message | {"seconds": self._seconds})
+                    await line.send(message | {"seconds": self._wanted.seconds})
                 return await line.receive(kind)
         except (OSError, EOFError, TimeoutError):
             line.close()
@@ -163,6 +322,11 @@ class Coordinator:
 def _rate(message: Message | None) -> float:
     found: Any = None if message is None or message.get("wrong") else message.get("bytes_per_second")
     return float(found) if isinstance(found, int | float) and 0 <= found < 1e18 else 0.0
+
+
+def _count(message: Message | None, name: str) -> int:
+    found = None if message is None else message.get(name)
+    return found if isinstance(found, int) and 0 <= found < 2**31 else 0
 
 
 def _names(found: object) -> list[str]:

@@ -10,8 +10,9 @@ say nothing about the device: evicting a node for them would empty the cluster o
 from NVIDIA's Xid catalog (docs.nvidia.com/deploy/xid-errors, "Analyzing Xid Errors with the Xid Catalog")
 and its GPU debug guidelines; what it does not list is reported, and blamed on nobody.
 
-`SmiProvider` has been run where there is no GPU only: its parsing is tested on texts in nvidia-smi's
-format.
+Temperatures, clocks and the like (`DeviceVitals`) come by NVML where its package is installed (`nvml.py`),
+else by nvidia-smi. `SmiProvider` has been run where there is no GPU only: its parsing is tested on what
+nvidia-smi printed elsewhere.
 """
 
 import json
@@ -19,15 +20,17 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from myriad.config import Config
+from myriad.resilience.doctor.device_state import DeviceState, DeviceVitals, bus_place, throttle_names
 from myriad.resilience.doctor.item import Reading
+from myriad.resilience.doctor.nvml import NvmlProvider, load_nvml
 
 __all__ = [
     "DEVICES",
@@ -75,26 +78,7 @@ XIDS: Mapping[int, Xid] = {
     119: Xid("hardware", "the device's own processor (GSP) does not answer"),
     120: Xid("hardware", "the device's own processor (GSP) has failed"),
 }
-"""By number; see the head of the module."""
-
-
-class DeviceState(Config):
-    """One device, as its driver sees it now."""
-
-    index: int = Field(ge=0)
-    """In the order of the node."""
-    name: str = "unknown"
-    """Type."""
-    bus: str = ""
-    """Its place, by which it is known when it no longer answers."""
-    lost: bool = False
-    """It no longer answers."""
-    uncorrected_errors: int = Field(0, ge=0)
-    """Uncorrectable memory errors since the driver was loaded."""
-    remap_failed: bool = False
-    """A memory row could not be replaced."""
-    xids: tuple[int, ...] = ()
-    """Reported since the node started, in their order."""
+"""Xids by number; see the head of the module."""
 
 
 class DeviceFault(NamedTuple):
@@ -108,7 +92,7 @@ class DeviceProvider(Protocol):
     """Whoever knows the node's devices."""
 
     def states(self) -> Sequence[DeviceState]:
-        """Of all of them; empty where there are none. Raises `OSError` when they cannot be asked."""
+        """Return the states of all devices; empty: there are none. Raises `OSError` where it cannot ask."""
         ...
 
 
@@ -132,7 +116,9 @@ def fault_of(state: DeviceState) -> DeviceFault | None:
 def check_devices(provider: DeviceProvider | None) -> list[Reading]:
     """A reading for each device: a fault of hardware is a problem, others are told."""
     if provider is None:
-        return [Reading(name="devices", skipped="no accelerator's driver, or no nvidia-smi, here")]
+        return [
+            Reading(name="devices", skipped="no accelerator's driver, or neither NVML nor nvidia-smi, here")
+        ]
     try:
         states = provider.states()
     except (OSError, subprocess.SubprocessError) as error:
@@ -178,7 +164,21 @@ class FileProvider:
 
 
 _QUERY = ("index", "name", "pci.bus_id", "ecc.errors.uncorrected.volatile.total")
+_REMAPPED = ("gpu_bus_id", "correctable", "uncorrectable", "pending", "failure")
+_REASONS = ("clocks_throttle_reasons.active", "clocks_event_reasons.active")
+"""One field, by its name until driver 535 and since then; drivers take the old one, too, so far."""
+_VITALS = (
+    *("pci.bus_id", "temperature.gpu", "temperature.memory", "power.draw", "enforced.power.limit"),
+    *("clocks.sm", "clocks.max.sm", "pcie.link.gen.current", "pcie.link.gen.max"),
+    *("pcie.link.width.current", "pcie.link.width.max", "ecc.errors.corrected.volatile.total"),
+    *("retired_pages.single_bit_ecc.count", "retired_pages.double_bit.count", "retired_pages.pending"),
+    *("utilization.gpu", "memory.used", "memory.total"),
+)
+"""Queried separately: an old driver that does not know one of these fields still reports errors."""
 _SECONDS = 10.0
+_MOST_XIDS = 1000
+"""Most Xids of one device that are kept: a program can cause thousands a minute, and each look searches
+all."""
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
 _LOST = re.compile(
     r"GPU\s*([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^\n]*(?:lost|fallen off)", re.IGNORECASE
@@ -190,12 +190,22 @@ class SmiProvider:
 
     def __init__(self, program: str = "nvidia-smi", log: Path = Path("/dev/kmsg")) -> None:
         self._program, self._log = program, KernelLog(log)
+        self._reasons = _REASONS[0]
 
     def states(self) -> Sequence[DeviceState]:
         """Raises `OSError` or ``subprocess.SubprocessError`` when it cannot be asked, or hangs."""
         rows = self._ask(f"--query-gpu={','.join(_QUERY)}")
-        remapped = self._ask("--query-remapped-rows=gpu_bus_id,remapped_rows.failure")
-        return parse_states(rows, remapped, self._log.read())
+        vitals = self._ask_vitals()
+        names = [_REMAPPED[0], *(f"remapped_rows.{name}" for name in _REMAPPED[1:])]
+        remapped = self._ask(f"--query-remapped-rows={','.join(names)}")
+        return parse_states(rows, remapped, self._log.read(), vitals)
+
+    def _ask_vitals(self) -> str:
+        text = self._ask(f"--query-gpu={','.join((*_VITALS, self._reasons))}")
+        if self._reasons in text and self._reasons == _REASONS[0]:  # the error names it: no such field
+            self._reasons = _REASONS[1]
+            text = self._ask(f"--query-gpu={','.join((*_VITALS, self._reasons))}")
+        return text
 
     def _ask(self, query: str) -> str:
         words = [self._program, query, "--format=csv,noheader,nounits"]
@@ -203,16 +213,18 @@ class SmiProvider:
         return done.stdout + done.stderr
 
 
-def parse_states(rows: str, remapped: str, log: str) -> list[DeviceState]:
-    """Devices that answered, and after them those that are named as lost."""
-    failed = {_bus(cells[0]) for cells in _cells(remapped, 2) if cells[1].lower() in ("1", "yes")}
-    xids: dict[str, list[int]] = {}
-    for bus, number in _XID.findall(log):
-        xids.setdefault(_bus(bus), []).append(int(number))
+def parse_states(rows: str, remapped: str, log: str, vitals: str = "") -> list[DeviceState]:
+    """Devices that answered, and after them those that are named as lost. ``rows``, ``remapped`` and
+    ``vitals``: what nvidia-smi prints for the three queries; ``log``: lines of the kernel's log."""
+    remaps = {bus_place(cells[0]): cells for cells in _cells(remapped, len(_REMAPPED), 2)}
+    failed = {place for place, cells in remaps.items() if _is_yes(cells[-1])}
+    measured = {bus_place(cells[0]): cells for cells in _cells(vitals, len(_VITALS) + 1)}
+    xids = parse_xids(log)
     states = []
     for index, name, bus, errors in _cells(rows, len(_QUERY)):
         if index.isdigit():
-            where = _bus(bus)
+            where = bus_place(bus)
+            cells, remap = measured.get(where), remaps.get(where, [])
             states.append(
                 DeviceState(
                     index=int(index),
@@ -221,9 +233,10 @@ def parse_states(rows: str, remapped: str, log: str) -> list[DeviceState]:
                     uncorrected_errors=int(errors) if errors.isdigit() else 0,
                     remap_failed=where in failed,
                     xids=tuple(xids.get(where, ())),
+                    vitals=None if cells is None else _vitals(cells, remap),
                 )
             )
-    lost = {_bus(bus) for bus in _LOST.findall(rows)}
+    lost = {bus_place(bus) for bus in _LOST.findall(rows)}
     first = max((state.index for state in states), default=-1) + 1
     return states + [
         DeviceState(index=first + place, bus=bus, lost=True, xids=tuple(xids.get(bus, ())))
@@ -231,15 +244,65 @@ def parse_states(rows: str, remapped: str, log: str) -> list[DeviceState]:
     ]
 
 
-def _cells(text: str, count: int) -> list[list[str]]:
+def parse_xids(log: str) -> dict[str, list[int]]:
+    """Return the Xid numbers of each place on the bus, in their order."""
+    xids: dict[str, list[int]] = {}
+    for bus, number in _XID.findall(log):
+        xids.setdefault(bus_place(bus), []).append(int(number))
+    return xids
+
+
+def _vitals(cells: Sequence[str], remap: Sequence[str]) -> DeviceVitals:
+    """``cells``: of `_VITALS`, and the throttle reasons; ``remap``: of `_REMAPPED`, where the device has
+    it."""
+    found = dict(zip((*_VITALS, "reasons"), cells, strict=True))
+
+    def number(name: str) -> float | None:
+        return _number(found[name])
+
+    def whole(name: str) -> int | None:
+        value = _number(found[name])
+        return None if value is None else int(value)
+
+    use, used, memory = number("utilization.gpu"), number("memory.used"), number("memory.total")
+    counts = [_number(cell) for cell in remap[1:3]] if len(remap) == len(_REMAPPED) else []
+    if len(counts) < 2 or None in counts:
+        counts = [number("retired_pages.single_bit_ecc.count"), number("retired_pages.double_bit.count")]
+    known = [count for count in counts if count is not None]
+    reasons = found["reasons"]
+    return DeviceVitals(
+        temperature_celsius=number("temperature.gpu"),
+        memory_celsius=number("temperature.memory"),
+        power_watts=number("power.draw"),
+        power_limit_watts=number("enforced.power.limit"),
+        sm_clock_mhz=number("clocks.sm"),
+        max_sm_clock_mhz=number("clocks.max.sm"),
+        throttle=throttle_names(int(reasons, 16)) if re.fullmatch(r"0x[0-9a-fA-F]{1,16}", reasons) else (),
+        pcie_generation=whole("pcie.link.gen.current"),
+        max_pcie_generation=whole("pcie.link.gen.max"),
+        pcie_width=whole("pcie.link.width.current"),
+        max_pcie_width=whole("pcie.link.width.max"),
+        corrected_errors=whole("ecc.errors.corrected.volatile.total"),
+        retired=int(sum(known)) if known else None,
+        retirement_pending=_is_yes(found["retired_pages.pending"]) or any(map(_is_yes, remap[3:4])),
+        utilization_ratio=None if use is None else use / 100,
+        memory_used_bytes=None if used is None else int(used * 2**20),
+        memory_bytes=None if memory is None else int(memory * 2**20),
+    )
+
+
+def _number(text: str) -> float | None:
+    """A plain number; anything else ("[N/A]", "[Requested functionality has been deprecated]") is none."""
+    return float(text) if re.fullmatch(r"-?\d{1,12}(\.\d{1,6})?", text) else None
+
+
+def _is_yes(text: str) -> bool:
+    return text.lower() in ("1", "yes")
+
+
+def _cells(text: str, *counts: int) -> list[list[str]]:
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return [row for row in rows if len(row) == count]
-
-
-def _bus(text: str) -> str:
-    """``00000000:3B:00.0`` and ``0000:3b:00`` are one place."""
-    domain, _, rest = text.partition(":")
-    return f"{domain[-4:]}:{rest.partition('.')[0]}".lower()
+    return [row for row in rows if len(row) in counts]
 
 
 class KernelLog:
@@ -248,15 +311,23 @@ class KernelLog:
     def __init__(self, path: Path) -> None:
         self._path, self._handle = path, -1
         self._kept: list[str] = []
+        self._num_kept = Counter[str]()
 
     def read(self) -> str:
-        """All until now; empty where it may not be read."""
+        """Return all until now, of each device the first `_MOST_XIDS`; empty where it may not be read."""
         with suppress(OSError):
             if self._handle < 0:
                 self._handle = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             while (part := self._next()) is not None:
-                self._kept += (line for line in part.splitlines() if _XID.search(line))
+                self._kept += filter(self._is_kept, part.splitlines())
         return "\n".join(self._kept)
+
+    def _is_kept(self, line: str) -> bool:
+        found = _XID.search(line)
+        if found is None:
+            return False
+        self._num_kept[found[1]] += 1
+        return self._num_kept[found[1]] <= _MOST_XIDS
 
     def _next(self) -> str | None:
         """A line; ``None``: there is no more. Raises ``OSError``."""
@@ -287,5 +358,11 @@ def provider_of(node: int) -> DeviceProvider | None:
 
 
 def find_provider(root: Path = Path("/")) -> DeviceProvider | None:
-    """That of the driver that is loaded here, if it can be asked."""
-    return SmiProvider() if has_driver(root) and shutil.which("nvidia-smi") else None
+    """Return the provider for the loaded driver, if it can be queried: NVML where its package is installed,
+    else nvidia-smi."""
+    if not has_driver(root):
+        return None
+    if (nvml := load_nvml()) is not None:
+        log = KernelLog(Path("/dev/kmsg"))
+        return NvmlProvider(nvml, lambda: parse_xids(log.read()))
+    return SmiProvider() if shutil.which("nvidia-smi") else None

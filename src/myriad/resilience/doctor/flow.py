@@ -7,17 +7,24 @@ bytes away.
 
 import random
 import socket
+import struct
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-__all__ = ["Received", "exchange", "receive", "send_for"]
+__all__ = ["Received", "exchange", "receive", "send_for", "trickle"]
 
 _BLOCK_BYTES = 2**18
 _BLOCK = random.Random(20402).randbytes(_BLOCK_BYTES)
 _TWICE = memoryview(_BLOCK + _BLOCK)
 _UNCOUNTED_RATIO = 0.25
+
+
+_TRICKLE, _TRICKLE_BYTES, _TRICKLE_SECONDS = 250, 200, 1e-3
+_TCP_INFO_BYTES, _TOTAL_RETRANSMITS, _SPURIOUS = 232, 100, 216
+"""Linux's struct tcp_info: size, offsets of tcpi_total_retrans and tcpi_dsack_dups (uapi/linux/tcp.h)."""
+_COUNT = struct.Struct("=I")
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,10 @@ class Received:
     bytes_per_second: float
     wrong_bytes: int
     """Of blocks that came back different, all bytes."""
+    lost: int = 0
+    """Packets of `trickle` that this end had to send again."""
+    trickled: int = 0
+    """Packets of `trickle` that this end sent."""
 
 
 def send_for(connection: socket.socket, seconds: float) -> None:
@@ -68,3 +79,40 @@ def exchange(connection: socket.socket, seconds: float) -> Received:
     found = receive(connection, seconds)
     sender.join(2 * seconds)
     return found
+
+
+def trickle(connection: socket.socket) -> tuple[int, int]:
+    """Send small packets at a rate that fills no queue, both ways, and return how many this end had to send
+    again, and how many it sent. What is lost now is lost by the link, not by congestion: at full speed,
+    queues that overflow lose packets on healthy links, too. Raises `OSError` when the connection breaks."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.settimeout(20 * _TRICKLE * _TRICKLE_SECONDS)
+    before = _retransmits(connection)
+    sender = threading.Thread(target=_trickle_out, args=(connection,), daemon=True)
+    sender.start()
+    missing = _TRICKLE * _TRICKLE_BYTES
+    while missing:
+        if not (part := connection.recv(min(missing, _BLOCK_BYTES))):
+            raise ConnectionResetError("the other end has closed")
+        missing -= len(part)
+    sender.join()
+    return max(0, _retransmits(connection) - before), _TRICKLE
+
+
+def _trickle_out(connection: socket.socket) -> None:
+    packet, due = bytes(_TRICKLE_BYTES), time.perf_counter()
+    with suppress(OSError):
+        for _ in range(_TRICKLE):
+            connection.sendall(packet)
+            due += _TRICKLE_SECONDS
+            time.sleep(max(0.0, due - time.perf_counter()))
+
+
+def _retransmits(connection: socket.socket) -> int:
+    """Without those that were not needed, as the other end has reported."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    found = [
+        _COUNT.unpack_from(info, at)[0] if len(info) >= at + 4 else 0
+        for at in (_TOTAL_RETRANSMITS, _SPURIOUS)
+    ]
+    return int(found[0] - found[1])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from myriad.optim.precision import resolve_precision
 from myriad.resilience.doctor.hardware import find_memory_nodes
 from myriad.resilience.doctor.item import Reading
 from myriad.resilience.doctor.memory import PATTERNS
@@ -56,7 +57,8 @@ def _key(device: torch.device) -> str:
 
 def _rates(device: torch.device) -> Iterator[Reading]:
     key, name = _key(device), f"GPU {device.index}"
-    a = torch.ones(_PRODUCT, _PRODUCT, dtype=torch.bfloat16, device=device)
+    dtype = resolve_precision("auto", device, skips_steps=True)  # a V100 multiplies no bfloat16
+    a = torch.ones(_PRODUCT, _PRODUCT, dtype=dtype, device=device)
     flops = 2 * _PRODUCT**3 / _seconds(device, lambda: a @ a)
     slow = "look at its temperature, power limit and clocks (nvidia-smi -q)"
     yield _rate(f"{name} matrix product", flops, "FLOP/s", _FLOOR_FLOPS, key, slow)

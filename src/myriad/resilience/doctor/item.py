@@ -41,7 +41,7 @@ class Reading:
     problem: str = ""
     """What is wrong, whatever the value is."""
     skipped: str = ""
-    """Why it was not measured."""
+    """Why it was not measured; bad where the baseline of ``hardware`` has a value."""
     note: str = ""
     """Said beside the value when all is well."""
     remedy: str = ""
@@ -105,6 +105,10 @@ def judge(reading: Reading, expected: Expected) -> Item:
     """The verdict; see the head of the module."""
     known = expected.get(reading.hardware, {}).get(reading.measure or reading.name)
     value = reading.value
+    if reading.skipped and isinstance(known, int | float):  # it worked on the healthy node
+        return _item(
+            reading, "bad", _join(reading.skipped, reading.remedy, "the baseline has a value"), known
+        )
     if reading.skipped:
         return _item(reading, "skipped", reading.skipped)
     if reading.problem:

@@ -14,6 +14,7 @@ from myriad.resilience.doctor.devices import DeviceProvider, check_devices, has_
 from myriad.resilience.doctor.item import Diagnosis, Expected, Reading, judge
 from myriad.resilience.doctor.operators import check_operators
 from myriad.resilience.doctor.probe import PROBES, run_probe
+from myriad.resilience.doctor.rdma import check_rdma, find_ports
 from myriad.resilience.doctor.settings import check_limits, check_versions
 
 __all__ = ["Tell", "diagnose"]
@@ -21,7 +22,16 @@ __all__ = ["Tell", "diagnose"]
 Tell = Callable[[str, float], None]
 """Gets what is being tested, and the share that is done."""
 
-_SHARES = {"devices": 0.0, "memory": 0.05, "disk": 0.25, "network": 0.4, "ranks": 0.5, "gpu": 0.9}
+_SHARES = {
+    "devices": 0.0,
+    "memory": 0.05,
+    "disk": 0.25,
+    "network": 0.4,
+    "rdma": 0.5,
+    "ranks": 0.5,
+    "gpu": 0.85,
+    "gpus": 0.95,
+}
 """Of the time, before each probe."""
 
 
@@ -41,8 +51,12 @@ def diagnose(
         tell(PROBES[name][0], _SHARES[name])
         if name == "devices" and provider is not None:
             readings += check_devices(provider)
+        elif name == "rdma" and not find_ports():
+            readings += check_rdma()  # says why it is skipped, without a process of its own
         elif name == "gpu" and not has_driver():
             readings += [Reading(name="GPU", skipped="no accelerator's driver here"), *check_operators("cpu")]
+        elif name == "gpus" and not has_driver():
+            readings.append(Reading(name="GPUs with each other", skipped="no accelerator's driver here"))
         else:
             readings += _probe(name, folder, expected)
     readings += check_clock(clocks, read_clocks())

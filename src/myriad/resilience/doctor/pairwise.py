@@ -15,20 +15,26 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from myriad.comm.free_port import free_port
 from myriad.errors import RunFailedError
 from myriad.resilience.doctor.cluster import Node
-from myriad.resilience.doctor.coordinator import Coordinator
+from myriad.resilience.doctor.collective import Seat, run_seat, start_seat
+from myriad.resilience.doctor.coordinator import Coordinator, Wanted
 from myriad.resilience.doctor.findings import Findings, read_findings
-from myriad.resilience.doctor.flow import Received, exchange
+from myriad.resilience.doctor.flow import Received, exchange, receive, send_for, trickle
+from myriad.resilience.doctor.hardware import find_nics
+from myriad.resilience.doctor.rdma import count_gpus, find_ports
 from myriad.resilience.doctor.sealed import HEADER_BYTES, HELLO_BYTES, Message, Refused, Seal, hello, proof
 
 __all__ = ["pairwise"]
 
 _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.1
 _MOST_SECONDS = 30.0
-"""Of one test, whatever a message says."""
-_SILENCE_SECONDS = 600.0
-"""Between messages: rounds in which this node is not asked."""
+"""Longest time of one test, whatever a message says."""
+_SILENCE_SECONDS = 3600.0
+"""Longest time between two messages: collective rounds and looks in which this node has no part."""
+_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 8}
+"""A first node whose machine has died is noticed within three minutes."""
 
 
 def pairwise(
@@ -41,33 +47,41 @@ def pairwise(
     wait_seconds: float = 60.0,
     expected: float | None = None,
     links: bool = False,
+    collectives: bool = False,
+    per_switch: int = 4,
+    rails: Sequence[str] = (),
 ) -> Findings:
     """What the rounds found, on every node.
 
     ``complaints``: names of this node's own checks that failed; ``seconds`` of each test; ``wait_seconds``
-    for the others to come; ``expected``: bytes per second of a good pair; ``links``: test every pair. The
-    first node's ``seconds``, ``expected`` and ``links`` count. Raises `BadInputError` when the first node's
-    address cannot be listened on, `RunFailedError` when the first node is not there."""
+    for the others to come; ``expected``: bytes per second of a good pair; ``links``: test every pair;
+    ``collectives``: also all-reduce and all-to-all, among ``per_switch`` neighbours in the list and across,
+    on each of ``rails`` (RDMA ports or interfaces; when left out those that all nodes have). The first node's
+    wishes count. Raises `BadInputError` when the first node's address cannot be listened on,
+    `RunFailedError` when the first node is not there."""
     if index:
         return _take_part(nodes, index, secret, complaints, wait_seconds)
-    return asyncio.run(_coordinate(nodes, secret, complaints, seconds, wait_seconds, expected, links))
+    wanted = Wanted(
+        seconds=seconds,
+        wait_seconds=wait_seconds,
+        expected=expected,
+        links=links,
+        collectives=collectives,
+        per_switch=per_switch,
+        rails=tuple(rails),
+    )
+    return asyncio.run(_coordinate(nodes, secret, complaints, wanted))
 
 
 async def _coordinate(
-    nodes: Sequence[Node],
-    secret: bytes,
-    complaints: Sequence[str],
-    seconds: float,
-    wait_seconds: float,
-    expected: float | None,
-    links: bool,
+    nodes: Sequence[Node], secret: bytes, complaints: Sequence[str], wanted: Wanted
 ) -> Findings:
     """Beside a thread in which this node takes part like any other."""
-    coordinator = Coordinator(nodes, secret, seconds=seconds, wait_seconds=wait_seconds, links=links)
+    coordinator = Coordinator(nodes, secret, wanted)
     server = await coordinator.listen()
-    arguments = (nodes, 0, secret, complaints, wait_seconds)
+    arguments = (nodes, 0, secret, complaints, wanted.wait_seconds)
     threading.Thread(target=_quietly, args=arguments, daemon=True).start()
-    return await coordinator.run(server, expected)
+    return await coordinator.run(server)
 
 
 def _quietly(*arguments: object) -> None:
@@ -108,28 +122,65 @@ class _Member:
     def __init__(self, nodes: Sequence[Node], index: int, secret: bytes, connection: socket.socket) -> None:
         self._nodes, self._index, self._secret, self._connection = nodes, index, secret, connection
         connection.settimeout(_SILENCE_SECONDS)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEP_ALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         mine = hello()
         connection.sendall(mine)
         self._seal = Seal(secret, mine, _exactly(connection, HELLO_BYTES), connects=True)
 
     def serve(self, complaints: Sequence[str]) -> Findings:
         """Raises `OSError` when the coordinator is gone."""
-        self._send({"op": "hello", "node": self._index, "complaints": [name[:80] for name in complaints[:8]]})
+        about = {
+            "complaints": [name[:80] for name in complaints[:8]],
+            "gpus": count_gpus(),
+            "rails": _rails()[:8],
+        }
+        self._send({"op": "hello", "node": self._index, **about})
         while True:
             message = self._receive()
-            if message.get("op") == "outcome":
+            op = message.get("op")
+            if op == "outcome":
                 return read_findings(message.get("findings"))
-            try:
-                found = self._test(message, min(float(message["seconds"]), _MOST_SECONDS))
-            except (OSError, KeyError, TypeError, ValueError, OverflowError):
-                found = Received(0.0, 0)
-            self._send({"op": "rate", "bytes_per_second": found.bytes_per_second, "wrong": found.wrong_bytes})
+            if op == "place":
+                self._send({"op": "listening", "port": free_port(self._nodes[self._index].host)})
+            elif op == "collect":
+                self._send({"op": "collected", **self._collect(message)})
+            else:
+                self._send({"op": "rate", **self._rate(message)})
+
+    def _rate(self, message: Message) -> Message:
+        try:
+            found = self._test(message, min(float(message["seconds"]), _MOST_SECONDS))
+        except (OSError, KeyError, TypeError, ValueError, OverflowError):
+            found = Received(0.0, 0)
+        rate, wrong = found.bytes_per_second, found.wrong_bytes
+        return {"bytes_per_second": rate, "wrong": wrong, "lost": found.lost, "trickled": found.trickled}
+
+    def _collect(self, message: Message) -> Message:
+        """Take part in a collective test, in a process of its own; the answer has ``failed`` if it fails."""
+        try:
+            rail, rails, gpus = str(message["rail"]), _rails(), max(1, count_gpus())
+            seat = Seat(
+                rank=int(message["rank"]),
+                world=int(message["world"]),
+                host=self._nodes[int(message["first"]) % len(self._nodes)].host,
+                port=int(message["port"]),
+                backend="nccl" if message["backend"] == "nccl" else "gloo",
+                rail=rail,
+                interface=_interface(self._nodes[self._index].host),
+                gpu=rails.index(rail) * gpus // len(rails) if rail in rails else 0,
+                seconds=min(float(message["seconds"]), _MOST_SECONDS),
+            )
+            return run_seat(start_seat(seat), 20 * seat.seconds)
+        except (RunFailedError, OSError, KeyError, TypeError, ValueError, OverflowError) as error:
+            return {"failed": str(error)[:300]}
 
     def _test(self, message: Message, seconds: float) -> Received:
-        token = str(message["token"])
+        token, how = str(message["token"]), message.get("how")
         if message.get("op") == "listen":
             with self._accept(token) as connection:
-                return exchange(connection, seconds)
+                return _run(connection, how, seconds)
         peer = self._nodes[int(message["peer"]) % len(self._nodes)]
         source = (self._nodes[self._index].host, 0)
         with socket.create_connection(
@@ -137,7 +188,7 @@ class _Member:
         ) as connection:
             connection.sendall(proof(self._secret, token, "connects"))
             _check(_exactly(connection, 32), proof(self._secret, token, "listens"))
-            return exchange(connection, seconds)
+            return _run(connection, how, seconds)
 
     def _accept(self, token: str) -> socket.socket:
         """The peer that knows the token; others are sent away."""
@@ -162,6 +213,32 @@ class _Member:
     def _receive(self) -> Message:
         header = _exactly(self._connection, HEADER_BYTES)
         return self._seal.open(header, _exactly(self._connection, Seal.length(header)))
+
+
+def _run(connection: socket.socket, how: object, seconds: float) -> Received:
+    """One test: this end sends ("out"), receives ("in"), does both, or trickles both ways."""
+    if how == "out":
+        send_for(connection, seconds)
+        return Received(0.0, 0)
+    if how == "in":
+        return receive(connection, seconds)
+    if how == "trickle":
+        return Received(0.0, 0, *trickle(connection))
+    return exchange(connection, seconds)
+
+
+def _rails() -> list[str]:
+    """Active RDMA ports, as NCCL_IB_HCA names them."""
+    return [f"{port.device}:{port.number}" for port in find_ports() if port.is_active]
+
+
+def _interface(host: str) -> str:
+    """The interface that has the address of a host name; empty where none has."""
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return ""
+    return next((nic.name for nic in find_nics() if nic.address == address), "")
 
 
 def _check(found: bytes, right: bytes) -> None:

@@ -26,8 +26,10 @@ PROBES = {
     "memory": ("memory", 30.0),
     "disk": ("disk", 20.0),
     "network": ("network interfaces", 30.0),
+    "rdma": ("RDMA ports", 300.0),
     "ranks": ("products, bits and all-to-all of ranks", 60.0),
     "gpu": ("GPUs", 120.0),
+    "gpus": ("GPUs with each other", 240.0),
 }
 """Name to what it tests and the seconds that it may take."""
 
@@ -102,6 +104,14 @@ def _readings(name: str, folder: Path) -> Iterator[Reading]:
         from myriad.resilience.doctor.network import check_network
 
         return check_network()
+    if name == "rdma":
+        from myriad.resilience.doctor.rdma import check_rdma, count_gpus
+
+        return check_rdma(num_gpus=count_gpus())
+    if name == "gpus":
+        from myriad.resilience.doctor.collective import check_gpus_together
+
+        return check_gpus_together()
     if name == "ranks":
         from myriad.resilience.doctor.ranks import check_ranks
 

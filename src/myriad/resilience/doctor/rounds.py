@@ -9,12 +9,12 @@ Neighbours come first because nodes are listed as they hang on switches: the fir
 under the same switch. All pairs of a round measure at once and are disjoint, so that no node shares its
 link.
 
-Rules. A pair is slow below 0.8 of what good pairs reach (`expected`, or the upper quartile of all tests,
-which one bad node cannot reach). One good test clears a node: noise makes a test slow, never fast. A node
-that no test clears is named after three slow ones with three cleared partners; a slow pair of two cleared
-nodes is tested again, and if it is slow twice the link between them is named. A slow test is repeated at
-once, and the better rate counts. So one test that was slow by chance, anywhere, blames nobody (from four
-nodes on).
+Rules. A pair is slow below 0.8 of what good pairs reach (`expected`, or the third best of all tests, in
+large clusters the upper decile, which bad nodes do not reach). One good test clears a node: noise makes a
+test slow, never fast. A node that no test clears is named after three slow ones with three cleared partners;
+a slow pair of two cleared nodes is tested again, and if it is slow twice the link between them is named. A
+slow test is repeated at once, and the better rate counts. So one test that was slow by chance, anywhere,
+names no node (from four nodes on).
 
 A bad node is named in 3 rounds (4 where it sits out the first, as the last of an odd number does), however
 many nodes there are, and several bad ones in as many. A bad link that is not its end's fault (one path
@@ -40,6 +40,7 @@ Measure = Callable[[Sequence[Pair]], Mapping[Pair, float]]
 _PARTNERS = 3
 """Cleared ones that a node must be slow with."""
 _HOPELESS_ROUNDS = 3
+_THIRD = 2
 _NOTHING = 1.0
 """Bytes per second that are none."""
 _LEAST_SCREENED = 6
@@ -67,6 +68,8 @@ class Outcome:
     """Bytes per second that good pairs reach."""
     rounds: int
     tests: int
+    cleared: Sequence[int] = ()
+    """Nodes that some good test has cleared."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Rounds:
             kind: Literal["pair", "all"] = "pair" if self._num_nodes == 2 else "all"
             culprits = [self._accuse(kind, tuple(range(self._num_nodes)))]
         tests = sum(map(len, self._rates.values()))
-        return Outcome(culprits, self._know().reference, self._rounds, tests)
+        return Outcome(culprits, self._know().reference, self._rounds, tests, self._know().cleared)
 
     # What the tests say
 
@@ -138,7 +141,8 @@ class Rounds:
             reference = self._expected
             if reference is None:
                 rates = sorted((rate for found in self._rates.values() for rate in found), reverse=True)
-                reference = rates[len(rates) // 4] if rates else 0.0
+                place = max(min(len(rates) // 4, _THIRD), len(rates) // 10)
+                reference = rates[place] if rates else 0.0
             least = max(SLOW_RATIO * reference, _NOTHING)
             slow = [pair for pair, rates in self._rates.items() if max(rates) < least]
             good = self._rates.keys() - slow
