@@ -10,7 +10,7 @@ The update is the same fused AdamW of torch as the other peers', with DeepSpeed'
 import io
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
@@ -60,7 +60,15 @@ class _WithLoss(nn.Module):
 class DeepSpeed(EndsWithProcess):
     """``zero`` 1 to 3 is data parallelism; ``micro_batch`` instead makes a pipeline of all ranks."""
 
-    def __init__(self, work: Work, *, zero: int = 0, micro_batch: int | None = None) -> None:
+    def __init__(
+        self,
+        work: Work,
+        *,
+        zero: int = 0,
+        micro_batch: int | None = None,
+        keys: Mapping[str, int | bool] | None = None,
+    ) -> None:
+        """``keys``: more of ``zero_optimization``, on top of DeepSpeed's defaults."""
         deepspeed = _import()
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
@@ -74,7 +82,12 @@ class DeepSpeed(EndsWithProcess):
             "gradient_clipping": CLIP_NORM,
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10**9,
-            "zero_optimization": {"stage": zero, "overlap_comm": True, "contiguous_gradients": True},
+            "zero_optimization": {
+                "stage": zero,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                **(keys or {}),
+            },
         }
         parameters = list(self.model.parameters())
         made = deepspeed.initialize(model=self.model, optimizer=new_adamw(parameters), config=config)

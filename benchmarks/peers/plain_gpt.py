@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from peers.work import Work
 
-__all__ = ["Block", "Embedding", "Head", "PlainGPT", "mean_loss"]
+__all__ = ["MLP", "Attention", "Block", "Embedding", "Head", "PlainGPT", "mean_loss"]
 
 
 class Attention(nn.Module):

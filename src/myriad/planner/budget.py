@@ -31,7 +31,7 @@ def check_budget(work: Work, budget_bytes: float, device: str, precision: str) -
     that it may be."""
     refused = None
     for on_cpu in {"cpu": (True,), "cuda": (False,)}.get(device, (False, True)):
-        for value_bytes in {"float32": (4,), "bfloat16": (2,)}.get(precision, (2, 4)):
+        for value_bytes in {"float32": (4,), "bfloat16": (2,), "float16": (2,)}.get(precision, (2, 4)):
             try:
                 layout_within(replace(work, value_bytes=value_bytes), budget_bytes, on_cpu=on_cpu)
                 return

@@ -10,6 +10,7 @@ of its default.
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 from pydantic import Field
@@ -18,6 +19,7 @@ from myriad.comm.layout import MOST_RANKS
 from myriad.config import Config, Rate, Seconds, Size
 from myriad.errors import BadInputError
 from myriad.network.nics import Nics
+from myriad.network.node_topology import NodeTopology
 from myriad.network.shape import FabricShape
 
 __all__ = ["Accelerator", "Cluster", "Float32", "Level", "Link", "Links", "SlowNodes"]
@@ -50,7 +52,9 @@ class Accelerator(Config):
     name: str
     """As its maker calls it."""
     peak_flops_per_second: float = Field(ge=1, le=1e21)
-    """Of dense matrix products in bfloat16 (of a CPU core: in the type it trains in)."""
+    """Peak of dense matrix products in bfloat16 and float16 (CPU core: in the type it trains in)."""
+    bfloat16: bool = True
+    """Whether it multiplies bfloat16 at that rate. False (V100): float16 alone."""
     float32_flops_per_second: float | None = Field(None, ge=1, le=1e21)
     """The same in float32; off: half of the other."""
     float8_flops_per_second: float | None = Field(None, ge=1, le=1e21)
@@ -191,6 +195,9 @@ class Cluster(Config):
     """Switches and cables; off: what nodes_per_switch and links say."""
     nics: Nics | None = None
     """What the NICs are; off: not known."""
+    inside: NodeTopology | None = None
+    """NVLink pairs, PCIe switches and NUMA nodes of a node; off: all its accelerators reach each other at
+    links.node's rate."""
     unequal: tuple[NodeLinks, ...] = ()
     """Nodes with other links than the rest."""
     slow_nodes: SlowNodes = SlowNodes()
@@ -236,7 +243,17 @@ class Cluster(Config):
             raise BadInputError("core_speeds", list(self.core_speeds), allowed)
         for group in self.unequal:
             _check_numbers(group.nodes, self.nodes)
+        if self.inside is not None:
+            self.inside.check(self.accelerators_per_node)
         return self
+
+    def local_bytes_per_second(self, size: int, stride: int) -> float:
+        """What links give each rank of groups of ``size`` local ranks ``stride`` apart: links.node, where the
+        paths of `inside` use only some of an accelerator's links the share of these."""
+        if self.inside is None:
+            return self.links.node.bytes_per_second
+        found = self.inside.group_bytes_per_second(size, stride, self.accelerators_per_node)
+        return self.links.node.bytes_per_second * min(1.0, found / self.inside.whole_bytes_per_second)
 
     def ratio(self, level: Level) -> float:
         """Share of a level's rate that large messages reach."""
@@ -249,7 +266,16 @@ class Cluster(Config):
         """A level, or the next one below where it is not given."""
         links = self.links
         found = {"node": links.node, "network": links.network, "spine": links.spine or links.network}[level]
-        return found or links.node
+        if found is None or level == "node" or not self.by_sockets:
+            return found or links.node
+        assert self.nics is not None
+        return _through_sockets(found, self.nics, self.ports_per_node, self.accelerators_per_node)
+
+    @property
+    def by_sockets(self) -> bool:
+        """Whether NCCL sends through TCP sockets between nodes (``nics.transport = "tcp"``). What gloo
+        reaches is in the links, as it was measured."""
+        return self.nics is not None and self.nics.transport == "tcp" and not self.on_cpu
 
     @property
     def slowest_core(self) -> float:
@@ -270,6 +296,21 @@ class Cluster(Config):
         """By which the slowest of all nodes is expected to hold up everybody, at least 1."""
         slow = self.slow_nodes
         return 1 + slow.slower_ratio * (1 - (1 - slow.ratio) ** self.nodes)
+
+
+@lru_cache(maxsize=256)
+def _through_sockets(link: Link, nics: Nics, ports: int, accelerators: int) -> Link:
+    """Return a link between nodes as TCP sockets see it: the ports that they use carry no more than their own
+    share of the line and `Nics.socket_bytes_per_second` each, and a step takes at least a socket's
+    latency."""
+    used = min(ports, nics.socket_ports or ports)
+    reached = _NETWORK_RATIO if link.achievable_ratio is None else link.achievable_ratio
+    carried = used * nics.socket_bytes_per_second / accelerators
+    changed = {
+        "achievable_ratio": min(reached * used / ports, carried / link.bytes_per_second),
+        "latency_seconds": max(link.latency_seconds, nics.socket_latency_seconds),
+    }
+    return link.model_copy(update=changed)
 
 
 def _check_numbers(numbers: Sequence[int], nodes: int) -> None:

@@ -48,7 +48,8 @@ def group_along(cluster: Cluster, size: Number, stride: Number) -> Group:
     per_node = cluster.accelerators_per_node
     inside = np.clip(np.floor(per_node / np.asarray(stride)), 1, size)
     crosses = np.asarray(size) * stride > per_node
-    within = node.bytes_per_second * cluster.ratio("node") * (1 - node.small_group_loss / np.asarray(size))
+    rate = node.bytes_per_second if cluster.inside is None else _local_rates(cluster, inside, stride)
+    within = rate * cluster.ratio("node") * (1 - node.small_group_loss / np.asarray(size))
     across = inside * network.bytes_per_second * cluster.ratio("network")
     if cluster.links.spine is not None and cluster.nodes_per_switch is not None:
         beyond = np.asarray(size) * stride > per_node * cluster.nodes_per_switch
@@ -63,6 +64,14 @@ def group_along(cluster: Cluster, size: Number, stride: Number) -> Group:
         launch_seconds=np.where(crosses, network.launch_seconds, node.launch_seconds),
         busy_ratio=np.where(crosses, network.busy_ratio, node.busy_ratio),
     )
+
+
+def _local_rates(cluster: Cluster, inside: Number, stride: Number) -> Number:
+    """Return the rates of groups of ``inside`` local ranks, by the paths between accelerators."""
+    sizes, strides = np.broadcast_arrays(np.asarray(inside, float), np.asarray(stride, float))
+    pairs, places = np.unique(np.stack([sizes.ravel(), strides.ravel()]), axis=1, return_inverse=True)
+    rates = [cluster.local_bytes_per_second(max(2, int(a)), max(1, int(b))) for a, b in pairs.T]
+    return np.array(rates)[places.reshape(-1)].reshape(sizes.shape)
 
 
 def tensor_group(cluster: Cluster, size: Number) -> Group:

@@ -18,7 +18,16 @@ from myriad.model.config import ModelConfig
 from myriad.planner.cluster import Cluster
 from myriad.planner.collectives import group_along, message_seconds, sum_seconds
 from myriad.planner.data_sums import DataSums
-from myriad.planner.layers import LayerTimes, Slice, block_times, embedding_times, head_times
+from myriad.planner.layers import (
+    HIDES,
+    LayerTimes,
+    Slice,
+    block_shares,
+    block_times,
+    embedding_times,
+    head_times,
+)
+from myriad.planner.module_gathers import Module, ModuleGathers, module_order, step_seconds
 from myriad.planner.operators import sweep_seconds
 from myriad.planner.parts import Parts
 from myriad.planner.saving import Saves, Saving
@@ -118,10 +127,13 @@ class Costs:
             float(layout.micro_batch),
             work.value_bytes,
             overlap,
-            float(overlap.tensor),
+            HIDES[overlap.tensor],
         )
-        self.pipeline = group_along(cluster, float(layout.pp), float(layout.tp))
-        self.data_sums = DataSums(cluster, work.comm, layout.dp, layout.tp * layout.pp)
+        replica_stride, stage_stride = layout.tp * layout.pp, layout.tp
+        if practice.stages_apart:
+            replica_stride, stage_stride = layout.tp, layout.tp * layout.dp
+        self.pipeline = group_along(cluster, float(layout.pp), float(stage_stride))
+        self.data_sums = DataSums(cluster, work.comm, layout.dp, replica_stride)
         self.data = self.data_sums.ring
         self.layers_of_stage = stage_layers(work)
         self.num_chunks = count_chunks(layout, overlap, self.layers_of_stage)
@@ -158,6 +170,9 @@ class Costs:
         again = self._again([kinds[layer] for layer in own])
         inputs = float(times.backward_input.total + again.total)
         gather, reduced, update = self._data_parallel(parameters)
+        if self._by_module:
+            forward, backward = self._module_seconds([kinds[layer] for layer in own])
+            return StageCosts(times, again, parameters, forward, backward, 0.0, 0.0, 0.0, update)
         return StageCosts(
             times=times,
             again=again,
@@ -169,6 +184,57 @@ class Costs:
             reduce=reduced,
             update=update,
         )
+
+    @property
+    def _by_module(self) -> bool:
+        """Whether parameters are gathered by modules while they compute, not by the program's actions."""
+        layout = self.work.layout
+        return self.work.practice.module_gathers is not None and layout.zero == 3 and layout.dp > 1
+
+    def _module_seconds(self, kinds: Sequence[str]) -> tuple[float, float]:
+        """Return forward and backward of a micro-batch with its gathers and reductions. ``kinds`` of the
+        layers."""
+        keys = self.work.practice.module_gathers
+        assert keys is not None
+        modules: list[Module] = []
+        layers: list[range] = []
+        for kind in kinds:
+            found = self._modules(kind, keys)
+            layers.append(range(len(modules), len(modules) + len(found)))
+            modules += found
+        order = module_order(layers, self.work.recompute == "full")
+        return step_seconds(modules, order, keys, float(self.data.busy_ratio))
+
+    def _modules(self, kind: str, keys: ModuleGathers) -> list[Module]:
+        """Return the modules of a layer: its seconds are shared out by what each multiplies."""
+        model, times = self.work.model, self._times[kind]
+        if kind in ("embedding", "head"):
+            parameters = layer_parameters(model)[0 if kind == "embedding" else -1]
+            shares = {kind: (float(parameters), 1.0)}
+        else:
+            shares = block_shares(model)
+        selective = self.work.recompute == "selective" and kind != "head"
+        backward = times.backward_input + times.backward_weight
+        backward = backward + (times.again_selective if selective else Parts())
+
+        def seconds(turn: Parts, name: str, share: float) -> float:
+            scores = turn.attention if name == "output" else 0.0
+            return float(share * (turn.matmul + turn.memory + turn.tensor) + scores)
+
+        found = []
+        for name, (elements, share) in shares.items():
+            held = elements / self.work.layout.tp
+            turns = seconds(times.forward, name, share), seconds(backward, name, share)
+            found.append(Module(name, held, *turns, *self._module_communication(held, keys)))
+        return found
+
+    def _module_communication(self, elements: float, keys: ModuleGathers) -> tuple[float, float]:
+        work, accelerator = self.work, self.cluster.accelerator
+        gathered, reduced = elements * work.value_bytes, elements * work.practice.gradient_bytes
+        copied = sweep_seconds(accelerator, keys.gather_passes * gathered, 2.0)
+        divided = sweep_seconds(accelerator, keys.reduce_passes * reduced, 2.0)
+        gather = self.data_sums.half_seconds(gathered) + copied
+        return float(gather), float(self.data_sums.half_seconds(reduced) + divided)
 
     def _again(self, kinds: Sequence[str]) -> Parts:
         """What the backward of a stage computes once more: not the head, whose backward comes at once."""

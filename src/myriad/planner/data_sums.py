@@ -117,8 +117,8 @@ class DataSums:
     def _sites(self, comm: CommConfig) -> Sites:
         """Nodes as the job says, else as the launcher will."""
         if comm.node_size is None:
-            return Sites(self.cluster.accelerators_per_node)
-        return Sites(comm.node_size, comm.switch_size)
+            return Sites(self.cluster.accelerators_per_node, None, comm.island_size)
+        return Sites(comm.node_size, comm.switch_size, comm.island_size)
 
     def _quickest(self, sites: Sites, comm: CommConfig) -> Hierarchy:
         """Of what the groups would choose the one with the fewest levels."""

@@ -21,7 +21,7 @@ from myriad.planner.cluster import Cluster
 
 __all__ = ["INTERVAL_RATIO", "interval_ratio", "promise", "width"]
 
-INTERVAL_RATIO = 0.13
+INTERVAL_RATIO = 0.12
 """Half width of the interval for a system that is in no table: what `myriad validate` prints of all tables
 that come with Myriad."""
 _COVERAGE = 0.9

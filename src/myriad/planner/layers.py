@@ -10,7 +10,9 @@ A residual sum goes over memory three times, over two of it together with the no
 A matrix product has three turns of equal FLOPs: forward, gradient of its input, gradient of its weight (which
 is added to a float32 sum). Tensor-parallel communication is a gather and a scatter for each entry into the
 parallel part, in each direction (Megatron-LM, arXiv 2205.05198, section 4.2); cut in parts, all but one
-travel behind the products around them (MegaScale, arXiv 2402.15627, section 3.2), which they slow. Without
+travel behind the products around them (MegaScale, arXiv 2402.15627, section 3.2), which they slow. In slices
+(``overlap.tensor = "slices"``) each travels behind its own product alone, in the backward behind a weight's
+gradient too. Without
 that, `Practice.sums_hide` says whether the backward's sums travel behind the weights' gradients.
 
 Legend: t tokens of a micro-batch, s sequence, h hidden, f inner width of the MLP, V vocabulary.
@@ -22,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from myriad.model.config import ModelConfig
-from myriad.model.parts import num_parts
+from myriad.model.parts import num_parts, num_slices
 from myriad.planner.cluster import Accelerator, Cluster
 from myriad.planner.collectives import begin_seconds, half_sum_seconds, sum_seconds, tensor_group
 from myriad.planner.float8 import moved_by_float8
@@ -38,7 +40,10 @@ from myriad.planner.parts import Parts
 from myriad.planner.work import Practice
 from myriad.program.config import OverlapConfig
 
-__all__ = ["LayerTimes", "Slice", "block_times", "embedding_times", "head_times"]
+__all__ = ["HIDES", "LayerTimes", "Slice", "block_shares", "block_times", "embedding_times", "head_times"]
+
+HIDES = {None: 0.0, "turns": 1.0, "slices": 2.0, "auto": 3.0}
+"""`Slice.hides`, by the value of overlap.tensor."""
 
 _FLASH_SPEED = {"flash": 0.55, "flash2": 1.0, "flash3": 1.4}
 """Against FlashAttention-2: the first is 1.7 to 2 times slower (arXiv 2307.08691, figure 4), the third on
@@ -70,7 +75,7 @@ class Slice:
     value_bytes: int
     overlap: OverlapConfig
     hides: Number
-    """Whether tensor-parallel communication travels behind compute: 1 or 0."""
+    """Behind what tensor-parallel communication travels: a value of `HIDES`; 0: nothing."""
 
     @property
     def accelerator(self) -> Accelerator:
@@ -131,8 +136,11 @@ def block_times(model: ModelConfig, where: Slice, pairs: float) -> LayerTimes:
     if where.practice.attention != "plain":  # Myriad's: outputs of norms and of the activation
         remade = stream_seconds(where.accelerator, value * (2 * norms + (ups + 1) * inner), entries + 1)
         again = Parts(memory=remade, tensor=gathers)
-    exposed = _exposed(model, where, comm, products[0] + attend.attention)
-    exposed_back = _exposed(model, where, comm, products[1] + attend_back.attention)
+    in_turns = (
+        _exposed(model, where, comm, products[0] + attend.attention),
+        _exposed(model, where, comm, products[1] + attend_back.attention),
+    )
+    exposed, exposed_back = _quicker(where, in_turns, _in_slices(model, where, tokens, comm), comm)
     if where.practice.sums_hide:
         behind = _behind_weights(model, where, comm, products[2])
         exposed_back = np.where(where.hides, exposed_back, behind)
@@ -151,18 +159,42 @@ def _entries(model: ModelConfig) -> int:
 
 def _products(model: ModelConfig, where: Slice, tokens: Number) -> tuple[Number, Number, Number]:
     """Forward, gradients of the inputs, of the weights."""
+    return _turns_of(where, tokens, _shapes(model, where))
+
+
+def _turns_of(
+    where: Slice, tokens: Number, shapes: Sequence[tuple[Number, Number]]
+) -> tuple[Number, Number, Number]:
+    """The same of these matrices ``[out, in]`` alone."""
+    if where.practice.float8 and where.accelerator.float8_flops_per_second:
+        return _in_float8(where, tokens, shapes)
+    return _three_turns(where, tokens, shapes)
+
+
+def _shapes(model: ModelConfig, where: Slice) -> tuple[tuple[Number, Number], ...]:
+    """Matrices ``[out, in]`` of a rank: queries, keys and values; attention's output; up; down."""
     tp, hidden, width = where.tp, model.hidden, model.heads * model.head_width
     qkv = (model.heads + 2 * model.num_kv_heads) * model.head_width / tp
     ups = 2 if model.activation == "swiglu" else 1
-    shapes = (
+    return (
         (qkv, hidden),
         (hidden, width / tp),
         (ups * model.ffn_width / tp, hidden),
         (hidden, model.ffn_width / tp),
     )
-    if where.practice.float8 and where.accelerator.float8_flops_per_second:
-        return _in_float8(where, tokens, shapes)
-    return _three_turns(where, tokens, shapes)
+
+
+def block_shares(model: ModelConfig) -> dict[str, tuple[float, float]]:
+    """Return the elements of each matrix of a block, and its share of the block's products."""
+    width, ups = model.heads * model.head_width, 2 if model.activation == "swiglu" else 1
+    elements = {
+        "qkv": float((model.heads + 2 * model.num_kv_heads) * model.head_width * model.hidden),
+        "output": float(width * model.hidden),
+        "up": float(ups * model.ffn_width * model.hidden),
+        "down": float(model.ffn_width * model.hidden),
+    }
+    whole = sum(elements.values())
+    return {name: (count, count / whole) for name, count in elements.items()}
 
 
 def _in_float8(
@@ -245,6 +277,64 @@ def _exposed(model: ModelConfig, where: Slice, comm: Number, behind: Number) -> 
         cut = comm + (parts - 1) * again
     hidden = np.minimum(cut * (1 - 1 / parts), behind)
     return np.where(where.hides, cut - hidden + group.busy_ratio * hidden, comm)
+
+
+def _quicker(
+    where: Slice, in_turns: tuple[Number, Number], in_slices: tuple[Number, Number] | None, off: Number
+) -> tuple[Number, Number]:
+    """What is exposed of the forward's and the backward's communication, by `Slice.hides`."""
+    if in_slices is None:
+        return in_turns
+    hides, two = np.asarray(where.hides), (in_turns, in_slices)
+    auto, slices = hides == HIDES["auto"], hides == HIDES["slices"]
+    by_slices = np.where(auto, sum(in_slices) < sum(in_turns), slices)
+    forward, backward = (np.where(by_slices, cut, turns) for turns, cut in zip(*two, strict=True))
+    waits = auto & (2 * off < forward + backward)
+    return np.where(waits, off, forward), np.where(waits, off, backward)
+
+
+def _in_slices(
+    model: ModelConfig, where: Slice, tokens: Number, comm: Number
+) -> tuple[Number, Number] | None:
+    """Exposed in the forward and the backward where slices travel behind their own products; ``None`` where
+    none do."""
+    if where.practice.tensor_parts is not None or not np.any(np.asarray(where.hides) >= HIDES["slices"]):
+        return None
+    group, shapes = tensor_group(where.cluster, where.tp), _shapes(model, where)
+    crossings = (shapes[::2], shapes[1::2]) if model.block == "parallel" else [(own,) for own in shapes]
+    turns = [_turns_of(where, tokens, own) for own in crossings]
+    slices = _num_slices(model, where)
+    again = (slices - 1) * np.where(np.asarray(where.tp) > 1, begin_seconds(group), 0.0)
+    one, remote = comm / len(turns) + again, 1 - 1 / np.asarray(where.tp)
+    messages = np.maximum(1.0, slices * (np.asarray(where.tp) - 1))
+    forward: Number = 0.0
+    backward: Number = 0.0
+    for number, (product, back, _) in enumerate(turns):
+        weight = turns[(number + 1) % len(turns)][2]  # left for this one by the node before in the backward
+        forward = forward + _behind_slices(one, product, 0.0, remote, messages, group.busy_ratio)
+        backward = backward + _behind_slices(one, back, weight, remote, messages, group.busy_ratio)
+    reaches = where.cluster.on_cpu | (np.asarray(where.tp) <= where.cluster.accelerators_per_node)
+    return np.where(reaches, forward, comm), np.where(reaches, backward, comm)
+
+
+def _behind_slices(
+    comm: Number, product: Number, more: Number, remote: Number, messages: Number, busy_ratio: Number
+) -> Number:
+    """What a gather adds to its product, of which the share ``remote`` waits for so many messages, and to
+    ``more`` compute that does not; a scatter is the same backwards."""
+    waiting = product * remote
+    whole = np.maximum(comm / messages + waiting, comm + waiting / messages)
+    added = np.maximum(whole - product - more, 0.0)
+    return added + busy_ratio * (comm - added)
+
+
+def _num_slices(model: ModelConfig, where: Slice) -> Number:
+    """Return the slices of a rank's share: one on GPUs, where PyTorch's operators cut by rank alone."""
+    if not where.cluster.on_cpu:
+        return 1.0
+    rows, row_bytes = where.micro_batch * model.sequence / where.tp, model.hidden * where.value_bytes
+    chunks, message_bytes = where.overlap.tensor_chunks, where.overlap.tensor_message
+    return num_slices(rows, row_bytes, chunks=chunks, message_bytes=message_bytes)
 
 
 def _parts(model: ModelConfig, where: Slice) -> Number:

@@ -28,7 +28,7 @@ from myriad.planner.layer_memory import LayerMemory, layer_memory
 from myriad.planner.operators import Number
 from myriad.planner.work import Practice
 
-__all__ = ["Memory", "expected_margin", "fits_probability", "worst_stage_memory"]
+__all__ = ["Memory", "count_groups", "expected_margin", "fits_probability", "worst_stage_memory"]
 
 _MOST_CHUNKS = 8
 """Of a stage (`myriad.program.build`)."""
@@ -43,9 +43,10 @@ _FRAGMENTED = 0.05
 (GMLake, arXiv 2401.08156): two deviations and more from this one."""
 _PROCESS = 164 * 2**20
 """Of a CPU's rank, beside its tensors: threads, sockets and Python (fitted to the same table)."""
-_CONTEXT, _GROUP = 0.3 * 2**30, 0.6 * 2**30
-"""Of a GPU's rank: the CUDA context (since 11.7; github.com/pytorch/pytorch/issues/107667), and of NCCL's
-groups of each axis of the grid their buffers (544 to 688 MiB on A100; github.com/NVIDIA/nccl/issues/964)."""
+_CONTEXT, _GROUP, _PAIR = 0.3 * 2**30, 0.6 * 2**30, 0.125 * 2**30
+"""Bytes of a rank on a GPU: the CUDA context (since 11.7; github.com/pytorch/pytorch/issues/107667); the
+buffers of a group's communicator (544 to 688 MiB on A100; github.com/NVIDIA/nccl/issues/964), and of one in
+which a pair of ranks sends one way: 32 channels of NCCL_BUFFSIZE = 4 MiB."""
 _STAYING, _COMING, _BESIDE = 0.01, 0.05, 0.2
 """Standard deviations, as shares: of what stays (formula and measurement agree within 0.5 %), of what comes
 and goes, and of the margin (0.15 on a CPU)."""
@@ -94,9 +95,17 @@ def fits_probability(memory: Memory, capacity_bytes: Number) -> Number:
     return np.array(values).reshape(share.shape)
 
 
-def expected_margin(coming: Number, num_axes: Number, *, on_cpu: bool) -> Number:
-    """For ``coming`` bytes that come and go on a rank with peers along so many axes of the grid."""
-    beside = _PROCESS if on_cpu else _CONTEXT + _GROUP * num_axes
+def count_groups(dp: Number, tp: Number, pp: Number, *, syncs_tied: Number) -> Number:
+    """NCCL communicators of a rank for collectives: the world's, of tensor and of data parallelism where that
+    is not the world, and (``syncs_tied``, 0 or 1) of the two ranks that share tied parameters."""
+    axes = np.where(np.asarray(dp) > 1, 1.0, 0.0) + np.where(np.asarray(tp) > 1, 1.0, 0.0)
+    world = np.where((np.asarray(pp) > 1) | (axes > 1), 1.0, 0.0)
+    return axes + world + syncs_tied
+
+
+def expected_margin(coming: Number, groups: Number, pairs: Number, *, on_cpu: bool) -> Number:
+    """For ``coming`` bytes that come and go on a rank with so many communicators of groups and of pairs."""
+    beside = _PROCESS if on_cpu else _CONTEXT + _GROUP * groups + _PAIR * pairs
     return _FRAGMENTED * coming + beside
 
 
@@ -207,9 +216,17 @@ def _rank_memory(where: _Layouts) -> Memory:
     weights, gradients, optimizer = _parameters(where)
     activations, logits = _activations(where)
     buffers = _buffers(where)
-    num_axes = sum(np.where(ranks > 1, 1.0, 0.0) for ranks in (where.dp, where.tp, where.pp))
-    margin = expected_margin(activations + logits + buffers, num_axes, on_cpu=where.on_cpu)
+    margin = expected_margin(activations + logits + buffers, *_communicators(where), on_cpu=where.on_cpu)
     return Memory(weights, gradients, optimizer, activations, logits, buffers, margin)
+
+
+def _communicators(where: _Layouts) -> tuple[Number, Number]:
+    """Count the communicators of groups and of pairs: one neighbour, two payloads, and two ways where a rank
+    has several stages."""
+    turns = (where.zero_bubble > 0) & (where.virtual_stages > 1)
+    apart = (where.pp > 1) & ~turns & where.model.tied
+    pairs = np.where(where.pp > 1, np.where(where.virtual_stages > 1, 4.0, 2.0), 0.0)
+    return count_groups(where.dp, where.tp, where.pp, syncs_tied=np.where(apart, 1.0, 0.0)), pairs
 
 
 def _ends(where: _Layouts, first: Number, last: Number) -> Number:
@@ -239,6 +256,13 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number]:
     master = np.where((b == 4) & (zero < 3), 0.0, 4 * part)
     live = np.minimum(np.where(where.reduce_each > 0, 2 * chunk, elements), elements)
     sums = 4 * np.where(zero >= 2, live + part, elements)
+    keys = where.practice.module_gathers
+    if keys is not None:  # parameters that are there at a time, whole gradients that wait in a bucket
+        largest = np.maximum(layers.embedding_elements, layers.head_elements)
+        held = np.minimum(keys.live_elements + largest, elements)
+        values = np.where(zero == 3, b * (part + held), values)
+        bucket = where.practice.gradient_bytes * (2 * keys.bucket_elements + largest)
+        sums = np.where(zero == 3, bucket + (where.practice.gradient_bytes + 4) * part, sums)
     return values + master, sums, 8 * part
 
 

@@ -12,7 +12,7 @@ __all__ = ["neighbours"]
 
 _MOST_COMPUTES = 600_000
 """Forwards in the programs of all of them: more take tens of seconds."""
-_SWITCHES = ("tensor", "pipeline", "data", "optimizer")
+_SWITCHES = ("pipeline", "data", "optimizer")
 
 
 def neighbours(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
@@ -42,7 +42,7 @@ def _steps(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Candid
     for again in problem.recomputes:
         if again != candidate.layout.recompute:
             yield f"recompute {again}", _changed(candidate, recompute=again)
-    yield from _other_overlaps(candidate)
+    yield from _other_overlaps(home, candidate)
 
 
 def _changed(candidate: Candidate, **values: object) -> Candidate:
@@ -122,7 +122,7 @@ def _other_shards(home: Plot, candidate: Candidate) -> Iterator[tuple[str, Candi
             yield f"zero {zero}, reduce {reduce}", _changed(candidate, zero=zero, reduce=reduce)
 
 
-def _other_overlaps(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+def _other_overlaps(home: Plot, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
     layout, overlap = candidate.layout, candidate.overlap
     matters = {
         "tensor": layout.tp > 1,
@@ -130,8 +130,15 @@ def _other_overlaps(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
         "data": layout.dp > 1,
         "optimizer": layout.dp > 1 and overlap.data and layout.zero > 0,
     }
+    for kind in home.tensors:
+        if matters["tensor"] and kind != overlap.tensor:
+            yield f"overlap.tensor {kind or 'off'}", _with_overlap(candidate, tensor=kind)
     for name in _SWITCHES:
         if matters[name]:
             value = not getattr(overlap, name)
             what = f"overlap.{name} {'on' if value else 'off'}"
-            yield what, replace(candidate, overlap=overlap.model_copy(update={name: value}))
+            yield what, _with_overlap(candidate, **{name: value})
+
+
+def _with_overlap(candidate: Candidate, **changes: object) -> Candidate:
+    return replace(candidate, overlap=candidate.overlap.model_copy(update=changes))

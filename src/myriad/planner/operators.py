@@ -38,7 +38,7 @@ one."""
 
 
 def peak_flops(accelerator: Accelerator, value_bytes: int) -> float:
-    """Of matrix products of values of 2 (bfloat16) or 4 bytes."""
+    """Return the peak rate of matrix products of values of 2 (bfloat16, float16) or 4 bytes."""
     if value_bytes == 2:
         return accelerator.peak_flops_per_second
     return accelerator.float32_flops_per_second or accelerator.peak_flops_per_second / 2

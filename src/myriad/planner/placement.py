@@ -10,6 +10,9 @@ T (`fabric`), where links, switches or nodes make orders differ.
                       nodes that are alike meet in one ring (a = all replicas) or one pipeline (b = all parts)
     exchanges         two nodes, one of them in the slowest pipeline or ring, or two whole parts; the best of
                       some hundreds, and with it the next best as long as they help together
+    restarts          up to 64 nodes: the best order with some exchanges at random, improved again; kept where
+                      better (iterated local search): several exchanges at once may help where no single one
+                      does
 
 Nodes that are alike are never exchanged. What is tried is drawn with a fixed seed: the same question has the
 same answer.
@@ -36,6 +39,7 @@ _TOGETHER = 24
 _STARTS = 6
 _FIRST_ROUNDS, _ROUNDS = 6, 200
 """Of each start; of the best of them afterwards."""
+_RESTARTS, _RANDOM_EXCHANGES = 24, 3
 _FAILURES = 3
 """Rounds in turn without an exchange that helps, where not all are tried."""
 _SLOTS = 30_000_000
@@ -102,8 +106,8 @@ def searched(fabric: Fabric) -> Orders:
     ends = [search.improved(order, _FIRST_ROUNDS) for order in starts[np.argsort(slopes)[:_STARTS]]]
     last = search.improved(ends[int(np.argmin(fabric.judge(np.array(ends)).slope))], _ROUNDS)
     found = np.array([*ends, last])
-    result: Orders = found[np.argmin(fabric.judge(found).seconds)]
-    return result
+    best: Orders = found[np.argmin(fabric.judge(found).seconds)]
+    return search.restarted(best) if search.tries_all else best
 
 
 def block_orders(fabric: Fabric) -> Iterator[Orders]:
@@ -166,6 +170,21 @@ class _Search:
             else:
                 failures += 1
             if self.left < 0 or failures >= (1 if self.tries_all else _FAILURES):
+                break
+        return order
+
+    def restarted(self, order: Orders) -> Orders:
+        """Return the best order that restarts near ``order`` find, or ``order`` itself."""
+        least = float(self.fabric.judge(order[None]).seconds[0])
+        for _ in range(_RESTARTS):
+            changed = order.copy()
+            for i, j in self.draw.integers(0, len(order), (_RANDOM_EXCHANGES, 2)):
+                changed[[i, j]] = changed[[j, i]]
+            changed = self.improved(changed, _FIRST_ROUNDS)
+            seconds = float(self.fabric.judge(changed[None]).seconds[0])
+            if seconds < least * _CLEARLY:
+                order, least = changed, seconds
+            if self.left < 0:
                 break
         return order
 

@@ -107,6 +107,10 @@ class Row:
     seconds: float
     reference_flops: float
     """Model FLOPs of an iteration as its source counts them, for MFU."""
+    system: str = ""
+    """The system that was measured, where a table compares several."""
+    setting: str = ""
+    """What several systems of a table were given alike: model, GPUs and batch."""
 
     def mfu(self, seconds: float) -> float:
         """Of an iteration that takes so long."""
@@ -289,20 +293,44 @@ def _virtual_stages(pp: int, layers: int, num_micro_batches: int) -> Iterator[in
 # MegaScale, arXiv 2402.15627
 
 _175B = _gpt(12288, 128, 96, 2048, 64000)
+_530B = _gpt(20480, 160, 105, 2048, 64000)
 _WINDOWS = {"window": 512, "window_pattern": (True, False)}
 """Not published; chosen so that the FLOPs are the 1.1 % fewer that the published MFU implies."""
-_MEGASCALE_LAYOUT = {"tp": 8, "pp": 8, "virtual_stages": 6}
+_175B_LAYOUT = {"tp": 8, "pp": 8, "virtual_stages": 6}
+_530B_LAYOUT = {"tp": 8, "pp": 35, "virtual_stages": 3}
 
 
-def _megascale_scaling(cells: Cells, clusters: Clusters) -> Iterator[Row]:
+def _megascale_175b(cells: Cells, clusters: Clusters) -> Iterator[Row]:
+    yield _megascale_scaling("175B", _175B, _175B_LAYOUT, cells, clusters)
+
+
+def _megascale_530b(cells: Cells, clusters: Clusters) -> Iterator[Row]:
+    """The figure gives MFU alone, and a batch of as many sequences as there are GPUs."""
+    yield _megascale_scaling("530B", _530B, _530B_LAYOUT, cells, clusters)
+
+
+def _megascale_scaling(
+    size: str, model: ModelConfig, axes: Mapping[str, int], cells: Cells, clusters: Clusters
+) -> Row:
+    """One system on so many GPUs, measured in seconds or as MFU."""
     gpus, batch = cells.whole("gpus"), cells.whole("batch_sequences")
     system = cells.one_of("system", ("Megatron-LM", "MegaScale"))
-    model, how, zero = _175B, MEGATRON_2023, 1
+    how, zero = MEGATRON_2023, 1
     if system == "MegaScale":
-        model, how, zero = _175B.model_copy(update={"block": "parallel", **_WINDOWS}), MEGASCALE, 2
-    work = _work(model, Layout(dp=_spread(gpus, 8, 8), zero=zero, **_MEGASCALE_LAYOUT), batch, how)
-    cluster, seconds = clusters("megascale-12288xa100", gpus), cells.number("iteration_seconds")
-    yield Row(f"{system} {gpus} GPUs", system, (work,), cluster, seconds, work.model_flops)
+        model, how, zero = model.model_copy(update={"block": "parallel", **_WINDOWS}), MEGASCALE, 2
+    work = _work(model, Layout(dp=_spread(gpus, axes["tp"], axes["pp"]), zero=zero, **axes), batch, how)
+    cluster = clusters("megascale-12288xa100", gpus)
+    seconds = _seconds(cells, work.model_flops, cluster)
+    name, setting = f"{system} {gpus} GPUs", f"{size}, {gpus:,} GPUs"
+    return Row(name, system, (work,), cluster, seconds, work.model_flops, system, setting)
+
+
+def _seconds(cells: Cells, model_flops: float, cluster: Cluster) -> float:
+    """Seconds of an iteration, from its MFU where the source gives only that."""
+    if "iteration_seconds" in cells.values:
+        return cells.number("iteration_seconds")
+    peak = cluster.world * cluster.accelerator.peak_flops_per_second
+    return model_flops / (peak * cells.number("mfu_percent") / 100)
 
 
 _ABLATION = (
@@ -324,18 +352,17 @@ def _megascale_step(cells: Cells, clusters: Clusters) -> Iterator[Row]:
     if step >= 1:
         model = model.model_copy(update={"block": "parallel", **(_WINDOWS if step >= 2 else {})})
     overlap = MEGATRON_2023.overlap.model_copy(
-        update={"tensor": step >= 3, "pipeline": step >= 4, "data": step >= 5}
+        update={"tensor": "turns" if step >= 3 else None, "pipeline": step >= 4, "data": step >= 5}
     )
     practice = MEGASCALE.practice if step >= 6 else MEGATRON_2023.practice
     practice = replace(practice, tensor_parts=MEGASCALE.practice.tensor_parts)
     if step == 6:
         practice = replace(practice, host_seconds=MEGATRON_2023.practice.host_seconds)
-    layout = Layout(dp=4, zero=2 if step >= 5 else 1, **_MEGASCALE_LAYOUT)
+    layout = Layout(dp=4, zero=2 if step >= 5 else 1, **_175B_LAYOUT)
     batch = 768 if step >= 8 else 256
     work = Work(model, layout, batch, overlap, practice, optimizer="lamb" if step >= 8 else "adamw")
     cluster = clusters("megascale-12288xa100", 256)
-    peak = cluster.world * cluster.accelerator.peak_flops_per_second
-    seconds = work.model_flops / (peak * cells.number("mfu_percent") / 100)
+    seconds = _seconds(cells, work.model_flops, cluster)
     yield Row(cells.text("step"), cells.text("step"), (work,), cluster, seconds, work.model_flops)
 
 
@@ -435,10 +462,16 @@ def _vtrain(cells: Cells, clusters: Clusters) -> Iterator[Row]:
 
 _KINDS = (
     _Kind(
-        "MegaScale, scaling",
+        "MegaScale, 175B",
         "arXiv 2402.15627, table 2",
         frozenset({"system", "gpus", "batch_sequences", "iteration_seconds"}),
-        _megascale_scaling,
+        _megascale_175b,
+    ),
+    _Kind(
+        "MegaScale, 530B",
+        "arXiv 2402.15627, figure 9",
+        frozenset({"system", "gpus", "batch_sequences", "mfu_percent"}),
+        _megascale_530b,
     ),
     _Kind(
         "MegaScale, ablation",

@@ -25,8 +25,9 @@ from functools import cached_property
 from itertools import islice, pairwise
 from typing import Generic, TypeVar
 
+from myriad.comm.layout import Layout
 from myriad.planner.costs import stage_layers
-from myriad.planner.memory import Memory, expected_margin
+from myriad.planner.memory import Memory, count_groups, expected_margin
 from myriad.planner.stage_bytes import StageBytes, StageHeld
 from myriad.planner.steady import SteadyPart
 from myriad.planner.work import Work
@@ -34,7 +35,7 @@ from myriad.program.actions import MAKES_WEIGHT_GRADIENT, Action, Kind, Payload,
 from myriad.program.build import build_program, count_chunks
 from myriad.program.partition import cut_ranges
 
-__all__ = ["memory_of_ranks", "memory_of_repeating_ranks"]
+__all__ = ["count_communicators", "memory_of_ranks", "memory_of_repeating_ranks"]
 
 _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _REDUCES = (Kind.REDUCE, Kind.START_REDUCE)
@@ -78,6 +79,16 @@ def memory_of_repeating_ranks(
     found = [walk.peak_repeating(part) for walk, part in zip(walks, steady, strict=True)]
     known = [memory for memory in found if memory is not None]
     return known if len(known) == len(found) else None
+
+
+def count_communicators(layout: Layout, program: Program, rank: int) -> tuple[int, int]:
+    """NCCL communicators of a pipeline rank: of groups, and of pairs, which have one for each neighbour,
+    payload and way (`myriad.comm.first_use`). Levels of a hierarchy and LAMB's norms are not counted."""
+    transfers = [transfer for action in program.ranks[rank] for transfer in action.transfers]
+    pairs = {(one.payload, one.peer, (one.peer > rank) == one.sends) for one in transfers}
+    holds_tied = rank in (program.stage_rank[0], program.stage_rank[-1])
+    syncs_tied = float(program.syncs_tied and holds_tied)
+    return int(count_groups(layout.dp, layout.tp, layout.pp, syncs_tied=syncs_tied)), len(pairs)
 
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -125,7 +136,7 @@ class _Walk:
 
     def __init__(self, model: StageBytes, program: Program, rank: int) -> None:
         self.model, self.work = model, model.work
-        self.program, self.actions = program, program.ranks[rank]
+        self.program, self.rank, self.actions = program, rank, program.ranks[rank]
         self.stages = [stage for stage, owner in enumerate(program.stage_rank) if owner == rank]
         self.chunks = {stage: model.chunk(stage) for stage in self.stages}
         ends = {0, program.num_stages - 1}
@@ -215,9 +226,8 @@ class _Walk:
         return 2.0 * 8 * work.num_micro_batches * work.layout.micro_batch * work.model.sequence
 
     @cached_property
-    def _num_axes(self) -> int:
-        layout = self.work.layout
-        return sum(ranks > 1 for ranks in (layout.dp, layout.tp, layout.pp))
+    def _communicators(self) -> tuple[int, int]:
+        return count_communicators(self.work.layout, self.program, self.rank)
 
     def _buffers(self) -> float:
         now = self.now
@@ -225,7 +235,7 @@ class _Walk:
         return now.arriving.total + now.leaving.total + rooms + self._batch
 
     def _margin(self, coming: float) -> float:
-        return float(expected_margin(coming, self._num_axes, on_cpu=self.model.on_cpu))
+        return float(expected_margin(coming, *self._communicators, on_cpu=self.model.on_cpu))
 
     def _total(self, passing: float) -> float:
         """Of all that comes and goes: the rest is the same at every moment."""

@@ -34,7 +34,7 @@ from myriad.planner.cluster import Cluster
 from myriad.planner.data_sums import DataSums
 from myriad.planner.saving import Saves
 from myriad.planner.work import Practice, Recompute, Work
-from myriad.program.config import OverlapConfig
+from myriad.program.config import OverlapConfig, TensorOverlap
 from myriad.program.partition import partition_layers
 from myriad.program.schedules import SCHEDULES, check_virtual_stages
 
@@ -49,6 +49,7 @@ __all__ = [
     "is_redundant",
     "plots",
     "tensor_degrees",
+    "tensor_overlaps",
 ]
 
 Shards = tuple[int, Literal["last", "each"]]
@@ -138,9 +139,10 @@ class Plot:
         return self.problem.shards if self.dp > 1 or "zero" in self.problem.fixed else ((0, "last"),)
 
     @property
-    def tensors(self) -> tuple[bool, ...]:
+    def tensors(self) -> tuple[TensorOverlap, ...]:
         """Values of overlap.tensor."""
-        return (True, False) if self.tp > 1 else (True,)
+        every = tensor_overlaps(self.problem.overlap)
+        return every if self.tp > 1 else every[:1]
 
     @property
     def pipelines(self) -> tuple[bool, ...]:
@@ -258,6 +260,11 @@ def _micro_batches(problem: Problem, dp: int) -> tuple[int, ...]:
     if problem.global_batch % dp:
         return ()
     return tuple(size for size in divisors(problem.global_batch // dp) if problem.allows("micro_batch", size))
+
+
+def tensor_overlaps(overlap: OverlapConfig) -> tuple[TensorOverlap, ...]:
+    """Values of overlap.tensor that are searched: the one asked for, else turns; and off."""
+    return (overlap.tensor or "turns", None)
 
 
 def tensor_degrees(model: ModelConfig) -> list[int]:

@@ -46,9 +46,8 @@ class StageBytes:
     def __init__(self, work: Work, layers: Sequence[range], on_cpu: bool) -> None:
         self.work, self.layers, self.on_cpu = work, layers, on_cpu
         layout = work.layout
-        self.part = Part(
-            float(layout.tp), float(layout.micro_batch), work.value_bytes, on_cpu, work.overlap.tensor
-        )
+        turns = work.overlap.tensor_kind == "turns"
+        self.part = Part(float(layout.tp), float(layout.micro_batch), work.value_bytes, on_cpu, turns)
         self.full = work.recompute == "full"
         self.message = float(message_bytes(work.model, work.practice, self.part))
         self._layers_held: dict[tuple[LayerKind, int, Recompute], _LayerHeld] = {}

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.planner.costs import computed_pairs, cut_layers, layer_parameters
-from myriad.planner.layers import LayerTimes, Slice, block_times, embedding_times, head_times
-from myriad.planner.space import Plot, Problem, divisors, tensor_degrees
+from myriad.planner.layers import HIDES, LayerTimes, Slice, block_times, embedding_times, head_times
+from myriad.planner.space import Plot, Problem, divisors, tensor_degrees, tensor_overlaps
 from myriad.program.vee import vee_stage_rank
 
 __all__ = ["Array", "Cut", "LayerTable", "PlotTimes"]
@@ -31,6 +31,7 @@ class LayerTable:
         self.sizes = divisors(batch)
         self.layer_kinds = np.array(self._layer_kinds())
         """Kind of each layer, embedding and head included."""
+        self.hides = [HIDES[kind] for kind in tensor_overlaps(problem.overlap)]
         self.num_kinds = int(self.layer_kinds.max()) + 1
         self.parameters = np.array(layer_parameters(model), dtype=float)
         self._tp = {degree: index for index, degree in enumerate(self.degrees)}
@@ -49,7 +50,7 @@ class LayerTable:
     def seconds(self) -> Array:
         """``[turn, kind, tp, micro-batch, tensor]``."""
         problem, model = self.problem, self.problem.model
-        grid = np.meshgrid(self.degrees, self.sizes, [1.0, 0.0], indexing="ij")
+        grid = np.meshgrid(self.degrees, self.sizes, self.hides, indexing="ij")
         tp, size, hides = (axis.astype(float) for axis in grid)
         value = problem.value_bytes
         where = Slice(problem.cluster, problem.practice, tp, size, value, problem.overlap, hides)

@@ -6,12 +6,15 @@ What had to be assumed stands beside it.
 
 from dataclasses import dataclass, replace
 
+from myriad.planner.module_gathers import ModuleGathers
 from myriad.planner.work import Practice
 from myriad.program.config import OverlapConfig
 
 __all__ = [
+    "DEEPSPEED_0_4_2",
     "LLAMA_3",
     "MEGASCALE",
+    "MEGATRON_2_4",
     "MEGATRON_2021",
     "MEGATRON_2022",
     "MEGATRON_2022_SEQUENCE",
@@ -62,6 +65,28 @@ MEGATRON_2021 = System(
     _NOTHING_HIDDEN,
 )
 """Megatron-LM of arXiv 2104.04473: fp16 gradients, no flash attention, no sequence parallelism."""
+
+MEGATRON_2_4 = System(replace(MEGATRON_2021.practice, stages_apart=True), _NOTHING_HIDDEN)
+"""Megatron-LM v2.4 of July 2021, by its sources of June to August: `p2p_communication.py` waits for every
+send and receive and then for the device; `model/distributed.py` sums gradients after the last backward, in
+fp16; `mpu/initialize.py` puts replicas of a stage next to each other and stages furthest apart. The
+backward's sums behind weights' gradients came on 30 August 2021."""
+
+DEEPSPEED_0_4_2 = System(
+    replace(
+        _THEIRS,
+        attention="plain",
+        sequence_parallel=False,
+        gradient_bytes=2,
+        host_seconds=_HOST_SECONDS,
+        module_gathers=ModuleGathers(prefetch_elements=1e7, bucket_elements=1e7),
+    ),
+    _NOTHING_HIDDEN,
+)
+"""DeepSpeed v0.4.2 of 28 June 2021 with ZeRO 3, its keys from DeepSpeedExamples'
+`Megatron-LM-v1.1.5-ZeRO3/examples/ds_zero_stage_3_config.json`: prefetch and reduce buckets of 1e7 elements,
+no offload, one accumulation step. Kernels are Megatron-LM v1.1.5's: fused softmax, norm and GeLU, no flash
+attention."""
 
 MEGATRON_2022 = System(replace(MEGATRON_2021.practice, sums_hide=True), _NOTHING_HIDDEN)
 """Megatron-LM of arXiv 2205.05198: the backward's sums travel behind the weights' gradients, by default from

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.planner.activations import RECOMPUTE
+from myriad.planner.cluster import Cluster
 from myriad.planner.costs import Costs
 from myriad.planner.interval import width
 from myriad.planner.memory import fits_probability, worst_stage_memory
@@ -27,7 +28,17 @@ from myriad.planner.published import Row, Table
 from myriad.planner.rescore import Simulations
 from myriad.planner.work import Work
 
-__all__ = ["Score", "TableResult", "interval", "intervals", "predict_table", "score"]
+__all__ = [
+    "Ratio",
+    "Score",
+    "TableResult",
+    "interval",
+    "intervals",
+    "predict_table",
+    "probability_of_fit",
+    "ratios",
+    "score",
+]
 
 _Array = npt.NDArray[np.float64]
 _FOLDS = 5
@@ -85,6 +96,17 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Ratio:
+    """How much better one system is than another at the same model, GPUs and batch, as a ratio of MFU."""
+
+    setting: str
+    system: str
+    baseline: str
+    published: float
+    predicted: float
+
+
+@dataclass(frozen=True)
 class TableResult:
     """A table's rows and scores."""
 
@@ -120,8 +142,24 @@ def predict_table(table: Table, progress: Callable[[], None] | None = None) -> T
     )
 
 
-def _fits(work: Work, row: Row) -> bool:
-    """More likely than not."""
+def ratios(result: TableResult) -> list[Ratio]:
+    """Compare each system of a table with the one that is named first at the same setting.
+
+    MFU counts only the FLOPs that a system's own model needs, so that a model with fewer of them gains
+    nothing by that; empty for a table of one system.
+    """
+    found, first = [], dict[str, Predicted]()
+    for one in result.rows:
+        base = first.setdefault(one.row.setting, one) if one.row.setting else one
+        if base.row.system != one.row.system:
+            published = one.row.mfu(one.row.seconds) / base.row.mfu(base.row.seconds)
+            predicted = one.row.mfu(one.seconds) / base.row.mfu(base.seconds)
+            found.append(Ratio(one.row.setting, one.row.system, base.row.system, published, predicted))
+    return found
+
+
+def probability_of_fit(work: Work, cluster: Cluster) -> float:
+    """Return the probability that the memory of the fullest stage is within an accelerator's."""
     layout = work.layout
     memory = worst_stage_memory(
         work.model,
@@ -139,11 +177,11 @@ def _fits(work: Work, row: Row) -> bool:
         zero_bubble="zero-bubble" in layout.schedule_name,
         value_bytes=work.value_bytes,
     )
-    return float(fits_probability(memory, float(row.cluster.accelerator.memory_bytes))) > 0.5
+    return float(fits_probability(memory, float(cluster.accelerator.memory_bytes)))
 
 
 def _predict(row: Row, simulations: Simulations) -> Predicted:
-    works = [work for work in row.works if _fits(work, row)] or row.works
+    works = [work for work in row.works if probability_of_fit(work, row.cluster) > 0.5] or row.works
     every = [Costs(work, row.cluster) for work in works]
     seconds, costs = min(((simulations.seconds(one), one) for one in every), key=lambda one: one[0])
     return Predicted(row, costs.work, seconds, _parts(costs, seconds))

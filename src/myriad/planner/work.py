@@ -7,6 +7,7 @@ from typing import Literal
 from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
+from myriad.planner.module_gathers import ModuleGathers
 from myriad.planner.saving import Saves
 from myriad.program.config import OverlapConfig
 
@@ -46,6 +47,13 @@ class Practice:
     at_the_ends: bool = False
     """Data-parallel communication that is not overlapped comes in one piece, before the first compute and
     after the last one (Megatron-LM), not stage by stage between them."""
+    stages_apart: bool = False
+    """Pipeline stages are the outermost axis of the rank grid, replicas of a stage lie next to each other
+    (Megatron-LM: dp inside pp); otherwise replicas are outermost, and the stages of each lie together. Of
+    other systems: the search's closed form ignores it."""
+    module_gathers: ModuleGathers | None = None
+    """ZeRO 3 gathers the parameters of one module at a time and waits for the device, as DeepSpeed does; off:
+    chunk by chunk, as the program says. Of other systems: the search's closed form ignores it."""
     tensor_parts: int | None = None
     """In which a micro-batch's products are cut so that tensor-parallel communication travels behind them;
     off: those of `myriad.model.parts`."""
@@ -67,7 +75,7 @@ class Work:
     """When snapshots are taken."""
     optimizer: Literal["adamw", "lamb"] = "adamw"
     value_bytes: int = 2
-    """Of one element of what is computed with: 2 is bfloat16."""
+    """Bytes of one element of the compute type; 2: bfloat16 or float16."""
 
     @property
     def recompute(self) -> Recompute:

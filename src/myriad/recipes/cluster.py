@@ -127,7 +127,9 @@ def scale_cluster(cluster: Cluster, accelerators: int) -> Cluster:
     if accelerators > MOST_RANKS:
         raise BadInputError("--gpus", accelerators, f"at most {MOST_RANKS:,}")
     if accelerators <= per_node:
-        return cluster.model_copy(update={"nodes": 1, "accelerators_per_node": accelerators, "unequal": ()})
+        whole = accelerators == per_node
+        update = {"nodes": 1, "accelerators_per_node": accelerators, "unequal": ()}
+        return cluster.model_copy(update=update if whole else update | {"inside": None})
     nodes, rest = divmod(accelerators, per_node)
     if rest:
         raise BadInputError("--gpus", accelerators, f"a multiple of the {per_node} of a node, or fewer")
