@@ -72,6 +72,11 @@ class ByCollectives(Exchange):
         self._lost.clear()
         self._has_values = False
 
+    def rescale_kept(self, ratio: float) -> None:
+        """Exact for powers of two."""
+        for lost in self._lost.values():
+            lost.mul_(ratio)
+
     @property
     def _digits(self) -> list[int]:
         """Sizes of the levels, outermost first."""

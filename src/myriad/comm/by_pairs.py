@@ -58,6 +58,10 @@ class ByPairs(Exchange):
         self._lost.zero_()
         self._has_values = False
 
+    def rescale_kept(self, ratio: float) -> None:
+        """Exact for powers of two."""
+        self._lost.mul_(ratio)
+
     def _contributions(self, sums: torch.Tensor) -> Cargo:
         if self._sums is None:
             return Exact(sums, self._post.size)

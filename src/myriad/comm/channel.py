@@ -9,12 +9,13 @@ own, faster, group: the slow link between stages carries it once, not once for e
 scatter-gather, Narayanan et al., arXiv 2104.04473, section 4.1).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
 
 from myriad.comm.collectives import start_all_gather
+from myriad.comm.first_use import connect_pairs
 from myriad.comm.groups import Group, Groups
 
 __all__ = ["Channel", "Posted"]
@@ -51,9 +52,18 @@ class Channel:
         """``split``: ranks that hold the same tensors and share the transfers; off: each sends its own."""
         self._split = split
         self._ranks, self._rank = groups.grid.peers("pp"), groups.grid.index("pp")
-        upwards = groups.along("pp", purpose=f"{purpose} up")
-        downwards = groups.along("pp", purpose=f"{purpose} down") if both_ways else upwards
+        upwards = groups.along("pp", purpose=f"{purpose} up", pairwise=True)
+        downwards = upwards
+        if both_ways:
+            downwards = groups.along("pp", purpose=f"{purpose} down", pairwise=True)
         self._groups = {True: upwards, False: downwards}
+
+    def connect(self, routes: Collection[tuple[int, bool]], device: torch.device) -> None:
+        """Open the connections of ``routes``: pipeline ranks with which this one exchanges tensors, and
+        whether it sends to them. Every rank of the pipeline calls this before its first transfer."""
+        for upwards, group in self._groups.items():
+            own = [(peer, sends) for peer, sends in routes if ((peer > self._rank) == sends) == upwards]
+            connect_pairs(group, own, device)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Posted:
         """Posts a send to pipeline rank ``peer``."""

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from myriad.comm.groups import Group
-
 __all__ = [
     "Pending",
     "all_reduce",
@@ -27,6 +25,8 @@ __all__ = [
     "sum_in_order",
 ]
 
+
+Group = dist.ProcessGroup
 
 # torch 2.13 renamed these two; 2.11 has the old names only
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -24,6 +24,9 @@ class CommConfig(Config):
     measured once and kept in the run's hierarchy.json, so that a resumed run adds up in the same order."""
     node_size: int | None = Field(None, ge=1)
     """Ranks of one node, consecutive; off: as the launcher says."""
+    island_size: int | None = Field(None, ge=1)
+    """Ranks of a node that reach each other better than the rest of it (NVLink, one PCIe switch or
+    processor), consecutive: a level of its own with comm.hierarchy = node or switch. Off: none."""
     switch_size: int | None = Field(None, ge=1)
     """Nodes under one switch, consecutive; off: all are."""
     node_order: tuple[int, ...] | None = None

@@ -18,16 +18,18 @@ comes to that wait.
 from collections import Counter
 
 import torch
+import torch.distributed as dist
 
 from myriad.comm.by_collectives import ByCollectives
 from myriad.comm.by_pairs import ByPairs
 from myriad.comm.codec import make_codec
 from myriad.comm.config import CommConfig
 from myriad.comm.exchange import Alone, Delivery, Exchange
-from myriad.comm.groups import Groups
+from myriad.comm.first_use import open_collectives
+from myriad.comm.groups import Group, Groups
 from myriad.comm.hierarchy import Hierarchy, make_levels
 from myriad.comm.pairwise import Post
-from myriad.comm.sites import courier_group, settle_hierarchy
+from myriad.comm.sites import settle_hierarchy
 from myriad.program.config import OverlapConfig
 
 __all__ = ["Courier", "Delivery", "Exchange"]
@@ -40,7 +42,7 @@ class Courier:
         self, groups: Groups, axis: str | None, overlap: OverlapConfig, comm: CommConfig, device: torch.device
     ) -> None:
         """``axis`` off: this rank goes alone."""
-        self._group = None if axis is None else courier_group(groups, axis)
+        self._group = None if axis is None else groups.along(axis)
         self._cut_bytes = overlap.partition
         self._compress = (comm.compress_gradients, comm.compress_parameters)
         self._post: Post | None = None
@@ -51,13 +53,21 @@ class Courier:
         ranks = groups.grid.peers(axis)
         self.hierarchy, radices = settle_hierarchy(groups, axis, comm, device)
         self._levels = make_levels(self._group.rank(), radices)
-        if device.type == "cpu":
+        if dist.get_backend(self._group) == "gloo":
             self._post = Post(self._group, overlap.credit)
         else:
             members = [tuple(ranks[member] for member in level.members) for level in self._levels]
-            found = [groups.of(peers, f"{axis} courier, level {i}") for i, peers in enumerate(members)]
-            self._level_groups = [group for group in found if group is not None]
-            self._stream = torch.cuda.Stream(device)
+            self._level_groups = [self._level_group(groups, peers, axis) for peers in members]
+            for group in self._level_groups if comm.compress_gradients else ():
+                open_collectives(group, device, all_to_all=True)
+            self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def _level_group(self, groups: Groups, members: tuple[int, ...], axis: str) -> Group:
+        """The only level of a flat exchange has the ranks of the axis: it needs no second communicator."""
+        flat = len(members) == dist.get_world_size(self._group)
+        group = self._group if flat else groups.of(members, f"{axis} level")
+        assert group is not None, "a level has two ranks at least"
+        return group
 
     def exchange(self, num_elements: int, dtype: torch.dtype) -> Exchange:
         """For a chunk of ``num_elements``, a multiple of the group's size, with values of ``dtype``."""

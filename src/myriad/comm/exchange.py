@@ -40,6 +40,11 @@ class Exchange(ABC):
     def restart(self) -> None:
         """Values were loaded: what earlier transfers lost counts no more. On every rank."""
 
+    @abstractmethod
+    def rescale_kept(self, ratio: float) -> None:
+        """Multiply what earlier sums lost by ``ratio``: from now on gradients are so much larger. On every
+        rank."""
+
 
 class Alone(Exchange):
     """A group of one."""
@@ -60,6 +65,9 @@ class Alone(Exchange):
 
     def restart(self) -> None:
         """Nothing was lost."""
+
+    def rescale_kept(self, ratio: float) -> None:
+        """Do nothing: a group of one loses nothing to compression."""
 
 
 class _Done:

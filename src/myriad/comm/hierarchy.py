@@ -86,6 +86,8 @@ class Sites:
     """Ranks."""
     switch_size: int | None = None
     """Nodes; ``None``: all are under one."""
+    island_size: int | None = None
+    """Ranks of a node that reach each other better than the rest of it; ``None``: no such parts."""
 
     def node(self, rank: int) -> int:
         """The number of its node."""
@@ -109,16 +111,28 @@ class Sites:
         counts = {*by_node.values()}, {*by_switch.values()}
         if len(counts[0]) > 1 or (hierarchy == "switch" and len(counts[1]) > 1):
             return None
+        inside = self._inside(ranks, len(ranks) // len(by_node))
         if hierarchy == "node":
-            return len(by_node), len(ranks) // len(by_node)
-        return len(by_switch), len(by_node) // len(by_switch), len(ranks) // len(by_node)
+            return len(by_node), *inside
+        return len(by_switch), len(by_node) // len(by_switch), *inside
+
+    def _inside(self, ranks: Sequence[int], count: int) -> tuple[int, ...]:
+        """Digits inside a node of ``count`` of the ranks: islands, then ranks of one, where islands hold
+        equally many."""
+        if self.island_size is None or self.node_size % self.island_size:
+            return (count,)
+        by_island = Counter(rank // self.island_size for rank in ranks)
+        each = next(iter(by_island.values()))
+        if len({*by_island.values()}) > 1 or each in (1, count):
+            return (count,)
+        return count // each, each
 
 
 def check_hierarchy(layout: Layout, comm: CommConfig) -> None:
     """Whether the data-parallel groups fit the nodes that are asked for. Raises `BadInputError`."""
     if comm.hierarchy not in ("node", "switch") or comm.node_size is None:
         return
-    sites = Sites(comm.node_size, comm.switch_size)
+    sites = Sites(comm.node_size, comm.switch_size, comm.island_size)
     for ranks in sorted({RankGrid(layout, rank).peers("dp") for rank in range(layout.world)}):
         if sites.radices(ranks, comm.hierarchy) is None:
             listed = ", ".join(map(str, ranks))

@@ -23,12 +23,7 @@ from myriad.comm.hierarchy import (
 from myriad.comm.links import measure_rates
 from myriad.errors import BadInputError
 
-__all__ = ["courier_group", "settle_hierarchy"]
-
-
-def courier_group(groups: Groups, axis: str) -> Group | None:
-    """Whose sums take the hierarchy: also what is measured, so that its connections are open afterwards."""
-    return groups.along(axis, purpose=f"{axis} courier")
+__all__ = ["settle_hierarchy"]
 
 
 def settle_hierarchy(
@@ -37,7 +32,7 @@ def settle_hierarchy(
     """What ``comm.hierarchy`` says, and the radices of the group along ``axis``; for "auto" what is quickest,
     the same on all ranks of the world, which call this together: of what the groups would choose, the one
     with the fewest levels."""
-    group, ranks = courier_group(groups, axis), groups.grid.peers(axis)
+    group, ranks = groups.along(axis), groups.grid.peers(axis)
     if group is None:
         return "flat", (1,)
     sites = _find_sites(groups, group, comm, device)
@@ -56,13 +51,13 @@ def settle_hierarchy(
 def _find_sites(groups: Groups, group: Group, comm: CommConfig, device: torch.device) -> Sites:
     """As the job says, else as the launcher says, when it says the same to all."""
     if comm.node_size is not None:
-        return Sites(comm.node_size, comm.switch_size)
+        return Sites(comm.node_size, comm.switch_size, comm.island_size)
     world = groups.grid.layout.world
     size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     extremes = torch.tensor([size, -size], device=device)
     largest, smallest = all_reduce_max(extremes, group).abs().tolist()
     if largest == smallest:
-        return Sites(size)
+        return Sites(size, None, comm.island_size)
     if comm.hierarchy in ("auto", "flat"):
         return Sites(world)
     allowed = f"nodes hold {smallest} to {largest} ranks; equally many, or comm.hierarchy = flat or auto"

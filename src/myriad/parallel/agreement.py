@@ -26,7 +26,7 @@ class Agreement:
     """What one replica's rank holds for the next agreement."""
 
     def __init__(self, groups: Groups, comm: CommConfig, regions: Sequence[Region]) -> None:
-        self._group = groups.along("dp", purpose="agreement")
+        self._group = groups.along("dp")
         self._every = comm.sync_every
         self.outer = OuterNesterov(
             regions, learning_rate=comm.outer_learning_rate, momentum=comm.outer_momentum

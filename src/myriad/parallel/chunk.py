@@ -275,6 +275,10 @@ class Chunk:
         self._exchange.restart()
         self.end_iteration()
 
+    def rescale_kept(self, ratio: float) -> None:
+        """The loss scale was multiplied by ``ratio``: so is what transfers keep of earlier gradients."""
+        self._exchange.rescale_kept(ratio)
+
     def end_iteration(self) -> None:
         """After the optimizer step: gradients start from zero again, values are stale."""
         self._drop_sums(when=self.sharing.frees_sums)

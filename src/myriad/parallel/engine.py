@@ -28,19 +28,23 @@ from myriad.model.definition import Definition
 from myriad.model.rectangle import Rectangle
 from myriad.optim.clip import clip_scale, squared_norms
 from myriad.optim.config import OptimizerConfig
+from myriad.optim.loss_scale import LossScaler
 from myriad.optim.optimizer import build_optimizer
 from myriad.parallel.agreement import Agreement
 from myriad.parallel.captured import Capturer, comes_in_turn
 from myriad.parallel.chunk import Chunk, Sharing
+from myriad.parallel.device_start import blank_batch, check_on_device
 from myriad.parallel.float8_weights import multiply_in_float8
 from myriad.parallel.held import Held
 from myriad.parallel.non_finite import Finding, first_finding
 from myriad.parallel.pieces import build_pieces, shapes_between_stages
-from myriad.parallel.runtime import Batch, Plan, Runtime
-from myriad.parallel.tensor import GroupBoundary
+from myriad.parallel.runtime import Batch, Idle, Plan, Runtime
+from myriad.parallel.tensor import make_boundary
 from myriad.program.build import build_program, count_chunks
 from myriad.program.config import OverlapConfig
+from myriad.program.device_needs import DeviceJob
 from myriad.program.partition import cut_ranges
+from myriad.program.warm_up import warm_up_actions
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["Engine", "StepResult"]
@@ -60,6 +64,10 @@ class StepResult:
     """Sum of what the ranks signalled in this step."""
     skipped: bool = False
     """Nothing moved."""
+    overflow: bool = False
+    """Nothing moved, as gradients overflowed at the loss scale; the scale was lowered."""
+    loss_scale: float | None = None
+    """Factor of this step's loss; ``None``: this precision has no loss scale."""
 
 
 class Engine:
@@ -82,15 +90,19 @@ class Engine:
         comm: CommConfig = _COMM,
         kernels: Kernels = "auto",
         float8: Float8 | None = None,
+        loss_scaler: LossScaler | None = None,
     ) -> None:
         """``sample``: one micro-batch, or tensors of its shapes and types; ``num_micro_batches``: of this
-        rank's replica."""
+        rank's replica; ``loss_scaler``: scales the loss in training, which float16 needs. Raises
+        `BadInputError` for programs that may deadlock on this rank's GPU."""
         if device.type == "cpu":
             keep_freed_memory()
         layout = groups.grid.layout
         self.groups, self.layout, self.recorder = groups, layout, recorder
         self._clip_norm, self._updates_early = optimizer.clip_norm, overlap.updates_early
         assert not self._updates_early or (optimizer.name, self._clip_norm) == ("adamw", None), "a job's rule"
+        assert not self._updates_early or loss_scaler is None, "a job's rule"
+        self.loss_scaler = loss_scaler
         num_chunks = count_chunks(layout, overlap, layers_of_stage)
         layers = cut_ranges(layers_of_stage, num_chunks)
         self.programs = {
@@ -105,8 +117,14 @@ class Engine:
             )
             for training in (True, False)
         }
+        shares, cut = layout.shares or (num_micro_batches,), definition.sequence_parallel
+        check_on_device(
+            device, DeviceJob(layout, overlap, comm, shares, bool(definition.tied), num_chunks, not cut)
+        )
         stage_rank = self.programs[True].stage_rank
-        self.boundary: Boundary = _make_boundary(groups, overlap, recorder, kernels)
+        self.boundary: Boundary = make_boundary(groups, overlap, recorder, kernels)
+        if float8 is not None:
+            self.boundary.token_multiple = float8.token_multiple
         self._trains_alone = comm.sync_every > 1 and layout.dp > 1
         self._courier = Courier(groups, None if self._trains_alone else "dp", overlap, comm, device)
         exact = comm.compress_parameters is None
@@ -136,12 +154,18 @@ class Engine:
             training: Plan.of(program.ranks[groups.grid.index("pp")], self.pieces.tied_stages)
             for training, program in self.programs.items()
         }
+        self._runtime.connect(self._plans.values())
         self._held = Held(self.pieces, groups, device, trains_alone=self._trains_alone)
         regions, num_parameters = self._held.regions, len(self._held.entries)
         self._agreement = Agreement(groups, comm, regions) if self._trains_alone else None
+        self._whole_rows = torch.tensor([[entry.cut is None] for _, entry in self._held.entries]).to(device)
+        """``[num_parameters, 1]``: what tensor-parallel ranks hold alike."""
+        axes = ("dp", "tp") if layout.zero else ("tp",)
+        self._table_group = groups.along(*axes) if optimizer.name == "lamb" else None
         self.optimizer = build_optimizer(optimizer, regions, num_parameters, self._reduce_table, kernels)
         self._squares = torch.zeros(num_parameters, dtype=torch.float64, device=device)
         """Of each parameter's gradient, as far as it is complete."""
+        self._device, self._sample = device, blank_batch(sample, device)
         self._step, self._skips, self._moves = 0, False, False
         self._refuses: Callable[[float, float], bool] | None = None
         self.before_update: Callable[[], None] = _do_nothing
@@ -162,23 +186,44 @@ class Engine:
         learn the sum of, with a reduction that takes place anyway; ``step``: its number, for messages;
         ``skip``: nothing moves, whatever the gradients are, and the optimizer counts no step; ``refuses``:
         told the loss and the norm, says on all ranks alike that it is to be so. Raises
-        `RunFailedError` on every rank when the loss or a gradient is not finite."""
+        `RunFailedError` on every rank when the loss or a gradient is not finite; a gradient that overflows at
+        the loss scale makes all ranks skip the step instead, and lowers the scale."""
         self._refuses = refuses
         self._skips, self._step = skip, self.optimizer.steps_done + 1 if step is None else step
         result = self._iterate(self._plans[True], load, _Finisher(self, num_targets, learning_rate, signal))
         if not self._skips:
             self.optimizer.end()
-        if self._agreement is not None and self._agreement.is_due(self.optimizer.steps_done):
+            self._grow_loss_scale()
+        if self._agreement is not None and self._agreement.is_due(self._step):
             self._agreement.agree()
             for chunk in self.pieces.chunks:
                 chunk.mark_stale()
         return result
 
+    @property
+    def _loss_scale(self) -> float:
+        """What the loss is multiplied by in this step."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+
+    def _grow_loss_scale(self) -> None:
+        if self.loss_scaler is None:
+            return
+        ratio = self.loss_scaler.moved()
+        if ratio != 1.0:
+            for chunk in self.pieces.chunks:
+                chunk.rescale_kept(ratio)
+
     def _iterate(self, plan: Plan, load: Callable[[], Batch], finisher: "_Finisher") -> StepResult:
         self._moves = False
-        self._runtime.run(plan, load, finisher, self._num_replicas / finisher.num_targets)
+        scale = self._loss_scale * self._num_replicas / finisher.num_targets
+        self._runtime.run(plan, load, finisher, scale)
         assert finisher.result is not None, "the checker proved that a training program clips"
         return finisher.result
+
+    def fill_waits(self, idle: Idle | None) -> None:
+        """From now on ``idle`` works while this rank waits for a tensor of another stage; ``None``: nothing
+        does."""
+        self._runtime.idle = idle
 
     def capture(self, capturer: Capturer, load: Callable[[], Batch], num_targets: int) -> None:
         """From now on the computes of training are captured once and replayed, which must give what they give
@@ -196,6 +241,21 @@ class Engine:
         if problem:
             raise BadInputError("train.cuda_graphs", True, f"false, as a capture fails here: {problem}")
 
+    def warm_up(self) -> None:
+        """Load the kernels of each stage's forward and backward, by computing one micro-batch of zeros
+        without a message to another stage, and leave the state, generators and results of later steps as they
+        were. All ranks call it together, before their first step."""
+        rank, tied_stages = self.groups.grid.index("pp"), self.pieces.tied_stages
+        devices = [self._device] if self._device.type == "cuda" else []
+        self._refuses, self._skips = None, True
+        with torch.random.fork_rng(devices), self.recorder.evaluating():
+            for training, program in sorted(self.programs.items()):
+                plan = Plan.of(warm_up_actions(program, rank), tied_stages)
+                finisher = _Finisher(self, self._sample.targets.numel(), 0.0, 0.0) if training else None
+                self._moves = False
+                self._runtime.run(plan, lambda: self._sample, finisher, alone=True)
+        self.recorder.take_totals()  # its time belongs to no step
+
     def _try(self, plan: Plan, load: Callable[[], Batch], num_targets: int) -> tuple[float, torch.Tensor]:
         """Loss, and squared norms of the parameters' gradients, of an iteration in which nothing moves."""
         self._refuses, self._skips = None, True
@@ -208,9 +268,8 @@ class Engine:
         ``stops``; nothing changes."""
         with self.recorder.evaluating():
             loss_sum = self._runtime.run(self._plans[False], load, None)
-        own = torch.stack(
-            [loss_sum.double() * self._counts_loss, loss_sum.new_tensor(stops, dtype=torch.float64)]
-        )
+        stopping = loss_sum.new_full((), float(stops), dtype=torch.float64)  # filled: a copy would wait
+        own = torch.stack([loss_sum.double() * self._counts_loss, stopping])
         total, num_stopping = all_reduce(own, self.groups.world).tolist()
         return total, num_stopping > 0
 
@@ -227,22 +286,28 @@ class Engine:
         squares = self._squares
         # replicas that train alone have a norm each: all travel in one message
         own = squares.new_zeros(2 + self._num_replicas)
-        own[0], own[1] = loss.double() * self._counts_loss, signal
+        own[0] = loss.double() * self._counts_loss
+        own[1].fill_(signal)  # an assignment would copy it from the host, and wait for the device
         own[2 + self._held.replica] = (squares * self._held.counts).sum()
         total_loss, total_signal, *norms = all_reduce(own, self.groups.world).tolist()
-        if self._skips:
-            return StepResult(total_loss, math.sqrt(sum(norms)), total_signal, skipped=True)
-        if not (math.isfinite(sum(norms)) and math.isfinite(total_loss)):
-            self._fail_non_finite(squares, total_loss)
+        scale = self._loss_scale
+        norms = [norm / scale**2 for norm in norms]
         whole_norm = math.sqrt(sum(norms) / self._num_replicas)
+        shown = None if self.loss_scaler is None else scale
+        result = StepResult(total_loss, whole_norm, total_signal, loss_scale=shown)
+        if self._skips:
+            return replace(result, skipped=True)
+        if not (math.isfinite(whole_norm) and math.isfinite(total_loss)):
+            self._skip_overflow(squares, total_loss)
+            return replace(result, skipped=True, overflow=True)
         if self._refuses is not None and self._refuses(total_loss, whole_norm):
             assert not self._updates_early, "a job's rule"
             self._skips = True
-            return StepResult(total_loss, whole_norm, total_signal, skipped=True)
+            return replace(result, skipped=True)
         if not self._updates_early:
             norm = math.sqrt(norms[self._held.replica])
-            self.optimizer.begin(learning_rate, clip_scale(norm, self._clip_norm))
-        return StepResult(total_loss, whole_norm, total_signal)
+            self.optimizer.begin(learning_rate, clip_scale(norm, self._clip_norm) / scale)
+        return result
 
     @property
     def _num_replicas(self) -> int:
@@ -287,7 +352,17 @@ class Engine:
         for part, total in zip(parts, flat.split([len(part) for part in parts]), strict=True):
             part.copy_(total)
 
-    def _fail_non_finite(self, squares: torch.Tensor, loss: float) -> None:
+    def _skip_overflow(self, squares: torch.Tensor, loss: float) -> None:
+        """Gradients or the loss are not finite: let all ranks skip the step if the loss scale explains it,
+        which never changes the loss. Raises `RunFailedError` if not."""
+        scaler = self.loss_scaler
+        if scaler is None or not math.isfinite(loss):
+            self._fail_non_finite(squares, f"{loss}")
+        elif not scaler.overflowed():
+            self._fail_non_finite(squares, f"{loss}, {scaler.fault}")
+        self._skips = True
+
+    def _fail_non_finite(self, squares: torch.Tensor, loss: str) -> None:
         """Names the rank that made the first number that is not finite, and what it is."""
         last_stage = self.layout.num_stages - 1
         found = first_finding(self.pieces, self._held.entries, self._runtime.outputs, squares, last_stage)
@@ -303,10 +378,8 @@ class Engine:
     def _reduce_table(self, table: torch.Tensor) -> torch.Tensor:
         """Adds up what the ranks hold of each parameter (LAMB's norms), each element once."""
         if self.groups.grid.index("tp") > 0:
-            whole = [row for row, (_, entry) in enumerate(self._held.entries) if entry.cut is None]
-            table[whole] = 0.0
-        axes = ("dp", "tp") if self.layout.zero else ("tp",)
-        return all_reduce(table, self.groups.along(*axes))
+            table.masked_fill_(self._whole_rows, 0.0)
+        return all_reduce(table, self._table_group)
 
     def rectangles(self) -> Iterator[Rectangle]:
         """This rank's part of parameters and optimizer state, as views of live memory, under the names
@@ -381,21 +454,6 @@ class _Finisher:
 
     def update(self, stage: int) -> None:
         self.engine.update(stage, self.learning_rate)
-
-
-def _make_boundary(
-    groups: Groups, overlap: OverlapConfig, recorder: Recorder, kernels: Kernels
-) -> GroupBoundary:
-    return GroupBoundary(
-        groups.along("tp"),
-        groups.grid.index("tp"),
-        groups.grid.layout.tp,
-        recorder,
-        chunks=overlap.tensor_chunks if overlap.tensor else 1,
-        message_bytes=overlap.tensor_message,
-        remakes=groups.grid.layout.recompute == "selective",
-        kernels=kernels,
-    )
 
 
 def _difference(expected: tuple[float, torch.Tensor], found: tuple[float, torch.Tensor]) -> str:

@@ -40,7 +40,7 @@ class Segment:
     entered: torch.Tensor
     left: torch.Tensor | None = None
     """The output with its graph; ``None``: to be made again."""
-    random_state: Sequence[torch.Tensor] | None = None
+    random_state: "_RandomState | None" = None
     """Of torch's generators before the layers; ``None``: they draw nothing from them."""
 
     def output(self, context: Context) -> torch.Tensor:
@@ -71,13 +71,13 @@ def run_in_segments(
     and the output; ``keep_last``: the last layer's graph is kept in any case."""
     num_again = min(num_recomputed(len(layers), ratio), len(layers) - (1 if keep_last else 0))
     segments: list[Segment] = []
+    after = _RandomState.of(x.device) if num_again else None
     for index, layer in enumerate(layers[:num_again]):
-        entered = _entering(x, index)
-        before = _random_state(x.device)
+        entered, before = _entering(x, index), after
         with torch.no_grad():
             x = run_layers([layer], entered, context)
-        drew = any(not torch.equal(a, b) for a, b in zip(before, _random_state(x.device), strict=True))
-        segments.append(Segment([layer], entered, None, before if drew else None))
+        after = _RandomState.of(x.device)
+        segments.append(Segment([layer], entered, None, None if after.equals(before) else before))
     if kept := layers[num_again:]:
         entered = _entering(x, num_again)
         x = run_layers(kept, entered, context)
@@ -106,21 +106,45 @@ def _differentiate_one(segment: Segment, gradient: torch.Tensor, context: Contex
     return segment.entered.grad
 
 
-def _random_state(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.random.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
+@dataclass(frozen=True)
+class _RandomState:
+    """torch's generators at one moment."""
+
+    host: torch.Tensor
+    device: tuple[int, int] | None
+    """Seed and offset of the GPU's generator, which are all of its state: two numbers, no tensor."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> "_RandomState":
+        """Return the state in which the generators are now."""
+        own = _generator_of(device)
+        on_device = None if own is None else (own.initial_seed(), own.get_offset())
+        return cls(torch.random.get_rng_state(), on_device)
+
+    def equals(self, other: "_RandomState | None") -> bool:
+        """Nothing was drawn between them."""
+        return other is not None and self.device == other.device and torch.equal(self.host, other.host)
+
+    def set(self, device: torch.device) -> None:
+        """The generators are as they were."""
+        torch.random.set_rng_state(self.host)
+        own = _generator_of(device)
+        if own is not None and self.device is not None:
+            seed, offset = self.device
+            own.manual_seed(seed)
+            own.set_offset(offset)
+
+
+def _generator_of(device: torch.device) -> torch.Generator | None:
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else None
 
 
 @contextmanager
-def _random_numbers_of(states: Sequence[torch.Tensor] | None, device: torch.device) -> Iterator[None]:
+def _random_numbers_of(state: _RandomState | None, device: torch.device) -> Iterator[None]:
     """torch's generators as they were, and afterwards as they are now."""
-    if states is None:
+    if state is None:
         yield
         return
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.random.set_rng_state(states[0])
-        for state in states[1:]:
-            torch.cuda.set_rng_state(state, device)
+        state.set(device)
         yield

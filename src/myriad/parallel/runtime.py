@@ -9,7 +9,7 @@ one of four places, each keyed as the program names things:
     deferred   weight-gradient products whose weight part is to come (zero-bubble)
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -29,7 +29,7 @@ from myriad.parallel.recompute import next_is_backward
 from myriad.program.actions import Action, Kind, Payload, Transfer, chunk_of
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["Batch", "Finisher", "Plan", "Runtime"]
+__all__ = ["Batch", "Finisher", "Idle", "Plan", "Runtime"]
 
 _Key = tuple[Payload, int, int]
 
@@ -78,6 +78,14 @@ class Plan:
         return Plan(actions, starts, ends, next_is_backward(actions))
 
 
+class Idle(Protocol):
+    """What fills the time in which a rank waits."""
+
+    def wait(self, key: Hashable, wait: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return what ``wait`` returns; ``key`` is the same for the same tensor of each iteration."""
+        ...
+
+
 @dataclass
 class _Iteration:
     """What one run of a program holds."""
@@ -119,7 +127,7 @@ class Runtime:
     ) -> None:
         """``stream_is_cut``: what travels between stages differs among tensor-parallel ranks; else they hold
         the same and share its transfers."""
-        self._pieces, self._groups, self._shapes = pieces, groups, shapes
+        self._pieces, self._shapes = pieces, shapes
         self._stage_rank, self._micro_batch, self._device = stage_rank, micro_batch, device
         self._seed, self._recorder = seed, recorder
         layers = {index: list(stage.layers.values()) for index, stage in pieces.stages.items()}
@@ -128,6 +136,8 @@ class Runtime:
         self._spans: dict[Plan, Sequence[AbstractContextManager[None]]] = {}
         self.outputs: dict[tuple[int, int], torch.Tensor] = {}
         """(stage, micro-batch) to the sum of what its forward gave, in this iteration."""
+        self.idle: Idle | None = None
+        """Work for the time in which this rank waits for a tensor of another stage."""
         self._channels: dict[Payload, Channel] = {}
         if groups.grid.layout.pp > 1:
             both_ways = groups.grid.layout.virtual_stages > 1
@@ -135,6 +145,7 @@ class Runtime:
             self._channels = {
                 payload: Channel(groups, payload, both_ways=both_ways, split=split) for payload in Payload
             }
+        self._tied_group = None if pieces.tied is None else groups.of(pieces.tied_peer, "tied")
         self._do: Mapping[Kind, Callable[[Action, _Iteration], None]] = {
             Kind.LOAD: self._load,
             Kind.GATHER: self._gather,
@@ -164,10 +175,15 @@ class Runtime:
         load: Callable[[], Batch],
         finisher: Finisher | None,
         loss_scale: float = 1.0,
+        *,
+        alone: bool = False,
     ) -> torch.Tensor:
         """Does every action. ``load`` is called at LOAD; without a ``finisher`` nothing is differentiated.
-        Gives this rank's sum of losses: float32, 0 where the last stage is elsewhere."""
+        ``alone``: the plan receives nothing, zeros take the place of what other ranks would send. Gives this
+        rank's sum of losses: float32, 0 where the last stage is elsewhere."""
         now = _Iteration(plan, load, finisher, loss_scale, torch.zeros((), device=self._device))
+        if alone:
+            now.inbox |= self._blank(plan.actions)
         self.outputs = {}
         for stage in self._pieces.stages.values():
             for layer in stage.layers.values():
@@ -185,6 +201,13 @@ class Runtime:
         for posted in now.sent.values():
             posted.wait()
         return now.loss_sum
+
+    def connect(self, plans: Iterable[Plan]) -> None:
+        """Open the connections to all ranks with which the plans exchange tensors. All ranks call this
+        together, before they run one of the plans."""
+        transfers = [transfer for plan in plans for action in plan.actions for transfer in action.transfers]
+        for payload, channel in self._channels.items():
+            channel.connect({(t.peer, t.sends) for t in transfers if t.payload is payload}, self._device)
 
     def capture(self, capturer: Capturer) -> None:
         """From now on each stage's forwards and backwards in training are captured once and replayed; the
@@ -258,7 +281,7 @@ class Runtime:
 
     def _sync_tied(self, action: Action, now: _Iteration) -> None:
         assert self._pieces.tied is not None
-        self._pieces.tied.add_over(self._groups.of(self._pieces.tied_peer, "tied"))
+        self._pieces.tied.add_over(self._tied_group)
 
     def _clip(self, action: Action, now: _Iteration) -> None:
         assert now.finisher is not None
@@ -331,6 +354,23 @@ class Runtime:
 
     # transfers
 
+    def _blank(self, actions: Sequence[Action]) -> dict[_Key, torch.Tensor]:
+        """Zeros for each forward and backward that would receive what it needs from another rank."""
+        mine = {action.stage for action in actions if action.kind is Kind.FORWARD}
+        blank: dict[_Key, torch.Tensor] = {}
+        for action in actions:
+            forward = action.kind is Kind.FORWARD
+            if not forward and action.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                continue
+            payload, maker = (
+                (Payload.ACTIVATION, action.stage - 1) if forward else (Payload.GRADIENT, action.stage + 1)
+            )
+            if 0 <= maker < len(self._stage_rank) and maker not in mine:
+                shape, dtype = self._shapes[min(maker, action.stage)]
+                key = (payload, maker, action.micro_batch)
+                blank[key] = torch.zeros(shape, dtype=dtype, device=self._device)
+        return blank
+
     def _exchange(self, action: Action, now: _Iteration) -> None:
         """Posts every receive, then every send, then waits for all: coupled."""
         for transfer in action.transfers:
@@ -370,7 +410,9 @@ class Runtime:
 
     def _arrive(self, transfer: Transfer, now: _Iteration) -> None:
         """A gradient says that the activation it belongs to was received: that is given up."""
-        now.inbox[_key(transfer)] = now.posted.pop(_key(transfer)).wait()
+        key, posted = _key(transfer), now.posted.pop(_key(transfer))
+        fills = self.idle is not None and now.training
+        now.inbox[key] = self.idle.wait(key, posted.wait) if fills and self.idle else posted.wait()
         answered = (Payload.ACTIVATION, transfer.stage - 1, transfer.micro_batch)
         if transfer.payload is Payload.GRADIENT and answered in now.sent:
             now.sent.pop(answered).wait()

@@ -11,25 +11,33 @@ arXiv 2205.05198, section 4.2), ``copy`` and ``join`` for those that keep it who
 described alone.
 """
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from myriad.comm.collectives import all_reduce, start_all_reduce
-from myriad.comm.groups import Group
+from myriad.comm.groups import Group, Groups
 from myriad.kernels.config import Kernels
 from myriad.kernels.gradient import DeferredProduct, apply_deferred
-from myriad.model.boundary import Arrived, Arriving, Boundary
+from myriad.kernels.remade import Remade
+from myriad.model.boundary import Arrived, Arriving, Boundary, Factors
 from myriad.parallel.crossing import Direction, cross
+from myriad.parallel.slices import Carrier, PairCarrier, gather_products, scatter_products
+from myriad.parallel.symmetric import SymmetricCarrier
 from myriad.parallel.travelling import Stacking
+from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["GroupBoundary"]
+__all__ = ["GroupBoundary", "make_boundary"]
 
 
 class GroupBoundary(Boundary):
     """One of ``size`` tensor-parallel ranks. With ``chunks`` = 1 every tensor is waited for where it is
-    posted; with more, in messages of at least ``message_bytes``."""
+    posted; with more, in messages of at least ``message_bytes``. With ``slices``, each rank's share of what
+    a block gathers or scatters travels in up to so many, behind the products around it."""
 
     def __init__(
         self,
@@ -39,6 +47,7 @@ class GroupBoundary(Boundary):
         recorder: Recorder,
         *,
         chunks: int = 1,
+        slices: int = 0,
         message_bytes: int = 1,
         remakes: bool = False,
         kernels: Kernels = "auto",
@@ -46,7 +55,10 @@ class GroupBoundary(Boundary):
         self.group, self.rank, self.size, self.recorder = group, rank, size, recorder
         self.chunks, self.message_bytes, self.remakes = chunks, message_bytes, remakes
         self.kernels = kernels
-        self.later: list[DeferredProduct] | None = [] if chunks > 1 and size > 1 else None
+        self.in_slices = slices > 0 and size > 1
+        hides = size > 1 and (chunks > 1 or slices > 0)
+        self.later: list[DeferredProduct] | None = [] if hides else None
+        self._slices = slices
 
     def start_enter(self, x: torch.Tensor) -> Arriving:
         return self._start(x, Direction.GATHER)
@@ -59,6 +71,29 @@ class GroupBoundary(Boundary):
             return Arrived(x)
         posted = cross(x, self, direction)
         return posted if self.chunks > 1 else Arrived(posted.wait())
+
+    @cached_property
+    def carrier(self) -> Carrier:
+        """What multiplies and communicates at once."""
+        if dist.get_backend(self.group) == "gloo":
+            return PairCarrier(self, self._slices, self.message_bytes)
+        return SymmetricCarrier(self)
+
+    def gather_products(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        remade: Remade | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        if self.in_slices and not x.is_meta:
+            return gather_products(x, self, weights, biases, remade)
+        return super().gather_products(self.start_enter(x).wait(), weights, biases, remade)
+
+    def scatter_products(self, factors: Sequence[Factors]) -> torch.Tensor:
+        if self.in_slices and not factors[0].x.is_meta:
+            return scatter_products(factors, self)
+        return self.start_leave(super().scatter_products(factors)).wait()
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.size == 1 else _Copy.apply(x, self)
@@ -75,6 +110,23 @@ class GroupBoundary(Boundary):
             return x
         with self.recorder.span("tensor_comm"):
             return all_reduce(x, self.group)
+
+
+def make_boundary(
+    groups: Groups, overlap: OverlapConfig, recorder: Recorder, kernels: Kernels
+) -> GroupBoundary:
+    """The boundary of this rank's tensor-parallel group, in the layout of ``groups``."""
+    return GroupBoundary(
+        groups.along("tp"),
+        groups.grid.index("tp"),
+        groups.grid.layout.tp,
+        recorder,
+        chunks=overlap.tensor_chunks if overlap.tensor_kind == "turns" else 1,
+        slices=overlap.tensor_chunks if overlap.tensor_kind == "slices" else 0,
+        message_bytes=overlap.tensor_message,
+        remakes=groups.grid.layout.recompute == "selective",
+        kernels=kernels,
+    )
 
 
 class _Copy(torch.autograd.Function):

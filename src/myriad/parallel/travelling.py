@@ -19,7 +19,7 @@ import torch.distributed as dist
 from myriad.comm.groups import Group
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["Gathering", "Peers", "Reducing", "Stacking", "Travelling"]
+__all__ = ["Gathering", "Peers", "Reducing", "Stacking", "Travelling", "sum_in_rank_order"]
 
 # torch 2.13 renamed them; 2.11 has the old names only
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -83,8 +83,8 @@ class Reducing(Travelling):
     """``[B, S, H]`` of every rank to this rank's part ``[B, S/tp, H]`` of their sum."""
 
     def __init__(self, x: torch.Tensor, peers: Peers) -> None:
-        shares = x.unflatten(1, (peers.size, -1)).unbind(1)
-        super().__init__(peers, torch.stack(shares))
+        shares = x.unflatten(1, (peers.size, -1)).transpose(0, 1)
+        super().__init__(peers, shares.contiguous())  # of one sequence they lie so already
         own = self._kept[peers.rank]
         self._parts = [own]
         if x.is_meta:
@@ -98,14 +98,19 @@ class Reducing(Travelling):
             self._works = [_reduce_scatter(self._parts[0].view(-1), flat, group=peers.group, async_op=True)]
 
     def _arrived(self) -> torch.Tensor:
-        """In float32, in rank order."""
-        first, *others = self._parts
-        if first.dtype == torch.float32 and len(others) == 1:
-            return first + others[0]
-        total = first.to(torch.float32, copy=True)
-        for part in others:
-            total += part
-        return total.to(first.dtype)
+        return self._parts[0] if len(self._parts) == 1 else sum_in_rank_order(self._parts)
+
+
+def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the sum of every rank's part, added in float32 in the order of ``parts``; in ``out``, if
+    given."""
+    first, *others = parts
+    if first.dtype == torch.float32 and len(others) == 1:
+        return torch.add(first, others[0], out=out)
+    total = first.to(torch.float32, copy=True)
+    for part in others:
+        total += part
+    return total.to(first.dtype) if out is None else out.copy_(total)
 
 
 def _is_pairwise(peers: Peers) -> bool:

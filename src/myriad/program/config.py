@@ -1,10 +1,25 @@
 """Which passes rewrite a program, and how far they go. No torch here."""
 
-from pydantic import Field
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
 
 from myriad.config import Config, Size
 
-__all__ = ["OverlapConfig"]
+__all__ = ["OverlapConfig", "TensorKind", "TensorOverlap"]
+
+TensorKind = Literal["turns", "slices"]
+"""How tensor-parallel communication hides."""
+_SWITCH = {True: "turns", "true": "turns", False: None, "false": None}
+"""Values of before there were two kinds."""
+
+
+def _read_switch(value: object) -> object:
+    return _SWITCH.get(value, value) if isinstance(value, bool | str) else value
+
+
+TensorOverlap = Literal["auto", "turns", "slices"] | None
+"""Values of `OverlapConfig.tensor`; ``None``: off."""
 
 
 class OverlapConfig(Config):
@@ -26,12 +41,15 @@ class OverlapConfig(Config):
     credit: Size = 16 * 2**20
     """Bytes of data-parallel messages that may be under way from one rank at once; at least
     overlap.partition."""
-    tensor: bool = True
-    """Tensor-parallel gathers and scatters in chunks behind the matrix products around them; off: whole,
-    waited for."""
+    tensor: Annotated[TensorOverlap, BeforeValidator(_read_switch)] = "turns"
+    """What tensor-parallel gathers and scatters hide behind. turns: parts of the micro-batch take turns, one
+    computes while the others' tensors travel; slices: each gather and scatter travels in slices while the
+    product that it belongs to is computed from those that have arrived, or makes the next (on GPUs by
+    PyTorch's symmetric memory, within a node); auto: what is quickest for this model here, measured once and
+    kept in the run's tensor_overlap.json; true is turns. Off: whole, waited for."""
     tensor_chunks: int = Field(2, ge=2, le=16)
-    """Chunks of each tensor-parallel gather and scatter; fewer where they would be smaller than
-    tensor_message."""
+    """Parts that take turns, or slices of what a rank gives to a gather or gets of a scatter; fewer where
+    they would be smaller than tensor_message."""
     tensor_message: Size = 2**18
     """Bytes of a tensor-parallel message that are worth one of its own: a smaller one costs more than it
     hides."""
@@ -45,6 +63,11 @@ class OverlapConfig(Config):
     checkpoint: bool = True
     """A checkpoint is written from a copy while training goes on; off: training waits until it is
     committed."""
+
+    @property
+    def tensor_kind(self) -> TensorKind | None:
+        """What `tensor` says, where ``auto`` has not been measured ``turns``; ``None``: off."""
+        return "turns" if self.tensor == "auto" else self.tensor
 
     @property
     def updates_early(self) -> bool:

@@ -85,3 +85,20 @@ def test_simulate_refuses_what_it_cannot_do_in_one_line(capsys, tmp_path):
     assert shown(capsys, "--program", "--out", str(nowhere)).startswith("2 myriad: error: --out")
     bad = shown(capsys, "--program", "--layout.virtual_stages", "2", "--layout.schedule", "1f1b")
     assert bad.startswith("2 myriad: error: layout.virtual_stages")
+
+
+def test_simulate_says_what_the_program_needs_on_gpus(capsys):
+    *_, needs, seen_to = shown(capsys, "--program").splitlines()
+    assert needs.endswith("a hardware queue for each of 6 streams")
+    assert seen_to == "ranks see to that, unless CUDA_DEVICE_MAX_CONNECTIONS is set to less than 6"
+    assert "whatever is loaded late" in shown(capsys, "--program", "--overlap.pipeline=false")
+    found = json.loads(shown(capsys, "--program", "--json", "--overlap.receive_ahead=1"))["devices"]
+    assert found == {
+        "free_of_deadlock": True,
+        "communicators_at_start": True,
+        "kernels_at_start": False,
+        "queues": 1,
+        "streams": 6,
+        "cycle": None,
+    }
+    assert json.loads(shown(capsys, "--program", "--json", "--layout.pp=1"))["devices"] is None

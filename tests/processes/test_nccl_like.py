@@ -1,0 +1,165 @@
+"""A first step that hangs on GPUs: on NCCL the first use of a group, or of a pair of ranks in it, blocks the
+host until its peers come to the same use. `nccl_like` does so on CPUs.
+
+Without `myriad.comm.first_use` the pipelines here hang in their first step or in validation.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from nccl_like import FIRST_USES, install
+from parity_case import Case, batch_of_rank, make_engine, train_steps
+from ranks import run_ranks
+from same_run import assert_same_run
+from test_recovery import Acts, events, kill, make_run
+from tiny_corpora import make_corpus
+
+from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.store import save
+from myriad.comm.config import CommConfig
+from myriad.comm.first_use import connect_pairs
+from myriad.comm.groups import close_world, open_world
+from myriad.comm.layout import Layout
+from myriad.planner.rank_memory import count_communicators
+from myriad.resilience.engines.local import run_local
+
+CPU = torch.device("cpu")
+PATIENCE = {"timeout_seconds": 60}
+V = {"virtual_stages": 2, "schedule": "zero-bubble-v"}
+CASES = {
+    "1f1b": Case({"pp": 2}),
+    "1f1b-of-four": Case({"pp": 4}),
+    "receives-far-ahead": Case({"pp": 2, "schedule": "gpipe"}, overlap={"receive_ahead": 4}),
+    "zero-bubble": Case({"pp": 2, "schedule": "zero-bubble"}),
+    "zero-bubble-v": Case({"pp": 2, **V}),
+    "interleaved": Case({"pp": 2, "virtual_stages": 2, "micro_batch": 2}),
+    "interleaved-of-three": Case({"pp": 3, "virtual_stages": 2}),
+    "zero": Case({"dp": 2, "pp": 2, "zero": 3}, optimizer={"name": "lamb"}),
+    "nodes": Case({"dp": 4, "zero": 1}, comm={"hierarchy": "node", "node_size": 2}),
+    "tensor": Case({"tp": 2, "pp": 2, "micro_batch": 4}),
+    "diloco": Case({"dp": 2}, comm={"sync_every": 2}),
+}
+
+
+class Trained(NamedTuple):
+    """What one rank did."""
+
+    losses: list[Any]
+    made: list[str]
+    """First uses until the engine was there: the communicator, with ": WHAT" a connection in it."""
+    late: list[str]
+    planned: tuple[int, int]
+    """Communicators that the planner counts: of groups, of pairs."""
+
+
+def train(case: Case, like_nccl: bool, folder: Path) -> Trained:
+    """Train, evaluate and save."""
+    if like_nccl:
+        install()
+    engine = make_engine(case)
+    count = len(FIRST_USES)
+    losses: list[Any] = [*train_steps(case, engine, 0, case.steps)]
+    losses.append(engine.evaluate(lambda: batch_of_rank(case, engine, 7)))
+    late = FIRST_USES[count:]
+    host = engine.groups.on_host("checkpoints")
+    save(CheckpointFolder(folder), case.steps, list(engine.rectangles()), {}, host)
+    planned = count_communicators(engine.layout, engine.programs[True], engine.groups.grid.index("pp"))
+    engine.close()
+    close_world()
+    return Trained(losses, FIRST_USES[:count], late, planned)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_makes_no_communicator_late_and_learns_the_same_bits(name: str, tmp_path: Path) -> None:
+    given = CASES[name]
+    case = Case(
+        given.layout, optimizer=given.optimizer, steps=2, overlap=given.overlap, comm=PATIENCE | given.comm
+    )
+    plain, like = (run_ranks(case.world, train, case, way, tmp_path / str(way)) for way in (False, True))
+    for rank, expected in zip(like, plain, strict=True):
+        assert rank.losses == expected.losses
+        assert rank.late == []
+        made = [one for one in rank.made if ": " not in one]
+        of_groups = sum(one.endswith(" all") for one in made)
+        levels = 2 if name == "nodes" else 0
+        assert (of_groups - levels, len(made) - of_groups) == rank.planned, made
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({"dp": 2, "zero": 2}, ["0 all"]),
+        (
+            {"tp": 2, "pp": 2, "micro_batch": 4},
+            ["0 all", "group all", "tied all", "activation up", "gradient up"],
+        ),
+    ],
+)
+def test_collectives_of_an_axis_share_a_communicator(
+    layout: dict[str, Any], expected: list[str], tmp_path: Path
+) -> None:
+    case = Case(layout, steps=1)
+    for rank in run_ranks(case.world, train, case, True, tmp_path):
+        made = [re.sub(r":\w+:0|( 0:1)", "", one) for one in rank.made if ": " not in one]
+        assert made == expected
+
+
+def post_crosswise() -> str:
+    """Two ranks receive first, each in another group: what a pipeline with receives ahead does."""
+    install()
+    groups = open_world(Layout(pp=2), CPU, comm=CommConfig(timeout_seconds=2))
+    pair = {way: groups.along("pp", purpose=way, pairwise=True) for way in ("up", "down")}
+    rank = groups.grid.rank
+    with pytest.raises(RuntimeError) as error:
+        dist.irecv(torch.empty(1), group=pair["down" if rank == 0 else "up"], group_src=1 - rank)
+    return str(error.value)
+
+
+def test_first_uses_in_different_orders_wait_for_each_other() -> None:
+    assert all("timeout" in told.lower() for told in run_ranks(2, post_crosswise, timeout=60))
+
+
+def abort_a_receive() -> str:
+    install()
+    groups = open_world(Layout(pp=2), CPU)
+    group, rank = groups.along("pp", pairwise=True), groups.grid.rank
+    connect_pairs(group, [(1 - rank, True), (1 - rank, False)], CPU)
+    received = dist.irecv(torch.empty(1), group=group, group_src=1 - rank)
+    group.abort()
+    with pytest.raises(RuntimeError) as error:
+        received.wait()
+    return str(error.value)
+
+
+def test_an_abort_fails_what_is_in_flight() -> None:
+    told = run_ranks(2, abort_a_receive, timeout=60)
+    assert told == ["NCCL communicator was aborted on rank 0.", "NCCL communicator was aborted on rank 1."]
+
+
+SITE = Path(__file__).parent / "nccl_like_site"
+PIPELINE = ["layout.pp=2", "layout.micro_batch=2", "checkpoint.memory_seconds=0", "train.steps=12"]
+
+
+def test_a_killed_rank_whose_peer_only_waits_costs_a_step_at_most_and_not_a_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NCCL the other rank hangs in a receive and notices nothing."""
+    corpus = make_corpus(tmp_path, count=300)
+    undisturbed = make_run(tmp_path / "undisturbed", corpus, *PIPELINE)
+    assert run_local(undisturbed, 2) == "finished"
+    monkeypatch.setenv("PYTHONPATH", str(SITE), prepend=os.pathsep)
+    monkeypatch.setenv("NCCL_LIKE_TOLD", "1")
+    run = make_run(tmp_path / "run", corpus, *PIPELINE)
+    assert run_local(run, 2, observer=Acts(run, at_5=lambda: kill("rank-1"))) == "finished"
+    [fault], [resume] = events(run, "fault"), events(run, "resume")
+    assert (fault["cause"], fault["rank"], resume["source"]) == ("killed", 1, "memory")
+    assert fault["step"] - resume["step"] <= 2
+    for attempt in (1, 2):
+        told = (run.logs_path / f"rank-0-attempt-{attempt}.log").read_text()
+        assert "nccl_like: activation up" in told and "closed" not in told
+    assert_same_run(run, undisturbed)
