@@ -1,4 +1,4 @@
-"""One GPU gives what the CPU gives; bfloat16 learns. Skipped where there is no CUDA device."""
+"""One GPU gives what the CPU gives; bfloat16 and float16 learn. Skipped where there is no CUDA device."""
 
 import time
 from pathlib import Path
@@ -17,7 +17,8 @@ from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.model.rectangle import Rectangle
-from myriad.optim.config import OptimizerConfig
+from myriad.optim.config import LossScaleConfig, OptimizerConfig
+from myriad.optim.loss_scale import LossScaler
 from myriad.parallel.captured import CudaGraphs
 from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
@@ -48,6 +49,7 @@ def losses(device: str, dtype: torch.dtype, steps: int = 10, *, captures: bool =
         dtype=dtype,
         device=on,
         recorder=Recorder(),
+        loss_scaler=LossScaler(LossScaleConfig(), 8 * 128) if dtype == torch.float16 else None,
     )
     if captures:
         engine.capture(CudaGraphs(on), lambda: batch, 8 * 128)
@@ -59,13 +61,14 @@ def test_float32_on_the_gpu_gives_the_losses_of_the_cpu() -> None:
     assert losses("cuda", torch.float32) == pytest.approx(losses("cpu", torch.float32), rel=1e-4)
 
 
-def test_bfloat16_learns_and_stays_near_float32() -> None:
-    found, reference = losses("cuda", torch.bfloat16), losses("cuda", torch.float32)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_halves_learn_and_stay_near_float32(dtype: torch.dtype) -> None:
+    found, reference = losses("cuda", dtype), losses("cuda", torch.float32)
     assert found[-1] < found[0] - 0.3
     assert found == pytest.approx(reference, rel=2e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_cuda_graphs_give_the_losses_of_operators_started_one_by_one(dtype: torch.dtype) -> None:
     assert losses("cuda", dtype, captures=True) == pytest.approx(losses("cuda", dtype), rel=1e-3)
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "width"), [(300, 1000), (1, 8192), (4097, 64)])
 def test_kernels_give_what_the_formulas_say(dtype: torch.dtype, rows: int, width: int) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False

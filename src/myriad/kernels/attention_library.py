@@ -9,30 +9,33 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 __all__ = ["cudnn_attention", "flex_attention_in", "sdpa_attention", "varlen_attention"]
 
-_CUDNN_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+_LIBRARYS_ORDER: list[int] = torch._C._get_sdp_priority_order()
+_CUDNN_FIRST = sorted(_LIBRARYS_ORDER, key=lambda backend: backend != SDPBackend.CUDNN_ATTENTION.value)
 
 
 def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """``[B, S, N, D]`` and twice ``[B, S, K, D]`` to ``[B, S, N, D]``: one causal call; heads that share
     keys read the same ones."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+    return _attend(q, k, v, _LIBRARYS_ORDER)
 
 
 def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The same by cuDNN, if it takes the shape."""
-    with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
-        return sdpa_attention(q, k, v)
+    return _attend(q, k, v, _CUDNN_FIRST)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """The order stays set: a layer that finds it so sets nothing (`torch.nn.attention.sdpa_kernel` sets and
+    restores it, and seven switches, at each call)."""
+    if torch._C._get_sdp_priority_order() != order:
+        torch._C._set_sdp_priority_order(order)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
 @lru_cache(maxsize=16)

@@ -40,7 +40,7 @@ __all__ = [
 Operator = Literal["norm", "activation", "rotary", "cross_entropy", "adamw", "lamb"]
 
 NO_TRITON = "triton is not installed: pip install 'myriad[gpu]'"
-_TYPES = ("float32", "bfloat16")
+_TYPES = ("float32", "bfloat16", "float16")
 _MOST_WIDTH: dict[Operator, int] = {"norm": 32768, "rotary": 512}
 """A row of a norm, or the pairs of one head, are held in registers by one program."""
 _WITHOUT: dict[Operator, tuple[Literal["library", "plain"], str]] = {
@@ -85,7 +85,7 @@ def choose(operator: Operator, device: str, dtype: str, width: int, kernels: Ker
     hindrance = _hindrance(device, kernels)
     most = _MOST_WIDTH.get(operator, width)
     if not hindrance and dtype not in _TYPES:
-        hindrance = f"{dtype} has none, only {' and '.join(_TYPES)}"
+        hindrance = f"{dtype} has none, only {', '.join(_TYPES)}"
     if not hindrance and width > most:
         hindrance = f"a width of {width} is more than {most}"
     if not hindrance:

@@ -183,6 +183,12 @@ class Float8(NamedTuple):
     """plain: operands by the library's operators, and what is in blocks multiplied as on a CPU."""
 
     @property
+    def token_multiple(self) -> int:
+        """The number of tokens must be a multiple of this: it is the inner length of the product that gives
+        the weight's gradient, unless a kernel of Myriad's computes that."""
+        return MULTIPLE if self.scaling == "tensor" else 1
+
+    @property
     def _of_values(self) -> Kind:
         return "tensor" if self.scaling == "tensor" else "lines"
 

@@ -21,6 +21,9 @@ from myriad.kernels.float8 import Float8, Scaled, Seen
 __all__ = ["DeferredProduct", "GradientSink", "apply_deferred", "set_sink", "sink_of"]
 
 
+_TILE_VALUES, _FEWEST_ROWS = 2**19, 256
+"""Tile of float16 operands that a CPU converts at once: 2 MiB, or enough rows for an efficient product."""
+
 DeferredProduct = Callable[[], None]
 """Computes a weight's gradient and adds it to the sink's total, wherever that is by then."""
 
@@ -59,11 +62,18 @@ class GradientSink:
 
 
 def accumulate_product(total: torch.Tensor, grad_output: torch.Tensor, x: torch.Tensor) -> None:
-    """``total += grad_output^T x`` in float32; what is not float32 is multiplied as it is."""
+    """``total += grad_output^T x`` in float32; what is not float32 is multiplied as it is.
+
+    Only a CPU's product of bfloat16 is rounded before it is added. Rounding to float16 could overflow, so a
+    CPU multiplies that in float32, as tensor cores add it up."""
     if grad_output.dtype == total.dtype:
         total.addmm_(grad_output.t(), x)
     elif total.is_cuda:
         torch.addmm(total, grad_output.t(), x, out_dtype=total.dtype, out=total)
+    elif x.dtype == torch.float16:
+        rows = max(_FEWEST_ROWS, _TILE_VALUES // (grad_output.shape[1] + x.shape[1]))
+        for grads, inputs in zip(grad_output.split(rows), x.split(rows), strict=True):
+            total.addmm_(grads.t().float(), inputs.float())
     else:
         total.add_(grad_output.t() @ x)
 

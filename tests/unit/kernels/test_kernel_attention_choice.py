@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend
 
 from myriad.errors import BadInputError
 from myriad.kernels import attention_choice
@@ -21,7 +22,7 @@ from myriad.kernels.attention_choice import (
     hindrance,
     read_times,
 )
-from myriad.kernels.attention_library import flex_attention_in
+from myriad.kernels.attention_library import cudnn_attention, flex_attention_in, sdpa_attention
 
 HOPPER = AttentionShape("cuda", "bfloat16", 8192, 128)
 
@@ -98,3 +99,21 @@ def test_paths_of_a_cpu_agree_with_the_formula(window: int) -> None:
 def test_the_mask_given_to_flex_attention_is_the_window() -> None:
     q, k, v = torch.randn(1, 128, 2, 16), torch.randn(1, 128, 1, 16), torch.randn(1, 128, 1, 16)
     torch.testing.assert_close(flex_attention_in(q, k, v, 9), attention_reference(q, k, v, 9))
+
+
+def test_the_order_of_the_library_s_kernels_is_set_once_for_all_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At each call it is ten microseconds of the host's, which small models wait for."""
+    orders, original = [], torch._C._set_sdp_priority_order
+    usual, values = torch._C._get_sdp_priority_order(), [torch.randn(1, 8, 2, 4) for _ in range(3)]
+
+    def noted(order: list[int]) -> None:
+        orders.append(order)
+        original(order)
+
+    monkeypatch.setattr(torch._C, "_set_sdp_priority_order", noted)
+    found = [cudnn_attention(*values) for _ in range(3)]
+    assert len(orders) == 1 and orders[0][0] == int(SDPBackend.CUDNN_ATTENTION)
+    assert sorted(orders[0]) == sorted(usual)
+    assert torch.equal(sdpa_attention(*values), found[0]) and orders[1:] == [usual], "measured beside it"

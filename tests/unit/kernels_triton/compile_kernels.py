@@ -24,7 +24,7 @@ POINTERS = {
 }
 NUMBERS = {
     "epsilon learning_rate kept_ratio scale beta1 rest1 beta2 rest2 correction1 root_correction2 "
-    "weight_decay": "fp32",
+    "weight_decay gain": "fp32",
     "x_stride branch_stride grad_y_stride grad_stream_stride stream_stride batch_stride position_stride "
     "head_stride turns_stride stride out_stride rows width size sequence num_heads num_pairs first_row "
     "num_valid": "i32",
@@ -67,5 +67,5 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], dtype: str) -> int:
 
 if __name__ == "__main__":
     for number, (kernel, constants) in enumerate(cases()):
-        assert compile_kernel(kernel, constants, "bf16" if number % 4 else "fp32") > 0
+        assert compile_kernel(kernel, constants, ("fp32", "bf16", "fp16", "bf16")[number % 4]) > 0
         print(f"{kernel.__module__}.{kernel.__name__}.cubin")

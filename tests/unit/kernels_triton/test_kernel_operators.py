@@ -15,8 +15,8 @@ from myriad.kernels.norm import LayerNorm, RMSNorm
 from myriad.kernels.rotary import rotary_reference, rotary_turns, turned
 from myriad.model.boundary import Boundary
 
-TYPES = st.sampled_from([torch.float32, torch.bfloat16])
-LIMITS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+TYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+LIMITS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Of the largest difference, as a share of the largest value: about two roundings."""
 FORMULAS = {
     "gelu": F.gelu,

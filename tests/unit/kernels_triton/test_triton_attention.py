@@ -8,8 +8,32 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from myriad.kernels.attention import attention_reference
 from myriad.kernels.attention_flash import flash_attention
+from myriad.kernels.triton import attention_tiles
+
+
+@triton.jit
+def move_kernel(source, target, stride):
+    rows, columns = tl.arange(0, 4), tl.arange(0, 16)
+    values = attention_tiles.load(source, rows, stride, columns, 4, 16, 16, False, False)
+    attention_tiles.store(target, values, rows, stride, columns, 4, 16)
+
+
+def test_rows_that_lie_billions_of_values_apart_are_found() -> None:
+    """A product of 32 bits turns negative there: 131,072 positions of a row of 16,384 values are enough."""
+    stride = 2**30
+    memory = torch.empty(2 * stride + 4 * stride, dtype=torch.uint8)  # untouched pages take none
+    source = memory[2 * stride :].as_strided((4, 32), (stride, 1))
+    for row in range(-2, 0):
+        memory[(2 + row) * stride :][:32] = 0  # where 32 bits would lead to
+    source[:, :16] = torch.arange(64, dtype=torch.uint8).view(4, 16)
+    source[:, 16:] = 0
+    move_kernel[(1,)](memory[2 * stride :], memory[2 * stride + 16 :], stride)
+    assert torch.equal(source[:, 16:], source[:, :16]) and source[:, 16:].any(1).all()
 
 
 def values(batch: int, sequence: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype):

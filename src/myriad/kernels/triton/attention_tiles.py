@@ -21,7 +21,7 @@ def load(
     upcast: tl.constexpr,
 ):
     """``[rows, columns]``, zeros beyond the head size and, where ``checked``, beyond the sequence."""
-    address = base + rows[:, None] * row_stride + columns[None, :]
+    address = base + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
     if checked and width < padded:
         values = tl.load(address, mask=(rows[:, None] < num_rows) & (columns[None, :] < width), other=0.0)
     elif checked:
@@ -36,7 +36,7 @@ def load(
 @triton.jit
 def store(base, values, rows, row_stride, columns, num_rows, width: tl.constexpr):
     inside = (rows[:, None] < num_rows) & (columns[None, :] < width)
-    address = base + rows[:, None] * row_stride + columns[None, :]
+    address = base + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
     tl.store(address, values.to(base.dtype.element_ty), mask=inside)
 
 

@@ -66,6 +66,7 @@ def gradient_kernel(
     first_row: tl.tensor,
     num_valid: tl.tensor,
     width: tl.tensor,
+    gain: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -74,7 +75,7 @@ def gradient_kernel(
     shares = tl.exp(values - tl.load(tops + row)) / tl.load(totals + row)
     target = tl.load(targets + row) - first_row
     shares = tl.where(column < num_valid, shares, 0.0) - (column == target).to(tl.float32)
-    tl.store(out + row * out_stride + column, shares.to(out.dtype.element_ty), mask=column < width)
+    tl.store(out + row * out_stride + column, (shares * gain).to(out.dtype.element_ty), mask=column < width)
 
 
 def _block(width: int) -> dict[str, int]:
@@ -100,13 +101,14 @@ def write_gradient(
     first_row: int,
     num_valid: int,
     out: torch.Tensor,
+    gain: float,
 ) -> torch.Tensor:
-    """``out`` ``[C, V/tp]``: softmax less one at the target, given every row's maximum and sum of
-    exponentials over all ranks, each ``[C]``. ``out`` may be ``logits`` itself."""
+    """``out`` ``[C, V/tp]``: softmax less one at the target, times ``gain``, given every row's maximum and
+    sum of exponentials over all ranks, each ``[C]``. ``out`` may be ``logits`` itself."""
     width = logits.shape[1]
     blocks = _block(width)
     grid = (len(logits), triton.cdiv(width, blocks["BLOCK"]))
     strides = (logits.stride(0), out.stride(0))
     arguments = (logits, targets.contiguous(), top.contiguous(), total.contiguous(), out, *strides)
-    launch(gradient_kernel, grid, *arguments, first_row, num_valid, width, **blocks)
+    launch(gradient_kernel, grid, *arguments, first_row, num_valid, width, gain, **blocks)
     return out

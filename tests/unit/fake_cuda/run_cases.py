@@ -1,0 +1,35 @@
+"""``python run_cases.py NAME...``: a line of JSON for each of `step_cases.STEPS` and `LAYERS`: what was
+counted, or what went wrong.
+
+A process of its own: the fake driver is loaded before torch, and never unloaded.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import fake_library
+from step_cases import LAYERS, STEPS
+
+
+def _counted(name: str) -> dict[str, Mapping[str, int]]:
+    from fake_steps import launches_a_layer, measure
+
+    return vars(measure(STEPS[name])) if name in STEPS else {"launches": launches_a_layer(LAYERS[name])}
+
+
+def main(*names: str) -> None:
+    fake_library.load()
+    for name in names:
+        try:
+            line: dict[str, Any] = _counted(name)
+        except Exception as error:
+            traceback.print_exc()
+            line = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"name": name, **line}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
