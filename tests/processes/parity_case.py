@@ -20,7 +20,8 @@ from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
-from myriad.optim.config import OptimizerConfig
+from myriad.optim.config import LossScaleConfig, OptimizerConfig
+from myriad.optim.loss_scale import LossScaler
 from myriad.optim.schedule import learning_rate
 from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
@@ -42,6 +43,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     overlap: dict[str, Any] = field(default_factory=dict)
     comm: dict[str, Any] = field(default_factory=dict)
+    loss_scale: dict[str, Any] | None = None
+    """Scale the loss, in any precision; float16 always does."""
 
     @property
     def world(self) -> int:
@@ -54,6 +57,10 @@ def make_engine(case: Case, recorder: Recorder | None = None) -> Engine:
     groups = open_world(layout, torch.device("cpu"), comm=CommConfig(**case.comm))
     definition = GPT(config, seed=3)
     tokens = torch.zeros(layout.micro_batch, config.sequence, dtype=torch.int64)
+    scaler = None
+    if case.loss_scale is not None or case.dtype == torch.float16:
+        num_targets = case.global_batch * config.sequence
+        scaler = LossScaler(LossScaleConfig(**(case.loss_scale or {})), num_targets)
     costs = [1.0 + (7 * layer) % 5 for layer in range(config.layers + 2)]
     return Engine(
         definition,
@@ -68,6 +75,7 @@ def make_engine(case: Case, recorder: Recorder | None = None) -> Engine:
         recorder=recorder or Recorder(),
         overlap=OverlapConfig(**({"tensor_message": 1} | case.overlap)),
         comm=CommConfig(**case.comm),
+        loss_scaler=scaler,
     )
 
 

@@ -200,7 +200,7 @@ def test_an_error_of_the_program_ends_the_run_when_it_comes_again_and_its_traceb
     body = "everyone()\nif rank == 1: raise ValueError('the moon is full')\ntime.sleep(60)"
     with pytest.raises(RunFailedError, match=r"(?s)rank 1 ended with exit code 1 .*ValueError: the moon is"):
         run_local(run, 2, command=worker(tmp_path, body))
-    assert [event["event"] for event in run.read_events()] == ["fault", "restart", "fault"]
+    assert [event["event"] for event in run.read_events()] == ["fault", "restart", "fault", "failed"]
     assert run.log_path(1, 2).exists() and not run.log_path(1, 3).exists()
     assert_none_left(run)
 

@@ -3,7 +3,6 @@ what it would have learned."""
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -117,42 +116,3 @@ def test_layers_move_from_a_slow_node_of_a_pipeline(
     assert same >= resume["step"] + 15
     assert losses[: resume["step"]] == [line["loss"] for line in expected[: resume["step"]]]
     assert losses[:same] == pytest.approx([line["loss"] for line in expected[:same]], rel=1e-5)
-
-
-PRETENDS = """
-import os, sys, time
-from myriad.comm.attempt_layout import ATTEMPT_LAYOUT, AttemptLayout
-from myriad.run import Run
-from myriad.telemetry.progress_page import TURNED_CODE, own_row
-
-run, rank, row = Run(sys.argv[1]), int(os.environ["RANK"]), own_row()
-shares = AttemptLayout.parse(os.environ.get(ATTEMPT_LAYOUT, "")).shares or (4, 4)
-began, step = time.monotonic(), 0
-while True:
-    step += 1
-    row.step(step)
-    paces = [0.01, 0.01 if os.environ["MYRIAD_EPOCH"] == "1" and step < 100 else 0.02]
-    time.sleep(max(pace * share for pace, share in zip(paces, shares)))
-    row.step_done(paces[rank] * shares[rank])
-    if row.turns:
-        sys.exit(TURNED_CODE)
-    if os.environ["MYRIAD_EPOCH"] == "2" and time.monotonic() - began > 3:
-        sys.exit(0)
-"""
-"""A rank that computes nothing, and says that it does."""
-
-
-def test_ranks_are_asked_to_end_and_begin_with_other_shares(tmp_path: Path, corpus: Path) -> None:
-    """Driver, executor and progress page alone: what is found, what is ordered, what ranks are told."""
-    run = Run(tmp_path / "run")
-    keys = [f"data.corpus={corpus}", *SMALL, "layout.dp=2", "train.steps=1000000"]
-    run.create_or_resume(load_job("tiny", keys))
-    script = tmp_path / "pretends.py"
-    script.write_text(PRETENDS)
-    assert run_local(run, 2, threads=1, command=[sys.executable, str(script)]) == "finished"
-    told = [event for event in run.read_events() if event["event"] in _TOLD]
-    assert [event["event"] for event in told] == ["diagnosis", "move", "restart"], told
-    diagnosis, _, restart = told
-    assert (diagnosis["culprit"], diagnosis["ranks"]) == ("rank", [1])
-    assert diagnosis["evidence"]["ratio"] == pytest.approx(2.0, rel=0.01)
-    assert restart["shares"] in ([5, 3], [6, 2]) and restart["epoch"] == 2, "60 ms a step, both"

@@ -16,6 +16,7 @@ from myriad.data.config import CorpusShare
 from myriad.errors import BadInputError
 from myriad.job import Job, dump_toml, job_keys, load_job
 
+F16 = "train.precision=float16"
 EARLY = ["overlap.optimizer_in_backward=true", "optimizer.clip_norm=off"]
 GRAPHS = "train.cuda_graphs=true"
 
@@ -174,6 +175,15 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
             [*EARLY, "overlap.optimizer=false"],
             "overlap.optimizer_in_backward",
             "needs overlap.optimizer = true",
+        ),
+        ([*EARLY, F16], "train.precision", "needs overlap.optimizer_in_backward = false"),
+        ([F16, "loss_scale.initial=3000"], "loss_scale.initial", "must be a power of two"),
+        ([F16, "loss_scale.initial=0.5"], "loss_scale.initial", "at least loss_scale.minimum = 1"),
+        ([F16, "loss_scale.growth_interval=0"], "loss_scale.growth_interval", "at least 1"),
+        (
+            ["train.precision=bfloat16", "loss_scale.minimum=2"],
+            "loss_scale.minimum",
+            "only with train.precision = float16",
         ),
         ([GRAPHS, "layout.pp=2"], "train.cuda_graphs", "needs tp, pp, cp, ep and virtual_stages of 1"),
         ([GRAPHS, "layout.schedule=gpipe"], "train.cuda_graphs", "needs layout.schedule = 1f1b, or off"),

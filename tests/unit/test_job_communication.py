@@ -1,9 +1,11 @@
 """If these fail, a job whose communication cannot work starts all the same, or one that can is refused."""
 
+import tomllib
+
 import pytest
 
 from myriad.errors import BadInputError
-from myriad.job import load_job
+from myriad.job import Job, dump_toml, load_job
 from myriad.units import parse_bytes, parse_rate
 
 CANNOT_BE = [
@@ -18,6 +20,13 @@ CANNOT_BE = [
     (["overlap.partition=[1]"], "overlap.partition", "MiB, GiB or TiB"),
     (["overlap.chunks=0"], "overlap.chunks", "at least 1"),
     (["overlap.chunks=two"], "overlap.chunks", "whole number"),
+    (["overlap.tensor=both"], "overlap.tensor", "'auto', 'turns' or 'slices'"),
+    (["overlap.tensor=1"], "overlap.tensor", "'auto', 'turns' or 'slices'"),
+    (
+        ["overlap.tensor=slices", "train.precision=float8"],
+        "overlap.tensor",
+        "turns, auto or off with train.precision = float8",
+    ),
     (["overlap.tensor_chunks=1"], "overlap.tensor_chunks", "at least 2"),
     (["overlap.tensor_message=0"], "overlap.tensor_message", "at least 1"),
     (["overlap.tensor_chunks=17"], "overlap.tensor_chunks", "at most 16"),
@@ -106,6 +115,25 @@ def test_what_cannot_be_is_one_line_with_key_value_and_what_is_allowed(
 )
 def test_what_can_be_is_not_refused(overrides: list[str]) -> None:
     load_job("tiny", overrides)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ("true", "turns"),
+        ("turns", "turns"),
+        ("slices", "slices"),
+        ("auto", "auto"),
+        ("false", None),
+        ("off", None),
+    ],
+)
+def test_a_job_of_before_there_were_two_ways_to_hide_tensors_means_what_it_did(
+    given: str, kind: str | None
+) -> None:
+    job = load_job("tiny", [f"overlap.tensor={given}"])
+    assert job.overlap.tensor == kind
+    assert Job.model_validate(tomllib.loads(dump_toml(job))).overlap.tensor == kind
 
 
 def test_a_size_and_a_rate_are_what_is_written() -> None:

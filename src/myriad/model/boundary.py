@@ -13,17 +13,23 @@ section 3.1). Both come in two halves, so that a layer can do something else mea
     ...                                     other work; forward and backward each do theirs here
     whole = arriving.wait()
 
+Or the products around the communication go with it, slice by slice (``overlap.tensor = "slices"``): a layer
+then calls `Boundary.gather_products` and `Boundary.scatter_products` in place of the halves.
+
 Legend: B batch, S sequence, H hidden, V vocabulary.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from myriad.kernels.config import Kernels
 from myriad.kernels.gradient import DeferredProduct
+from myriad.kernels.linear import linear
+from myriad.kernels.remade import Remade
 
-__all__ = ["Arrived", "Arriving", "Boundary"]
+__all__ = ["Arrived", "Arriving", "Boundary", "Factors"]
 
 
 class Arriving(Protocol):
@@ -45,6 +51,15 @@ class Arrived:
         return self._x
 
 
+class Factors(NamedTuple):
+    """A row-parallel product ``x weight^T``: ``[B, S, I]`` and ``[H, I]`` to ``[B, S, H]``."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    remade: Remade | None = None
+    """Recomputed activation from which the backward takes ``x``; ``x`` is then not kept."""
+
+
 class Boundary:
     """One device: nothing to gather, nothing to sum."""
 
@@ -56,7 +71,12 @@ class Boundary:
     """Parts of a micro-batch that take turns, each computing while the others' tensors travel; 1: nothing
     travels behind anything."""
     message_bytes: int = 1
-    """Least bytes of a part's message to a peer."""
+    """Least bytes of a part's, or of a slice's, message to a peer."""
+    token_multiple: int = 1
+    """Each part of a micro-batch has a multiple of so many tokens, if the whole has."""
+    in_slices: bool = False
+    """Layers are to call `gather_products` and `scatter_products`: what they gather and scatter travels in
+    slices behind these products."""
     later: list[DeferredProduct] | None = None
     """Where the backward of a linear may put its weight's product, to be computed while a gradient travels;
     ``None``: nowhere."""
@@ -73,6 +93,24 @@ class Boundary:
     def start_leave(self, x: torch.Tensor) -> Arriving:
         """Partial sums ``[B, S, H]`` to this rank's part ``[B, S/size, H]`` of the total; differentiable."""
         return Arrived(x)
+
+    def gather_products(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        remade: Remade | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """`start_enter`, and the column-parallel products of the result: ``x`` ``[B, S/size, H]`` and weights
+        ``[O, H]`` to ``[B, S, O]`` each, with the biases (or ``None``) added. ``remade``: where the backward
+        finds ``x``; then nothing of it is kept, and the peers gather it again."""
+        pairs = zip(weights, biases, strict=True)
+        return tuple(linear(x, weight, bias, self.later, remade) for weight, bias in pairs)
+
+    def scatter_products(self, factors: Sequence[Factors]) -> torch.Tensor:
+        """The sum of row-parallel products, and `start_leave` of it: ``[B, S/size, H]``."""
+        first, *others = (linear(one.x, one.weight, None, self.later, one.remade) for one in factors)
+        return sum(others, first)
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
         """For models that keep the residual stream whole: identity forward, sum over peers backward."""

@@ -18,6 +18,7 @@ positions, each rank's share in equal parts, which meet in attention: there a la
 Legend: B batch, S sequence, H hidden, P positions of one part in each rank's share.
 """
 
+import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, groupby
@@ -28,7 +29,7 @@ from torch import nn
 
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Context
-from myriad.model.parts import num_parts
+from myriad.model.parts import num_parts, part_sizes
 from myriad.model.residual import Residual
 
 __all__ = ["LayerSteps", "SteppedLayer", "Steps", "Whole", "run_layers"]
@@ -215,16 +216,12 @@ def _choose_cut(layer: SteppedLayer, x: torch.Tensor) -> Cut | None:
     share = x.shape[1] // boundary.size if layer.takes_tokens else x.shape[1]
     chunks, least = boundary.chunks, boundary.message_bytes
     parts = int(num_parts(len(x), share, layer.position_bytes(x), chunks=chunks, message_bytes=least))
-    if parts == 1:
+    length, tokens = (len(x), share * boundary.size) if len(x) > 1 else (share, boundary.size)
+    multiple = boundary.token_multiple // math.gcd(boundary.token_multiple, tokens)
+    sizes = part_sizes(length, parts, multiple if length % multiple == 0 else 1)
+    if len(sizes) == 1:
         return None
-    if len(x) > 1:
-        return _Sequences(_sizes(len(x), parts))
-    return _Positions(_sizes(share, parts), boundary.rank, boundary.size)
-
-
-def _sizes(length: int, parts: int) -> list[int]:
-    """``length`` in parts as equal as can be, longer ones first."""
-    return [length // parts + (part < length % parts) for part in range(parts)]
+    return _Sequences(sizes) if len(x) > 1 else _Positions(sizes, boundary.rank, boundary.size)
 
 
 def take_turns(parts: Sequence[LayerSteps], cut: Cut) -> list[torch.Tensor]:

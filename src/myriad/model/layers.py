@@ -26,7 +26,7 @@ from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
 from myriad.kernels.random import dropout, key_of
 from myriad.kernels.remade import Remade
 from myriad.kernels.rotary import rotary_turns
-from myriad.model.boundary import Arriving, Boundary
+from myriad.model.boundary import Arriving, Boundary, Factors
 from myriad.model.cache import KeyValueCache
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
@@ -227,6 +227,8 @@ class Block(SteppedLayer):
     def _steps(self, x: torch.Tensor, branch: torch.Tensor | None, context: Context, mix: _Mix) -> LayerSteps:
         """The stretches between two yields should take about the same time: a gather or a reduce-scatter of
         another part travels behind each."""
+        if self.boundary.in_slices:
+            return self._in_slices(x, branch, context, mix)
         x, arriving, remade = self._start_enter(self.norm1, x, branch, 1 if self.norm2 else 2)
         del branch
         yield None
@@ -246,6 +248,42 @@ class Block(SteppedLayer):
         yield None
         out = _add_biases(arriving.wait(), self.mlp.down.bias)
         return Residual(x, self.dropout2(out, context, training=self.training))
+
+    def _in_slices(
+        self, x: torch.Tensor, branch: torch.Tensor | None, context: Context, mix: _Mix
+    ) -> Residual:
+        """The same without turns: each gather and scatter travels behind the products that it belongs to."""
+        boundary, attention, mlp = self.boundary, self.attention, self.mlp
+        x, normed, remade = self._normed(self.norm1, x, branch, 1 if self.norm2 else 2)
+        del branch
+        qkv, qkv_bias = attention.qkv.weight, attention.qkv.bias_of_all_rows()
+        if self.norm2 is None:
+            biases = (qkv_bias, mlp.bias_of_product(normed))
+            fused, up = boundary.gather_products(normed, (qkv, mlp.up.weight), biases, remade)
+            out = boundary.scatter_products((Factors(mix(fused), attention.output.weight), self._down(up)))
+            out = _add_biases(out, attention.output.bias, mlp.down.bias)
+            return Residual(x, self.dropout1(out, context, training=self.training))
+        (fused,) = boundary.gather_products(normed, (qkv,), (qkv_bias,), remade)
+        out = boundary.scatter_products((Factors(mix(fused), attention.output.weight),))
+        out = self.dropout1(_add_biases(out, attention.output.bias), context, training=self.training)
+        x, normed, remade = self._normed(self.norm2, x, out)
+        del out
+        mlp_bias = mlp.bias_of_product(normed)
+        (up,) = boundary.gather_products(normed, (mlp.up.weight,), (mlp_bias,), remade)
+        out = _add_biases(boundary.scatter_products((self._down(up),)), mlp.down.bias)
+        return Residual(x, self.dropout2(out, context, training=self.training))
+
+    def _down(self, up: torch.Tensor) -> Factors:
+        """The MLP's second product, of what the first one gives."""
+        inner, remade = self.mlp.activate(up)
+        return Factors(inner, self.mlp.down.weight, remade)
+
+    def _normed(
+        self, norm: Norm, x: torch.Tensor, branch: torch.Tensor | None, num_takers: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor, Remade | None]:
+        """The stream with its branch; the norm of that; and how the backward gets it again, if not kept."""
+        x, normed = norm.add(x, branch)
+        return x, normed, Remade(norm, x, num_takers) if self.boundary.remakes else None
 
     def _start_enter(
         self, norm: Norm, x: torch.Tensor, branch: torch.Tensor | None, num_takers: int = 1

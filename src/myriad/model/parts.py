@@ -1,12 +1,14 @@
-"""Into how many parts a micro-batch is cut, so that the tensors of one travel while another computes.
+"""Into how many parts a micro-batch is cut, so that the tensors of one travel while another computes
+(``overlap.tensor = "turns"``), and into how many slices what a rank gathers or scatters ("slices").
 
-No torch here: the runtime cuts by it (`myriad.model.interleave`), the planner predicts by it.
+No torch here: the runtime cuts by it (`myriad.model.interleave`, `myriad.parallel.slices`), the planner
+predicts by it.
 """
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["num_parts"]
+__all__ = ["num_parts", "num_slices", "part_sizes"]
 
 _MORE_PARTS = 2
 """Times as many parts of positions as of sequences: what travels when they meet has nothing to hide behind,
@@ -28,3 +30,20 @@ def num_parts(
     pieces = np.where(is_single, positions, sequences)
     parts: npt.NDArray[np.float64] = np.maximum(1.0, np.minimum(np.minimum(most, wanted), pieces))
     return parts
+
+
+def num_slices(rows: Number, row_bytes: Number, *, chunks: Number, message_bytes: Number) -> Number:
+    """Return the slices of one rank's share of a tensor of ``rows`` (sequences x positions) of ``row_bytes``:
+    as many as ``chunks``, none empty, and none smaller than ``message_bytes`` unless it is the only one."""
+    most = np.minimum(rows * row_bytes // message_bytes, rows)
+    slices: npt.NDArray[np.float64] = np.maximum(1.0, np.minimum(most, chunks))
+    return slices
+
+
+def part_sizes(length: int, parts: int, multiple: int = 1) -> list[int]:
+    """``length`` in ``parts`` as equal as can be, longer ones first; each a multiple of ``multiple``, as
+    ``length`` is, and therefore perhaps fewer."""
+    units, rest = divmod(length, multiple)
+    assert not rest, (length, multiple)
+    parts = min(parts, units)
+    return [(units // parts + (part < units % parts)) * multiple for part in range(parts)]

@@ -1,17 +1,31 @@
 """How parameters move: optimizer, learning-rate schedule, precision. No torch here."""
 
+import math
 from typing import Literal
 
 from pydantic import Field
 
 from myriad.config import Config
+from myriad.errors import BadInputError
 
-__all__ = ["OptimizerConfig", "Precision", "float8_scaling"]
+__all__ = [
+    "LARGEST_LOSS_SCALE",
+    "LossScaleConfig",
+    "OptimizerConfig",
+    "Precision",
+    "check_loss_scale",
+    "float8_scaling",
+]
 
-Precision = Literal["auto", "float32", "bfloat16", "float8", "float8-blocks"]
-"""bfloat16: compute in it, master weights and gradient sums in float32. auto: bfloat16 where the device
-multiplies it natively, else float32. float8: as auto, but the blocks' matrix products in 8 bits with a scale
-for each tensor; float8-blocks: with one for each 128 neighbours, and of weights for each 128 x 128."""
+LARGEST_LOSS_SCALE = 2.0**40
+"""The scale grows no further: gradients that are all zero never overflow."""
+
+Precision = Literal["auto", "float32", "bfloat16", "float16", "float8", "float8-blocks"]
+"""bfloat16, float16: compute in it, master weights and gradient sums in float32; float16 with a dynamic loss
+scale (`LossScaleConfig`). auto: bfloat16 where the device multiplies it natively, float16 on GPUs that
+multiply only that (Volta, Turing), else float32. float8: as auto, but the blocks' matrix products in 8 bits
+with a scale for each tensor; float8-blocks: with one for each 128 neighbours, and of weights for each
+128 x 128."""
 
 
 def float8_scaling(precision: Precision) -> Literal["tensor", "blocks"] | None:
@@ -46,3 +60,29 @@ class OptimizerConfig(Config):
     """Decoupled decay of matrices (norms and biases are left alone), in units of the learning rate."""
     clip_norm: float | None = Field(1.0, gt=0)
     """Gradients are scaled so that their global norm is at most this; off: no clipping."""
+
+
+class LossScaleConfig(Config):
+    """What the loss is multiplied by before a backward in float16, so that small gradients do not vanish."""
+
+    initial: float | None = Field(None, gt=0, le=LARGEST_LOSS_SCALE)
+    """Scale of the first step, a power of two; off: the largest up to 16 x the tokens of a step (65,536 at
+    4,096 tokens). It is halved when a gradient overflows, and that step is skipped."""
+    growth_interval: int = Field(2000, ge=1)
+    """Steps in a row without overflow after which the scale is doubled, up to 2^40."""
+    minimum: float = Field(1.0, gt=0, le=LARGEST_LOSS_SCALE)
+    """Smallest scale, a power of two."""
+    most_skips: int = Field(3, ge=0)
+    """Overflows in a row that are skipped at the smallest scale; the next one is a fault, as a loss that is
+    not finite is (resilience.on_nan)."""
+
+
+def check_loss_scale(config: LossScaleConfig) -> None:
+    """Raise `BadInputError` for a scale that is no power of two, or below the minimum."""
+    for key in ("initial", "minimum"):
+        value = getattr(config, key)
+        if value is not None and math.frexp(value)[0] != 0.5:
+            raise BadInputError(f"loss_scale.{key}", value, "must be a power of two")
+    if config.initial is not None and config.initial < config.minimum:
+        allowed = f"at least loss_scale.minimum = {config.minimum:g}"
+        raise BadInputError("loss_scale.initial", config.initial, allowed)

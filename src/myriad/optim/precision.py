@@ -12,12 +12,16 @@ from myriad.kernels.config import Kernels
 from myriad.kernels.float8 import Float8, multiplies_float8
 from myriad.optim.config import Precision, float8_scaling
 
-__all__ = ["multiplies_bfloat16", "resolve_float8", "resolve_precision"]
+__all__ = ["multiplies_bfloat16", "multiplies_float16_only", "resolve_float8", "resolve_precision"]
 
 
-def resolve_precision(config: Precision, device: torch.device | str) -> torch.dtype:
-    """The type to compute in. Master weights and gradient sums are float32 either way. Raises
-    `BadInputError` for a GPU without what was asked for."""
+def resolve_precision(
+    config: Precision, device: torch.device | str, *, skips_steps: bool = True
+) -> torch.dtype:
+    """Return the type to compute in. Master weights and gradient sums are float32 either way.
+
+    ``skips_steps``: a step whose gradients overflow can be skipped, which float16 needs; without it, "auto"
+    is never float16. Raises `BadInputError` for a GPU without what was asked for."""
     on = torch.device(device)
     if float8_scaling(config) is not None:
         allowed = (
@@ -27,8 +31,10 @@ def resolve_precision(config: Precision, device: torch.device | str) -> torch.dt
             raise BadInputError("train.precision", config, allowed)
         return resolve_precision("auto", on)
     if config == "auto":
-        return torch.bfloat16 if multiplies_bfloat16(torch.device(device)) else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config]
+        if skips_steps and multiplies_float16_only(on):
+            return torch.float16
+        return torch.bfloat16 if multiplies_bfloat16(on) else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config]
 
 
 def resolve_float8(config: Precision, kernels: Kernels = "auto") -> Float8 | None:
@@ -45,3 +51,9 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     return device.type == "cpu" and (
         torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     )
+
+
+def multiplies_float16_only(device: torch.device) -> bool:
+    """Whether the device has matrix instructions for float16 and none for bfloat16: GPUs of the Volta and
+    Turing generations."""
+    return device.type == "cuda" and (7, 0) <= torch.cuda.get_device_capability(device) < (8, 0)

@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 
 from myriad.comm.grid import RankGrid
 from myriad.data.corpus import open_corpora, read_batch
+from myriad.data.guard import BlockGuard
 from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.parallel.runtime import Batch
 
-__all__ = ["Validation", "rank_rows", "to_batch"]
+__all__ = ["Validation", "rank_rows", "to_batch", "to_device"]
 
 
 def rank_rows(job: Job, dp_index: int) -> range:
@@ -33,17 +34,27 @@ def to_batch(job: Job, tokens: NDArray[np.int32], first_sample: int, device: tor
     if not 0 <= tokens.min() <= (largest := int(tokens.max())) < job.model.vocabulary:
         allowed = f"the corpus holds token {largest}; more than that, or a corpus of another tokenizer"
         raise BadInputError("model.vocabulary", job.model.vocabulary, allowed)
-    windows = torch.from_numpy(tokens.astype(np.int64)).to(device)
+    windows = to_device(torch.from_numpy(tokens.astype(np.int64)), device)
     samples = torch.arange(first_sample, first_sample + len(windows), device=device)
     return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), samples)
+
+
+def to_device(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return ``values`` on the device, as ``dtype`` if given. A GPU reads them from pinned memory when it is
+    there in its work: the host goes on starting operators, where a copy from other memory would stop it."""
+    if device.type == "cuda" and values.device.type == "cpu":
+        return values.to(dtype or values.dtype).pin_memory().to(device, non_blocking=True)
+    return values.to(device, dtype)
 
 
 class Validation:
     """The held-out batches of a job: always the same ones, in the same order."""
 
-    def __init__(self, job: Job, grid: RankGrid, device: torch.device) -> None:
+    def __init__(
+        self, job: Job, grid: RankGrid, device: torch.device, guard: BlockGuard | None = None
+    ) -> None:
         self._job, self._rows, self._device = job, rank_rows(job, grid.index("dp")), device
-        self._corpora = open_corpora(job.data, job.model.sequence, "validation")
+        self._corpora = open_corpora(job.data, job.model.sequence, "validation", guard=guard)
         whole = self._corpora.num_samples // job.train.global_batch
         self.num_batches = min(job.data.validation_batches, whole)
         self._sampler = self._corpora.sampler(job.train.seed) if self.num_batches else None

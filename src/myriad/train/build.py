@@ -6,6 +6,7 @@
 Where neither is set, the process is a world of one.
 """
 
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -27,13 +28,24 @@ from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.model.definition import Definition
 from myriad.parallel.runtime import Batch
+from myriad.program.config import OverlapConfig
+from myriad.program.device_needs import rank_environment
 from myriad.program.partition import partition_layers
 from myriad.train.measured_files import keep_measured, read_measured
 from myriad.train.profile import parameters_per_layer, seconds_per_layer
 
-__all__ = ["Place", "find_place", "keep_memory_whole", "pick_device", "settle_links", "stage_layers"]
+__all__ = [
+    "Place",
+    "find_place",
+    "keep_memory_whole",
+    "pick_device",
+    "prepare_cuda",
+    "settle_links",
+    "stage_layers",
+]
 
 _COMM = CommConfig()
+_LOG = logging.getLogger(__name__)
 _PLACEMENT = {"node_size", "switch_size", "node_bandwidth", "network_bandwidth", "switch_bandwidth"}
 
 
@@ -100,21 +112,59 @@ def keep_memory_whole() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def pick_device(kind: Literal["auto", "cpu", "cuda"], threads: int, place: Place) -> torch.device:
-    """The device of this rank, with its threads set.
+def prepare_cuda(layout: Layout, overlap: OverlapConfig) -> None:
+    """Before this process first asks for a GPU: set what CUDA reads then, so that pipeline ranks do not wait
+    for each other for ever (`myriad.program.device_check`). A user's own settings stay."""
+    for name, value in rank_environment(layout, overlap).items():
+        os.environ.setdefault(name, value)
 
-    0 threads: as OMP_NUM_THREADS says, else the node's cores divided among its ranks."""
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise BadInputError("train.device", kind, "no CUDA device here; cpu or auto")
-    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
+
+def pick_device(kind: Literal["auto", "cpu", "cuda"], threads: int, place: Place) -> torch.device:
+    """The device of this rank, with its threads set; ``auto`` is the CPU where the node's ranks are more than
+    its GPUs, and is refused there if other nodes have ranks too.
+
+    0 threads: as OMP_NUM_THREADS says, else the node's cores divided among its ranks. Raises `BadInputError`
+    for a device that is not there."""
+    if kind != "cpu" and _takes_gpu(kind, place):
         keep_memory_whole()
-        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(_on_machine(place)[0] % torch.cuda.device_count())
         return torch.device("cuda", torch.cuda.current_device())
     cores = len(os.sched_getaffinity(0))
     asked = os.environ.get("OMP_NUM_THREADS", "")
     own = threads or (int(asked) if asked.isdigit() else 0) or cores // place.local_world
     torch.set_num_threads(max(1, own))
     return torch.device("cpu")
+
+
+def _takes_gpu(kind: Literal["auto", "cuda"], place: Place) -> bool:
+    """Whether this rank computes on a GPU. NCCL gives each rank one of its own, or nothing."""
+    if not torch.cuda.is_available():
+        if kind == "cuda":
+            raise BadInputError("train.device", kind, "no CUDA device here; cpu or auto")
+        return False
+    gpus, (index, ranks) = torch.cuda.device_count(), _on_machine(place)
+    if ranks <= gpus or _has_own_gpu(gpus):
+        return True
+    if kind == "cuda" or place.world > ranks:  # other nodes may have enough, and all ranks must do the same
+        allowed = f"cpu: {ranks} ranks on this machine, and GPUs for {gpus} of them"
+        raise BadInputError("train.device", kind, allowed)
+    if index == 0:
+        _LOG.warning("on the CPU: %d ranks on this machine, and GPUs for %d of them", ranks, gpus)
+    return False
+
+
+def _on_machine(place: Place) -> tuple[int, int]:
+    """This rank's number among those of its machine, and how many they are. All nodes that `myriad train`
+    starts are on one, which it marks by a machine without a name."""
+    if os.environ.get("MYRIAD_MACHINE") == "":
+        return int(os.environ.get("RANK", "0")), place.world
+    return place.local_rank, place.local_world
+
+
+def _has_own_gpu(gpus: int) -> bool:
+    """Whether the launcher shows each rank a GPU of its own; Myriad's agents show all ranks of a node the
+    same ones."""
+    return gpus == 1 and bool(os.environ.get("CUDA_VISIBLE_DEVICES")) and "MYRIAD_EPOCH" not in os.environ
 
 
 def stage_layers(

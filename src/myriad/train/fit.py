@@ -20,20 +20,23 @@ from myriad.kernels.config import Kernels
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
 from myriad.model.layers import Block
-from myriad.optim.config import OptimizerConfig, Precision, float8_scaling
+from myriad.optim.config import LossScaleConfig, OptimizerConfig, Precision, check_loss_scale, float8_scaling
+from myriad.optim.loss_scale import LossScaler
 from myriad.optim.precision import resolve_float8, resolve_precision
 from myriad.optim.schedule import learning_rate
 from myriad.parallel.captured import CudaGraphs
 from myriad.parallel.engine import Engine, StepResult
 from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
+from myriad.program.device_needs import posts_early
 from myriad.spin_watch import watch_spinning
 from myriad.telemetry.spans import Recorder
-from myriad.train.build import find_place, pick_device, stage_layers
+from myriad.train.batches import to_device
+from myriad.train.build import find_place, pick_device, prepare_cuda, stage_layers
 
 __all__ = ["fit"]
 
-_OVERLAP, _COMM = OverlapConfig(), CommConfig()
+_OVERLAP, _COMM, _LOSS_SCALE = OverlapConfig(), CommConfig(), LossScaleConfig()
 
 
 def fit(
@@ -51,12 +54,14 @@ def fit(
     comm: CommConfig = _COMM,
     kernels: Kernels = "auto",
     cuda_graphs: bool = False,
+    loss_scale: LossScaleConfig = _LOSS_SCALE,
 ) -> Iterator[tuple[int, StepResult]]:
     """Trains and gives (steps done, result) after each step; rank 0 alone gives anything.
 
     ``batch(step, rows)`` makes those rows of the global batch of one step, the same on whichever rank it is
     called; the layers' loss is a sum over the elements of its targets. ``cuda_graphs``: on a GPU, captures
-    computes as `train.cuda_graphs` does. Raises `BadInputError` when the sizes do not fit.
+    computes as `train.cuda_graphs` does; ``loss_scale``: of float16. Raises `BadInputError` when the sizes do
+    not fit.
     """
     check_layout(layout)
     lacks = lacks_for_graphs(layout) or ("optimizer_in_backward = false" if overlap.updates_early else "")
@@ -65,8 +70,13 @@ def fit(
     _check_recompute(definition, layout)
     shares = layout.shares_of(global_batch, key="global_batch")
     place = find_place(layout.world, comm)
+    prepare_cuda(layout, overlap)
     on = pick_device(device, 0, place)
-    dtype = resolve_precision(precision, on)
+    early = overlap.updates_early
+    if early and precision == "float16":
+        raise BadInputError("precision", precision, "needs optimizer_in_backward = false")
+    check_loss_scale(loss_scale)
+    dtype = resolve_precision(precision, on, skips_steps=not early)
     check_kernels(kernels, on.type, str(dtype).removeprefix("torch."), {})
     kernels, _ = proved(kernels, on, dtype, float8=float8_scaling(precision) is not None)
     groups = open_world(layout, on, comm=comm)
@@ -77,6 +87,7 @@ def fit(
         first = sum(shares[:replica]) * layout.micro_batch
         rows = range(first, first + shares[replica] * layout.micro_batch)
         sample = load(0, range(layout.micro_batch))
+        num_targets = sample.targets[0].numel() * global_batch
         engine = Engine(
             definition,
             groups,
@@ -92,8 +103,10 @@ def fit(
             comm=comm,
             kernels=kernels,
             float8=resolve_float8(precision, kernels),
+            loss_scaler=LossScaler(loss_scale, num_targets) if dtype == torch.float16 else None,
         )
-        num_targets = sample.targets[0].numel() * global_batch
+        if on.type == "cuda" and posts_early(layout, overlap):
+            engine.warm_up()
         if cuda_graphs and on.type == "cuda":
             engine.capture(CudaGraphs(on), partial(load, 0, rows), num_targets)
         for step in range(steps):
@@ -124,5 +137,5 @@ def _load(
 ) -> Batch:
     """Inputs that are numbers come in the type that the model computes in; indices stay as they are."""
     made = batch(step, rows)
-    inputs = made.inputs.to(device, dtype if made.inputs.is_floating_point() else None)
-    return Batch(inputs, made.targets.to(device), made.samples.to(device))
+    inputs = to_device(made.inputs, device, dtype if made.inputs.is_floating_point() else None)
+    return Batch(inputs, to_device(made.targets, device), to_device(made.samples, device))

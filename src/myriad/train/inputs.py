@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from myriad.data.tokenizer import Tokenizer
 
 __all__ = [
+    "BadBlocks",
+    "bad_blocks_of",
     "keep_tokenizer",
     "note_corpus",
     "open_inputs",
@@ -28,6 +30,20 @@ __all__ = [
     "refuse_replaced_corpus",
     "tokenizer_of",
 ]
+
+
+BadBlocks = tuple[tuple[str, int], ...]
+"""File and first byte of blocks of tokens."""
+
+
+def bad_blocks_of(run: Run, job: Job) -> BadBlocks:
+    """Return the blocks that earlier attempts have skipped, which this one skips too, also where a file was
+    restored since; none unless data.on_bad_block = skip."""
+    if job.data.on_bad_block != "skip":
+        return ()
+    found = (event for event in run.read_events() if event.get("event") == "bad_block")
+    blocks = {(event.get("file"), event.get("offset")) for event in found if event.get("action") == "skip"}
+    return tuple(sorted((file, at) for file, at in blocks if isinstance(file, str) and isinstance(at, int)))
 
 
 def open_inputs(job: Job, tell: Callable[[str], None]) -> Corpora:
@@ -53,7 +69,7 @@ def refuse_other_tokenizer(run: Run, job: Job, corpora: Corpora) -> None:
     known = _kept_fingerprint(run) if began is None else began.get("fingerprint")
     if (began is not None or known is not None) and known != corpora.fingerprint:
         key = "data.mixture" if job.data.mixture else "data.corpus"
-        value = corpora.corpora[0].path if job.data.mixture else job.data.corpus
+        value = corpora.corpora[0].name if job.data.mixture else job.data.corpus
         allowed = (
             f"its tokenizer is not the one that {run.path} began with; prepare the text with that one "
             f"(myriad data prepare --tokenizer {run.path}), or choose another --run"
@@ -85,7 +101,7 @@ def note_corpus(run: Run, corpora: Corpora) -> list[JobChange]:
     events = run.read_events()
     last = next((event for event in reversed(events) if event.get("event") == "corpus"), None)
     now = {"fingerprint": corpora.fingerprint, "tokens": corpora.num_tokens, "content": corpora.content}
-    run.append_event("corpus", **now)
+    run.append_event("corpus", **now, **({"unchecked": corpora.unchecked} if corpora.unchecked else {}))
     since = events[events.index(last) :] if last is not None else []
     named = any(str(event.get("key", "")).startswith("data.") for event in since)
     changed = next(

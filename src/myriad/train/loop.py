@@ -30,11 +30,13 @@ from myriad.job import dump_toml
 from myriad.kernels.agreement import proved
 from myriad.model.gpt import GPT
 from myriad.optim.config import float8_scaling
+from myriad.optim.loss_scale import LossScaler
 from myriad.optim.precision import resolve_float8, resolve_precision
 from myriad.optim.schedule import learning_rate
 from myriad.parallel.captured import CudaGraphs
 from myriad.parallel.engine import Engine, StepResult
 from myriad.parallel.runtime import Batch
+from myriad.program.device_needs import posts_early
 from myriad.run import Run
 from myriad.spin_watch import watch_spinning
 from myriad.telemetry.device_clock import cuda_clock
@@ -42,11 +44,20 @@ from myriad.telemetry.progress_page import IN_MEMORY_ONLY, TURNED_CODE, own_row
 from myriad.telemetry.spans import Recorder
 from myriad.train.attempt_job import attempt_job
 from myriad.train.batches import Validation, rank_rows, to_batch
-from myriad.train.build import Place, find_place, pick_device, settle_links, stage_layers
-from myriad.train.feed import open_feed
+from myriad.train.build import (
+    Place,
+    find_place,
+    pick_device,
+    prepare_cuda,
+    settle_links,
+    stage_layers,
+)
+from myriad.train.feed import open_feed, validation_guard
+from myriad.train.gap_checks import GapChecks
 from myriad.train.garbage import GarbageSchedule
 from myriad.train.initial import fill_initial, refuse_other_run
 from myriad.train.inputs import (
+    bad_blocks_of,
     keep_tokenizer,
     note_corpus,
     open_inputs,
@@ -60,6 +71,7 @@ from myriad.train.peak import PeakTries
 from myriad.train.sample import continue_text
 from myriad.train.save_clock import SaveClock
 from myriad.train.settle_kernels import precision_told, settle_kernels
+from myriad.train.settle_tensor import Where, settle_tensor
 from myriad.train.spikes import SpikeWatch
 from myriad.train.tracing import Tracer
 from myriad.train.verify import Verifier
@@ -107,9 +119,11 @@ class Trainer:
         self._epoch = int(os.environ.get("MYRIAD_EPOCH", "0"))
         """Number of this attempt, from the driver; 0: there is none."""
         content = self._open_inputs()
+        prepare_cuda(job.layout, job.overlap)
         self.device = pick_device(job.train.device, job.train.threads, self.place)
         self._spin_watch = watch_spinning(torch.get_num_threads()) if self.device.type == "cpu" else None
-        self.dtype = resolve_precision(job.train.precision, self.device)
+        skips = not job.overlap.updates_early
+        self.dtype = resolve_precision(job.train.precision, self.device, skips_steps=skips)
         value_bytes, on_cpu = self.dtype.itemsize, self.device.type == "cpu"
         self.job, told = within_budget(job, on_cpu=on_cpu, value_bytes=value_bytes)
         job = self.job
@@ -124,11 +138,15 @@ class Trainer:
         self.garbage = GarbageSchedule(job.train.collect_garbage_every, self.recorder)
         self.is_first = self.place.rank == 0
         self.tracer = Tracer(run.traces_path, self.place.rank, self.progress, self.device, self.recorder.ring)
-        self.feed: LoaderClient = open_feed(run, job, self.groups.grid, self.place, content)
-        self.validation = Validation(job, self.groups.grid, self.device)
         self.session = self._open_session()
+        bad_blocks = self.session.agree(bad_blocks_of(run, job) if self.is_first else ())
+        self.feed: LoaderClient = open_feed(run, job, self.groups.grid, self.place, content, bad_blocks)
+        guard = validation_guard(run, job, self.place, bad_blocks)
+        self.validation = Validation(job, self.groups.grid, self.device, guard)
         self.engine = self._build_engine()
         self.verifier = Verifier(self.engine, job, self.progress)
+        self.checks = GapChecks(job, self.groups, self.device, self.progress, self.recorder, self._event)
+        self.engine.fill_waits(self.checks if self.checks.uses_bubbles else None)
         self.meter = self._build_meter()
         self.clock = SaveClock(job.checkpoint, decides=self.is_first)
         self._waited_for_saves = 0.0
@@ -136,7 +154,7 @@ class Trainer:
         self.position = DataPosition(job.train.global_batch)
         self.step = self._resume()
         self.feed.begin(self.step, self.position)
-        self._capture()
+        self._prepare_computes()
         self.engine.before_update = self._before_update
         self._under_way = self.step + 1
         """What is being trained, or saved."""
@@ -191,6 +209,8 @@ class Trainer:
         sample = Batch(tokens, tokens, tokens[:, 0])
         kept = self.run_folder.path / "profile.json"
         layers = stage_layers(definition, layout, self.groups, sample, self.dtype, kept)
+        where = Where(job, self.groups, self.device, self.dtype, self.kernels)
+        overlap = settle_tensor(where, self.run_folder.path / "tensor_overlap.json", self._event)
         links = settle_links(job, self.groups, self.device, self.run_folder.path / "hierarchy.json")
         return Engine(
             definition,
@@ -203,16 +223,17 @@ class Trainer:
             dtype=self.dtype,
             device=self.device,
             recorder=self.recorder,
-            overlap=job.overlap,
+            overlap=overlap,
             comm=links,
             kernels=self.kernels,
             float8=resolve_float8(job.train.precision, self.kernels),
+            loss_scaler=LossScaler(job.loss_scale, job.targets) if self.dtype == torch.float16 else None,
         )
 
     def _build_meter(self) -> StepMeter:
         job = self.job
         self.peak_tries = PeakTries(self.device, self.dtype, self.place.local_world, writes=self.is_first)
-        tokens = job.train.global_batch * job.model.sequence
+        tokens = job.targets
         flops = job.model.flops_per_token() * tokens
         return StepMeter(tokens, flops, self._peak_flops(), self.device)
 
@@ -234,15 +255,20 @@ class Trainer:
             if self.resumed.source == "storage":
                 refuse_other_run(self.run_folder, self.job, step, self.engine)
             self.engine.optimizer.steps_done = self.resumed.progress["optimizer_steps"]
+            if self.engine.loss_scaler is not None and "loss_scale" in self.resumed.progress:
+                self.engine.loss_scaler.load(self.resumed.progress["loss_scale"])
             self.engine.loaded()
         elif begun := fill_initial(self.run_folder, self.job, self.engine):
             self._event("weights", **begun)
         self.session.begin(list(self.engine.rectangles()))
         return step
 
-    def _capture(self) -> None:
-        """Computes become CUDA graphs, where the job asks for them."""
+    def _prepare_computes(self) -> None:
+        """On a GPU: kernels are loaded before messages wait on it, and computes become CUDA graphs where the
+        job asks for them."""
         train = self.job.train
+        if self.device.type == "cuda" and posts_early(self.job.layout, self.job.overlap):
+            self.engine.warm_up()
         if train.cuda_graphs and self.device.type == "cuda" and self.step < train.steps:
             self.engine.capture(CudaGraphs(self.device), self._load, self.meter.tokens_per_step)
 
@@ -287,6 +313,8 @@ class Trainer:
         while self.step < steps:
             stopping = self._validate_if_due(stopping=self._train_step())
             self._after_step(is_last=self.step == steps, stopping=stopping)
+            ends = stopping or self._turns or self.step == steps
+            self.checks.after_step(self.step, due=self.clock.check_due and not ends)
             self.garbage.after_step(self.step)
             self.tracer.after_step(self.step)
             if self._turns and not stopping:
@@ -348,7 +376,9 @@ class Trainer:
         self.step += 1
         self.progress.step_done(self._busy_seconds())
         self.verifier.tell()
-        if result.skipped:
+        if result.overflow:
+            self._report_overflow(result)
+        elif result.skipped:
             why = "no finite numbers, or a spike" if self.step in self._skipped_steps else "a spike"
             self._event("skip", step=self.step, problem=f"the batch gives {why}: nothing moved")
         asked = self.clock.hear(result.signal)
@@ -363,6 +393,11 @@ class Trainer:
             line = self.meter.line(self.step, tokens, result, rate, seconds, waited, saved, self.recorder)
             self.run_folder.append_metrics(line)
         return asked and self._agrees
+
+    def _report_overflow(self, result: StepResult) -> None:
+        assert self.engine.loss_scaler is not None, "nothing else overflows"
+        before, after = result.loss_scale, self.engine.loss_scaler.scale
+        self._event("overflow", step=self.step, loss_scale=before, next_loss_scale=after)
 
     def _peak_flops(self) -> float:
         """Peak FLOP/s of all ranks together."""
@@ -398,12 +433,16 @@ class Trainer:
 
     def _signal(self) -> float:
         turn = self.is_first and self.progress.turns
-        return self.clock.signal(self.stop.asked, self.progress.agreed_step(), turn=turn)
+        ends = self.stop.asked or turn
+        check = (
+            self.is_first and not ends and self.checks.is_due(self._under_way, save_due=self.clock.save_comes)
+        )
+        return self.clock.signal(self.stop.asked, self.progress.agreed_step(), turn=turn, check=check)
 
     def _busy_seconds(self) -> float:
-        """Of the last step; on a GPU spans say when work was asked for, not how long it took. A rank that is
-        profiled is not compared with others."""
-        busy = self.recorder.take_busy() if self.device.type == "cpu" else 0.0
+        """Return the seconds that this rank computed; 0 for one that is profiled: it is not compared with
+        others."""
+        busy = self.recorder.take_busy()
         return 0.0 if self.tracer.is_on else busy
 
     @property
@@ -466,6 +505,8 @@ class Trainer:
             "optimizer_steps": self.engine.optimizer.steps_done,
             "data": {"samples": samples, "tokens": samples * self.job.model.sequence},
         }
+        if (scaler := self.engine.loss_scaler) is not None:
+            progress["loss_scale"] = scaler.state()
         with self.progress.within("saving"):
             self._take(progress, wants, is_last=is_last)
 

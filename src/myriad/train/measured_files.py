@@ -2,6 +2,7 @@
 
 profile.json      decides where layers are cut
 hierarchy.json    decides in which order gradients are summed
+tensor_overlap.json    decides in which order products are
 
 A damaged one is refused: measured again, it could give other bits. Each is replaced whole; one that cannot be
 written costs a warning, and is measured again at the next start.

@@ -35,7 +35,8 @@ class StepMeter:
         recorder: Recorder,
     ) -> dict[str, float | None]:
         """``step`` and ``tokens`` count those done; the time is that of the step's end. A batch that
-        was skipped has no loss, and says ``skipped``."""
+        was skipped says ``skipped``, and ``overflow`` where gradients overflowed at the ``loss_scale`` of
+        float16; what is not finite is null."""
         totals = recorder.take_totals()
         return {
             "time": time.time(),
@@ -51,7 +52,9 @@ class StepMeter:
             "data_wait_seconds": data_wait,
             "checkpoint_wait_seconds": checkpoint_wait,
             "exposed_comm_seconds": sum(totals.get(name, 0.0) for name in sorted(COMMUNICATION)),
+            **({"loss_scale": result.loss_scale} if result.loss_scale is not None else {}),
             **({"skipped": 1} if result.skipped else {}),
+            **({"overflow": 1} if result.overflow else {}),
         }
 
     def _memory_bytes(self) -> int:

@@ -10,6 +10,7 @@ more than the machine has.
 import json
 import os
 import platform
+import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,8 +25,28 @@ from myriad.whole_file import write_whole
 
 __all__ = ["Peak", "PeakTries", "find_peak"]
 
-_DATA_SHEETS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""bf16 FLOP/s without sparsity, NVIDIA's data sheets (SXM)."""
+_DATA_SHEETS = {
+    "H100 PCIE": 756e12,
+    "H100 NVL": 835e12,
+    "H800 PCIE": 756e12,
+    "H200 NVL": 835e12,
+    "A30": 165e12,
+    "A40": 149.7e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "H20": 148e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "B200": 2250e12,
+}
+"""By words of the device's name, the first whose words are all there: bfloat16 and float16 FLOP/s without
+sparsity, NVIDIA's data sheets (SXM, unless a word says otherwise)."""
+_FLOAT16_ONLY = {"V100 PCIE": 112e12, "V100": 125e12, "T4": 65e12}
+"""float16 FLOP/s, NVIDIA's data sheets (of the V100: SXM2)."""
 _START_SECONDS, _TRY_SECONDS = 0.4, 0.05
 _TRY_STEPS = (2, 5, 10, 20)
 """Steps of a run after which it is measured again."""
@@ -109,11 +130,16 @@ def find_peak(device: torch.device, dtype: torch.dtype, measure_seconds: float =
 
 
 def _data_sheet(device: torch.device, dtype: torch.dtype) -> Peak | None:
-    if device.type != "cuda" or dtype != torch.bfloat16:
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
-    name = torch.cuda.get_device_name(device)
-    known = next((one for one in _DATA_SHEETS if one in name), None)
-    return None if known is None else Peak(_DATA_SHEETS[known], f"{known} data sheet, bf16")
+    name, sheets = torch.cuda.get_device_name(device), _DATA_SHEETS
+    if dtype == torch.float16:
+        sheets = _DATA_SHEETS | _FLOAT16_ONLY
+    words = set(re.split(r"[\s-]+", name.upper()))
+    whole = "MIG" not in words  # a part of a device has a part of its peak
+    known = next((one for one in sheets if whole and words.issuperset(one.split())), None)
+    short = "bf16" if dtype == torch.bfloat16 else "fp16"
+    return None if known is None else Peak(sheets[known], f"{known} data sheet, {short}")
 
 
 def _processor(device: torch.device) -> str:

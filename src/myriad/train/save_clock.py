@@ -3,7 +3,8 @@ from a number that they add up anyway.
 
     signal = ranks that ask for a stop + 2^20 if a checkpoint is due + 2^21 if a snapshot is due
              + 2^22 if this attempt is to end, for another one
-             + 2^23 x (steps after which replicas are known to have held the same, + 1)
+             + 2^23 if checks are to follow this step (`myriad.train.gap_checks`)
+             + 2^24 x (steps after which replicas are known to have held the same, + 1)
 """
 
 import time
@@ -13,7 +14,7 @@ from myriad.checkpoint.snapshot import Wants
 
 __all__ = ["SaveClock"]
 
-_SAVE, _MEMORY, _TURN, _AGREED = 2**20, 2**21, 2**22, 2**23
+_SAVE, _MEMORY, _TURN, _CHECK, _AGREED = 2**20, 2**21, 2**22, 2**23, 2**24
 
 
 class SaveClock:
@@ -26,18 +27,25 @@ class SaveClock:
         self.memory_due = False
         self.turn_due = False
         """All ranks are to end after this step; not the run."""
+        self.check_due = False
+        """Checks follow the step whose signal was heard last."""
         self.agreed_step = -1
         """As rank 0 knew it; -1: nothing is known."""
         self._saved_at, self._kept_at = time.monotonic(), 0.0
 
-    def signal(self, stop: bool, agreed_step: int = -1, *, turn: bool = False) -> float:
+    @property
+    def save_comes(self) -> bool:
+        """A checkpoint is due by time."""
+        minutes = self._config.minutes
+        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def signal(self, stop: bool, agreed_step: int = -1, *, turn: bool = False, check: bool = False) -> float:
         """What this rank adds in the next iteration."""
         if not self._decides:
             return float(stop)
-        now, minutes = time.monotonic(), self._config.minutes
-        save = minutes is not None and now - self._saved_at >= 60 * minutes
+        now, save = time.monotonic(), self.save_comes
         memory = now - self._kept_at >= self._config.memory_seconds
-        due = _SAVE * save + _MEMORY * memory + _TURN * turn
+        due = _SAVE * save + _MEMORY * memory + _TURN * turn + _CHECK * check
         return float(stop + due + _AGREED * (agreed_step + 1))
 
     def hear(self, signal: float) -> bool:
@@ -46,6 +54,7 @@ class SaveClock:
         self.save_due |= bool(total & _SAVE)
         self.memory_due |= bool(total & _MEMORY)
         self.turn_due |= bool(total & _TURN)
+        self.check_due = bool(total & _CHECK)
         self.agreed_step = max(self.agreed_step, total // _AGREED - 1)
         return total % _SAVE > 0
 

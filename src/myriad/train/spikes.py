@@ -82,10 +82,14 @@ class SpikeWatch:
         """A step, once more if it is a spike. Raises `RunFailedError` on every rank where it is to be gone
         back before it."""
         result = run(None if self._policy == "tell" else self._refuses)
+        if result.overflow:  # of the loss scale: has no norm, and says nothing about the batch
+            return result
         problem = self._spikes.look(result.loss, result.grad_norm)
         again = run(self._refuses) if result.skipped else result
         if problem is not None and (result.skipped or not self._in_a_row):
             self._told(step, problem, result, again)
+        if again.overflow:
+            return again
         gone = problem is None or (result.skipped and not again.skipped)
         self._in_a_row = 0 if gone else self._in_a_row + 1
         if not again.skipped:

@@ -75,6 +75,25 @@ def test_parts_are_not_cut_into_messages_that_cost_more_than_they_hide(shape, me
     assert len(notes) == parts
 
 
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [((1, 34, 8), [9, 9, 8, 8]), ((1, 136, 8), [40, 32, 32, 32]), ((4, 4, 8), [2, 2]), ((2, 132, 8), [2]),
+     ((3, 8, 8), [2, 1])],
+)  # fmt: skip
+def test_products_of_float8_find_parts_of_16_tokens_wherever_the_whole_has_them(shape, sizes):
+    """A GPU multiplies nothing else, and would stop the run in its first backward."""
+    found, boundary = [], Pair(2)
+    boundary.token_multiple = 16
+
+    class Sized(Noted):
+        def steps(self, x, context):
+            found.append(x.shape[0] if shape[0] > 1 else x.shape[1])
+            return (yield from super().steps(x, context))
+
+    run_layers([Sized(boundary, "a", [])], torch.zeros(shape), Context())
+    assert sorted(found, reverse=True) == sorted(sizes, reverse=True)
+
+
 def test_while_a_part_waits_the_next_one_runs_a_turn_behind():
     notes, boundary = [], Pair(2)
     run_layers(

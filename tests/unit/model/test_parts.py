@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
-from myriad.model.parts import num_parts
+from myriad.model.parts import num_parts, part_sizes
 from myriad.planner.costs import Costs
 from myriad.planner.work import Work
 from myriad.program.config import OverlapConfig
@@ -24,6 +24,14 @@ def test_parts_are_worth_a_message_each(sequences, positions, position_bytes, ch
     assert parts == int(parts) >= 1
     assert parts == 1 or sequences * positions * position_bytes / parts >= message_bytes
     assert parts <= (2 * chunks if sequences == 1 else min(chunks, sequences))
+
+
+@given(st.integers(1, 600), st.integers(1, 8), st.sampled_from([1, 2, 8, 16]))
+def test_parts_add_up_and_keep_the_multiple(units, parts, multiple):
+    sizes = part_sizes(units * multiple, parts, multiple)
+    assert sum(sizes) == units * multiple and len(sizes) == min(parts, units)
+    assert all(size % multiple == 0 for size in sizes) and max(sizes) - min(sizes) in (0, multiple)
+    assert sizes == sorted(sizes, reverse=True)
 
 
 def test_many_layouts_at_once_are_cut_as_each_alone():

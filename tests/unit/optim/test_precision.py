@@ -27,9 +27,14 @@ def test_auto_on_a_cpu_follows_its_instructions(
     assert resolve_precision("auto", "cpu") == expected
 
 
-@pytest.mark.parametrize(("capability", "expected"), [((7, 5), torch.float32), ((9, 0), torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((6, 1), torch.float32), ((7, 0), torch.float16), ((9, 0), torch.bfloat16)],
+)
 def test_auto_on_a_gpu_follows_its_generation(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert resolve_precision("auto", "cuda:0") == expected
+    unskipped = torch.float32 if expected == torch.float16 else expected
+    assert resolve_precision("auto", "cuda:0", skips_steps=False) == unskipped, "updates are not taken back"

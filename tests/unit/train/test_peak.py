@@ -53,6 +53,34 @@ def test_a_damaged_or_foreign_file_is_replaced(text: str, rates: list[float], tm
     assert PeakTries(_CPU, _FLOAT32).peak.flops_per_second == 5e9
 
 
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA A800-SXM4-80GB", 312e12),
+        ("NVIDIA A30", 165e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+        ("NVIDIA A10", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_mfu_is_of_the_peak_of_the_very_device(
+    name: str, flops: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A PCIe card has three quarters of the SXM module's: its MFU would be told a quarter too low."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = peak._data_sheet(torch.device("cuda", 0), torch.bfloat16)
+    assert (found and found.flops_per_second) == flops
+
+
 def test_measuring_draws_no_random_numbers_of_the_run() -> None:
     before = torch.get_rng_state()
     peak.find_peak(_CPU, _FLOAT32, 0.0)

@@ -6,8 +6,13 @@ import os
 import pytest
 import torch
 
+from myriad.comm.config import CommConfig
+from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
-from myriad.train.build import Place, find_place, pick_device
+from myriad.parallel.device_start import check_on_device
+from myriad.program.config import OverlapConfig
+from myriad.program.device_needs import DeviceJob
+from myriad.train.build import Place, find_place, pick_device, prepare_cuda
 
 NAMES = (
     "RANK",
@@ -17,6 +22,8 @@ NAMES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "OMP_NUM_THREADS",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_MODULE_LOADING",
 )
 
 
@@ -111,7 +118,87 @@ def test_threads_are_the_key_else_the_environment_else_a_share_of_the_cores(
     assert found == [3, 2, 5]
 
 
+def with_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: monkeypatch.setattr(
+        torch.cuda, "current_device", lambda: index))  # fmt: skip
+    for name in ("MYRIAD_EPOCH", "MYRIAD_MACHINE", "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(("ranks", "gpus"), [(2, 1), (8, 3)])
+def test_ranks_that_would_share_a_gpu_compute_on_the_cpu_and_say_so_once(
+    ranks: int, gpus: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NCCL would refuse the second rank of a GPU: `myriad train two --layout.pp 2` on a machine with one."""
+    with_gpus(monkeypatch, gpus)
+    devices = {pick_device("auto", 1, Place(rank, ranks, rank, ranks)).type for rank in range(ranks)}
+    assert devices == {"cpu"}
+    assert caplog.messages == [f"on the CPU: {ranks} ranks on this machine, and GPUs for {gpus} of them"]
+
+
+@pytest.mark.parametrize(("kind", "world"), [("cuda", 2), ("cuda", 4), ("auto", 4)])
+def test_gpus_that_are_asked_for_or_that_other_nodes_may_have_are_not_given_up_silently(
+    kind: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus(monkeypatch, 1)
+    with pytest.raises(
+        BadInputError, match=rf"train\.device = '{kind}': cpu: 2 ranks .* GPUs for 1 of"
+    ) as caught:
+        pick_device(kind, 1, Place(1, world, 1, 2))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_its_launcher_shows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_gpus(monkeypatch, 8)
+    assert pick_device("auto", 1, Place(11, 16, 3, 8)) == torch.device("cuda", 3)
+    with_gpus(monkeypatch, 1)
+    setenv(monkeypatch, CUDA_VISIBLE_DEVICES=3)
+    assert pick_device("auto", 1, Place(11, 16, 3, 8)) == torch.device("cuda", 0)
+    setenv(monkeypatch, MYRIAD_EPOCH=1)
+    with pytest.raises(BadInputError, match="GPUs for 1 of them"):
+        pick_device("auto", 1, Place(11, 16, 3, 8))
+
+
+def test_nodes_that_are_one_machine_share_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--resilience.nodes 2` on one machine: each node counts its ranks from 0."""
+    with_gpus(monkeypatch, 4)
+    setenv(monkeypatch, MYRIAD_MACHINE="", MYRIAD_EPOCH=1, RANK=3)
+    assert pick_device("auto", 1, Place(3, 4, 1, 2)) == torch.device("cuda", 3)
+    with_gpus(monkeypatch, 1)
+    setenv(monkeypatch, MYRIAD_MACHINE="", MYRIAD_EPOCH=1, RANK=1)
+    assert pick_device("auto", 1, Place(1, 2, 0, 1)).type == "cpu"
+
+
+def test_processes_that_tests_start_see_no_gpu() -> None:
+    """Else they would train on it, where the machine has one, and tests about CPUs would fail there."""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
 def test_cuda_where_there_is_none_is_refused() -> None:
     with pytest.raises(BadInputError, match=r"train\.device = 'cuda': no CUDA device here"):
         pick_device("cuda", 0, Place(0, 1, 0, 1))
+
+
+def test_pipeline_ranks_set_what_cuda_reads_at_its_start_unless_the_user_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepare_cuda(Layout(dp=2), OverlapConfig())
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+    setenv(monkeypatch, CUDA_MODULE_LOADING="LAZY")
+    prepare_cuda(Layout(pp=2), OverlapConfig())
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
+
+
+def test_a_rank_refuses_too_few_hardware_queues_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    setenv(monkeypatch, CUDA_DEVICE_MAX_CONNECTIONS=1)
+    job = DeviceJob(Layout(pp=2), OverlapConfig(), CommConfig(), (4,), tied=False)
+    check_on_device(torch.device("cpu"), job)
+    with pytest.raises(BadInputError, match=r"^CUDA_DEVICE_MAX_CONNECTIONS = '1': unset, or at least 5"):
+        check_on_device(torch.device("cuda", 0), job)

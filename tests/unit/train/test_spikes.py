@@ -120,6 +120,16 @@ def test_so_many_in_a_row_are_how_things_are_and_training_does_not_stand_still()
     assert skipped == [True] * 16 + [False] * 24
 
 
+@pytest.mark.parametrize("policy", ["tell", "skip", "rollback"])
+def test_an_overflow_of_the_loss_scale_is_no_spike_and_is_compared_with_nothing(policy: str) -> None:
+    ranks = Ranks(policy).begin()
+    overflow = StepResult(3.0, math.inf, 0.0, skipped=True, overflow=True)
+    assert all(ranks.watch.run(step, lambda refuses: overflow) is overflow for step in range(51, 91))
+    assert not ranks.events
+    ranks.train(1.0)
+    assert ranks.moved[-1] == ranks.step, "the norms before are what they were"
+
+
 def test_where_it_is_to_be_gone_back_before_all_ranks_end_with_the_reason() -> None:
     ranks = Ranks("rollback").begin()
     with pytest.raises(RunFailedError, match="step 51: a spike, twice: gradient norm 100"):
