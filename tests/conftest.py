@@ -1,12 +1,39 @@
-"""Lets tests of several processes share their harness, and holds for every test what time must not decide."""
+"""Lets tests of several processes share their harness, and holds for every test what time must not decide,
+nor the GPUs of the machine: tests outside of `tests/gpu` are about CPUs, and see none."""
 
+import os
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent / "processes"))
+_TESTS = Path(__file__).parent
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_VISIBLE_BEFORE = os.environ.get(_VISIBLE)
 
-# How long an example takes is this machine's business, which others may use as well.
-settings.register_profile("myriad", deadline=None)
+sys.path.insert(0, str(_TESTS / "processes"))
+
+# No deadline: how long an example takes depends on what else this machine runs. Each run has the same
+# examples, so a change alone decides what fails; `pytest --hypothesis-profile explore` draws others.
+settings.register_profile("myriad", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)
 settings.load_profile("myriad")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before a module of tests asks for a GPU: what a process was once told of GPUs stays."""
+    asked = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    if not any(path.is_relative_to(_TESTS / "gpu") or _TESTS.is_relative_to(path) for path in asked):
+        os.environ[_VISIBLE] = ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """For the processes that the test and its fixtures start."""
+    if not item.path.is_relative_to(_TESTS / "gpu"):
+        os.environ[_VISIBLE] = ""
+    elif _VISIBLE_BEFORE is None:
+        os.environ.pop(_VISIBLE, None)
+    else:
+        os.environ[_VISIBLE] = _VISIBLE_BEFORE
