@@ -4,7 +4,20 @@ Two things can be wrong, and the exit code says which: the user's input (exit 2,
 changed) or the run itself (exit 1). Everything else is a bug and keeps its traceback.
 """
 
-__all__ = ["NO_STATE", "BadInputError", "MyriadError", "NoStateError", "RunFailedError"]
+__all__ = [
+    "BAD_DATA",
+    "NEXT_ATTEMPT_SKIPS",
+    "NO_STATE",
+    "BadInputError",
+    "MyriadError",
+    "NoStateError",
+    "RunFailedError",
+]
+
+BAD_DATA = "damaged data: "
+"""How the text of an error about a bad block of tokens begins, by which the driver knows it in a log."""
+NEXT_ATTEMPT_SKIPS = "the next attempt skips them"
+"""How that text ends where the run goes on without the block."""
 
 NO_STATE = "no state to resume from: "
 """How the text of a `NoStateError` begins, by which the driver knows it in a rank's log."""

@@ -29,14 +29,15 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     ResumeRule(
         ("layout.*", "overlap.*", "train.threads", "train.device", "train.kernels", "train.cuda_graphs",
          "train.memory_budget", "train.collect_garbage_every", "comm.store", "comm.timeout_seconds",
-         "comm.hierarchy", "comm.node_size", "comm.node_order", "comm.switch_size", "comm.node_bandwidth",
-         "comm.network_bandwidth", "comm.switch_bandwidth"),
+         "comm.hierarchy", "comm.node_size", "comm.island_size", "comm.node_order", "comm.switch_size",
+         "comm.node_bandwidth", "comm.network_bandwidth", "comm.switch_bandwidth"),
         True,
         "how an iteration is computed; its result stays. Only layout.dp is fixed while comm.sync_every > 1",
     ),
     ResumeRule(
-        ("checkpoint.*", "resilience.*", "telemetry.*", "train.validate_every", "train.sample_prompt",
-         "data.prefetch"),
+        ("checkpoint.*", "resilience.*", "telemetry.*", "alerts.*", "train.validate_every",
+         "train.sample_prompt", "data.prefetch", "data.cache", "data.cache_bytes", "data.on_bad_block",
+         "data.max_bad_blocks"),
         True,
         "what is kept and reported, and how faults are handled",
     ),
@@ -69,6 +70,12 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         ("train.precision",),
         True,
         "holds from the next step; parameters and moments are stored in float32 in every precision",
+    ),
+    ResumeRule(
+        ("loss_scale.*",),
+        True,
+        "hold from the next step; the scale and its counter are part of the state, so loss_scale.initial is "
+        "for states without them",
     ),
     ResumeRule(("model.*",), False, "the parameters have the shapes and the meaning that it gives them"),
     ResumeRule(("optimizer.name",), False, "moments of one optimizer mean something else to another"),

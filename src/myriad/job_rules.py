@@ -6,6 +6,7 @@ started. What one section can say of itself alone is checked there, by its types
 
 from collections.abc import Callable
 
+from myriad.alerts.config import check_alert_values
 from myriad.comm.hierarchy import check_hierarchy
 from myriad.comm.layout import check_layout, lacks_for_graphs
 from myriad.comm.node_order import check_node_order
@@ -13,7 +14,7 @@ from myriad.comm.store_address import check_package, check_store
 from myriad.errors import BadInputError
 from myriad.job_values import SPIKE_STEPS_BEFORE, JobValues, work_of
 from myriad.kernels.choice import check_kernels
-from myriad.optim.config import float8_scaling
+from myriad.optim.config import LossScaleConfig, check_loss_scale, float8_scaling
 from myriad.program.partition import partition_layers
 from myriad.telemetry.config import is_address
 
@@ -110,15 +111,6 @@ def _check_lossy(job: JobValues) -> None:
     )
 
 
-def _check_skip(job: JobValues) -> None:
-    need(
-        job.resilience.on_nan != "skip" or job.comm.sync_every == 1,
-        "resilience.on_nan",
-        job.resilience.on_nan,
-        "needs comm.sync_every = 1: replicas that train alone count the steps that moved",
-    )
-
-
 def _check_spikes(job: JobValues) -> None:
     how, kept = job.resilience.on_spike, job.checkpoint
     allowed = "needs comm.sync_every = 1: replicas that train alone have a gradient norm each"
@@ -169,6 +161,9 @@ def _check_nodes(job: JobValues) -> None:
     check_node_order(comm.node_order, world)
     node = comm.node_size
     need(node is None or world % node == 0, "comm.node_size", node, f"must divide the {world} ranks")
+    island = comm.island_size
+    if island is not None and node is not None:
+        need(node % island == 0, "comm.island_size", island, f"must divide comm.node_size = {node}")
     switch = comm.switch_size
     if switch is not None:
         need(node is not None, "comm.switch_size", switch, "needs comm.node_size")
@@ -194,6 +189,10 @@ def _check_collector(job: JobValues) -> None:
     need(address is None or is_address(address), "telemetry.collector", address, allowed)
 
 
+def _check_alerts(job: JobValues) -> None:
+    check_alert_values(job.alerts)
+
+
 def _check_precision(job: JobValues) -> None:
     """Float8's instructions take lengths that are multiples of 16; what is not would silently stay as it
     is."""
@@ -211,6 +210,25 @@ def _check_precision(job: JobValues) -> None:
     for key, length in lengths.items():
         allowed = f"a multiple of 16, for train.precision = {job.train.precision}"
         need(length % 16 == 0, key, length, allowed)
+
+
+def _check_float16(job: JobValues) -> None:
+    precision, unused = job.train.precision, LossScaleConfig()
+    check_loss_scale(job.loss_scale)
+    for key in LossScaleConfig.model_fields if precision not in ("auto", "float16") else ():
+        value = getattr(job.loss_scale, key)
+        allowed = f"only with train.precision = float16: {precision} has no loss scale"
+        need(value == getattr(unused, key), f"loss_scale.{key}", value, allowed)
+    early = job.overlap.optimizer_in_backward and precision == "float16"
+    allowed = "needs overlap.optimizer_in_backward = false: a step whose gradients overflow is not taken back"
+    need(not early, "train.precision", precision, allowed)
+
+
+def _check_slices(job: JobValues) -> None:
+    precision = job.train.precision
+    has_slices = float8_scaling(precision) is None or job.overlap.tensor != "slices"
+    allowed = f"turns, auto or off with train.precision = {precision}: its scales belong to whole tensors"
+    need(has_slices, "overlap.tensor", "slices", allowed)
 
 
 def _check_recompute_ratio(job: JobValues) -> None:
@@ -256,12 +274,13 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_warmup,
     _check_kernels,
     _check_precision,
+    _check_float16,
+    _check_slices,
     _check_recompute_ratio,
     _check_memory_budget,
     _check_credit,
     _check_lossy,
     _check_agreement,
-    _check_skip,
     _check_spikes,
     _check_updates_in_backward,
     _check_cuda_graphs,
@@ -269,6 +288,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_started_nodes,
     _check_store,
     _check_collector,
+    _check_alerts,
 )
 
 _LAYOUT_RULES = frozenset(

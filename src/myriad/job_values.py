@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from myriad.alerts.config import AlertsConfig
 from myriad.checkpoint.config import CheckpointConfig
 from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout
@@ -15,12 +16,13 @@ from myriad.config import Config, Size
 from myriad.data.config import DataConfig
 from myriad.kernels.config import Kernels
 from myriad.model.config import ModelConfig
-from myriad.optim.config import OptimizerConfig, Precision
+from myriad.optim.config import LossScaleConfig, OptimizerConfig, Precision
 from myriad.program.config import OverlapConfig
 from myriad.telemetry.config import TelemetryConfig
 
 if TYPE_CHECKING:
     from myriad.planner.work import Work
+    from myriad.program.device_needs import DeviceJob
 
 __all__ = [
     "SPIKE_STEPS_AFTER",
@@ -28,6 +30,7 @@ __all__ = [
     "JobValues",
     "ResilienceConfig",
     "TrainConfig",
+    "device_job_of",
     "work_of",
 ]
 
@@ -42,11 +45,13 @@ class TrainConfig(Config):
     seed: int = Field(1, ge=0)
     """Seed of initial weights, sample order and dropout."""
     precision: Precision = "auto"
-    """float32, bfloat16, or auto: bfloat16 where the device multiplies it natively. float8: the blocks'
+    """float32, bfloat16, float16 (with a dynamic loss scale: see loss_scale), or auto: bfloat16 where the
+    device multiplies it natively, float16 on GPUs that multiply only that (V100). float8: the blocks'
     products in 8 bits with a scale for each tensor, float8-blocks with one for each 128 neighbours; emulated
     on a CPU, refused on a GPU that cannot."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one."""
+    """auto: cuda where there is a GPU for each rank of the machine, else cpu. cuda: refused where there is
+    not."""
     kernels: Kernels = "auto"
     """auto: Myriad's Triton kernels on a GPU, where triton is installed and the shape fits (`myriad doctor`
     says which); plain: the library's operators; triton: refuse where one of Triton's cannot run."""
@@ -117,6 +122,10 @@ class ResilienceConfig(Config):
     batches until one is (where the layout allows it), wait waits. Under Slurm the job is requeued."""
     wait_seconds: float = Field(30.0, ge=0)
     """How long a lost node is waited for before the run goes on with fewer replicas."""
+    check_hours: float | None = Field(1.0, ge=0)
+    """Hours after which ranks that train check products, memory and collectives in a gap of the program, for
+    at most 0.1 % of the time; a checkpoint or a validation is taken as the gap whenever there is time for
+    one. 0: only then; off: never."""
     doctor: Literal["off", "spares", "start"] = "spares"
     """Which nodes `myriad doctor` looks at by itself. spares: those that stand by, while others train, and
     nodes that may be the cause of a fault; start: also each before the ranks start, which takes seconds; off:
@@ -140,12 +149,16 @@ class JobValues(Config):
     """How ranks meet, and what they send."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How parameters move."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """What the loss is multiplied by in float16."""
     train: TrainConfig = TrainConfig()
     """How long, how much at a time, on what."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What is kept."""
     resilience: ResilienceConfig = ResilienceConfig()
     """Where the run is started, and how faults are met."""
+    alerts: AlertsConfig = AlertsConfig()
+    """Which events and log lines raise an alarm, and where alarms are sent."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """What ranks record of themselves."""
 
@@ -153,6 +166,11 @@ class JobValues(Config):
     def shares(self) -> tuple[int, ...]:
         """Micro-batches of each data-parallel replica in one iteration."""
         return self.layout.shares_of(self.train.global_batch)
+
+    @property
+    def targets(self) -> int:
+        """Tokens of one iteration, over which its loss is averaged."""
+        return self.train.global_batch * self.model.sequence
 
     @property
     def compares_replicas(self) -> bool:
@@ -178,3 +196,11 @@ def work_of(job: JobValues, value_bytes: int = 2) -> "Work":
         optimizer=job.optimizer.name,
         value_bytes=value_bytes,
     )
+
+
+def device_job_of(job: JobValues) -> "DeviceJob":
+    """What its ranks would give GPUs; they know in how many chunks each stage is when they have cut the
+    model."""
+    from myriad.program.device_needs import DeviceJob
+
+    return DeviceJob(job.layout, job.overlap, job.comm, job.shares, job.model.tied)

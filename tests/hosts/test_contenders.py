@@ -8,6 +8,7 @@ import pytest
 from bandwidth_contenders import data_bytes, pipeline_bytes, tensor_bytes
 from peers.check import largest_difference
 from peers.data import DataParallel
+from peers.megatron_layout import MegatronLayout
 from peers.myriad_side import Myriad
 from peers.pipeline import Pipeline
 from peers.tensor import TensorParallel
@@ -33,6 +34,11 @@ def check(make) -> float:
 @pytest.mark.parametrize("peer", PEERS)
 def test_gradients_of_peers_are_those_of_one_process(hosts, peer):
     assert hosts(2).run_ranks(check, PEERS[peer])[0] < 1e-5
+
+
+def test_gradients_of_tensor_and_pipeline_parallelism_together_are_those_of_one_process(hosts):
+    make = partial(MegatronLayout, tp=2, micro_batch=1)
+    assert max(hosts(2).run_ranks(check, make, ranks_per_host=2)) < 1e-5
 
 
 LAYOUTS = {

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "data"))  # tiny_cor
 
 if TYPE_CHECKING:
     import redis
+    from hdfs_server import HdfsServer
     from object_store import ObjectStore
 
 
@@ -110,3 +111,20 @@ def object_store(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ObjectSt
             yield store
         finally:
             store.stop()
+
+
+@pytest.fixture(scope="module")
+def hdfs() -> "Iterator[HdfsServer]":
+    """``hdfs://`` leads to it, as a user that the environment names."""
+    pytest.importorskip("requests", reason="needs the package requests (pip install 'myriad[hdfs]')")
+    from hdfs_server import HdfsServer
+
+    server = HdfsServer()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("MYRIAD_WEBHDFS", server.url)
+        environment.setenv("HADOOP_USER_NAME", "trainer")
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()

@@ -26,7 +26,7 @@ _Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its nam
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    text = "Look after checkpoints: list, verify, diff, prune, reshard, save; Hugging Face: export, import."
+    text = "Look after checkpoints: list, verify, diff, prune, reshard, save; other systems': export, import."
     verb = typer.Typer(no_args_is_help=True, help=text)
     verb.command("list")(_list)
     verb.command("verify")(_verify)

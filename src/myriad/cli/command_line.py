@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from myriad import __version__
 from myriad.cli import (
+    alerts,
     checkpoint,
     data,
     doctor,
@@ -35,6 +36,7 @@ from myriad.cli import (
     top,
     trace,
     train,
+    translate,
     validate,
     watch,
 )
@@ -47,6 +49,7 @@ _VERBS = (
     train,
     join,
     evict,
+    alerts,
     trace,
     sample,
     top,
@@ -60,6 +63,7 @@ _VERBS = (
     validate,
     data,
     checkpoint,
+    translate,
     doctor,
     faults,
     manifests,

@@ -1,10 +1,11 @@
 """``myriad checkpoint export``, ``import`` and ``reshard``: checkpoints in other formats and other cuts."""
 
 import shlex
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +28,7 @@ class _Format(StrEnum):
 class _Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 def register(verb: typer.Typer) -> None:
@@ -64,25 +66,65 @@ def _export(
 
 def _import(
     folder: Annotated[
-        Path, typer.Argument(metavar="HF_FOLDER", help="Folder with config.json and model.safetensors.")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="Folder of Hugging Face (config.json, model.safetensors), of Megatron-LM (torch or "
+            "torch_dist, any tp and pp) or of DeepSpeed (ZeRO 1 to 3, universal).",
+        ),
     ],
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to make: new, or empty.")],
+    config: Annotated[
+        Path | None,
+        typer.Option(help="config.json of the model that DeepSpeed trained. Default: beside the checkpoint."),
+    ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave out the optimizer state: a run starts at step 1.")
+    ] = False,
     json: _Json = False,
 ) -> None:
-    """Make a run of Hugging Face weights: to sample from, and to train from with --init-from."""
-    from myriad.train.convert import import_hugging_face
+    """Make a run of other people's checkpoint: to sample from, and to train on.
+
+    Of Megatron-LM and DeepSpeed the optimizer state comes along: training resumes at the next iteration.
+    Files are read without running anything in them."""
+    from myriad.train.foreign_import import import_foreign, is_foreign
 
     with spinning_watched():
-        done = import_hugging_face(folder, run)
+        if is_foreign(folder):
+            done = import_foreign(folder, run, config=config, weights_only=weights_only)
+        else:
+            from myriad.train.convert import import_hugging_face
+
+            done = import_hugging_face(folder, run)
     if json:
         print_json(done)
-        return
+    elif "system" in done:
+        _show_foreign(run, done)
+    else:
+        _show_hugging_face(run, done)
+
+
+def _show_hugging_face(run: Path, done: Mapping[str, Any]) -> None:
     tokenizer = "with its tokenizer" if done["tokenizer"] else "without a tokenizer: no text can be made"
     typer.echo(f"{run}: {done['parameters']:,} parameters, {tokenizer}")
     if done["other_end"]:
         typer.echo(f"note: {done['other_end']}")
     job, weights = shlex.quote(f"{run}/job.toml"), shlex.quote(str(run))
     typer.echo(f"train from it: myriad train {job} --run NAME --init-from {weights} --data.corpus CORPUS")
+
+
+def _show_foreign(run: Path, done: Mapping[str, Any]) -> None:
+    state = f"optimizer state of step {done['step']}" if done["optimizer"] else "weights alone"
+    typer.echo(f"{run}: {done['system']}: {done['parameters']:,} parameters, {state}")
+    for note in done["notes"]:
+        typer.echo(f"note: {note}")
+    for option, text in done["without_counterpart"].items():
+        typer.echo(f"no counterpart: {option}: {text}")
+    if done["unknown"]:
+        typer.echo(f"unknown options, not used ({run}/import.json): {', '.join(done['unknown'])}")
+    job, place = shlex.quote(f"{run}/job.toml"), shlex.quote(str(run))
+    begins = f"--run {place}" if done["optimizer"] else f"--run NAME --init-from {place}"
+    typer.echo(f"train from it: myriad train {job} {begins} --data.corpus CORPUS --train.steps STEPS")
 
 
 def _reshard(

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, for programs.")]
-_Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder made by `myriad data prepare`.")]
+_Corpus = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CORPUS", help="A folder made by `myriad data prepare`, or the prefix of Megatron's files."
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -25,6 +30,7 @@ def register(app: typer.Typer) -> None:
     data = typer.Typer(no_args_is_help=True, help="Corpora to verified token shards, and a look at them.")
     data.command("prepare")(_prepare)
     data.command("verify")(_verify)
+    data.command("hash")(_hash)
     data.command("info")(_info)
     app.add_typer(data, name="data")
 
@@ -80,17 +86,50 @@ def _prepare(
     _tell(json, {"folder": str(output), **_summary(manifest)}, _summary_lines(str(output), manifest))
 
 
-def _verify(folder: _Folder, json: _Json = False) -> None:
+def _verify(folder: _Corpus, json: _Json = False) -> None:
     """Read every byte and name every file that is not as it was written; exit code 1 when there is one."""
-    from myriad.data.verify import verify_corpus
+    from myriad.data.verify import verify_corpus, verify_prefix
 
     with bytes_bar() as show:
-        problems = verify_corpus(folder, lambda done, total: show("reading", done, total))
+        if prefix := _prefix(folder):
+            problems = verify_prefix(prefix)
+        else:
+            problems = verify_corpus(folder, lambda done, total: show("reading", done, total))
     result = {"folder": str(folder), "whole": not problems, "problems": [one._asdict() for one in problems]}
-    lines = [f"{folder / one.file}: {one.what}" for one in problems] or [f"{folder}: whole"]
+    where = prefix.parent if prefix else folder
+    lines = [f"{where / one.file}: {one.what}" for one in problems] or [f"{folder}: whole"]
     _tell(json, result, lines)
     if problems:
         raise typer.Exit(1)
+
+
+def _hash(corpus: _Corpus, json: _Json = False) -> None:
+    """Add block hashes to a corpus that has none, so that training checks tokens as it reads them.
+
+    A folder made by an earlier version is compared with its manifest on the way. Megatron's files have none:
+    what is there is recorded as right, also where hashes were recorded before.
+    """
+    from myriad.data.hashing import add_block_hashes, hash_prefix
+
+    with bytes_bar() as show:
+        if prefix := _prefix(corpus):
+            size = hash_prefix(prefix).size_bytes
+        else:
+            manifest = add_block_hashes(corpus, lambda done, total: show("hashing", done, total))
+            size = sum(manifest.files[f"{shard.name}.bin"].size_bytes for shard in manifest.shards)
+    _tell(
+        json,
+        {"corpus": str(corpus), "bytes": size},
+        [f"{corpus}: {size:,} bytes of tokens have block hashes"],
+    )
+
+
+def _prefix(corpus: Path) -> Path | None:
+    """The prefix of Megatron's files; ``None``: it is a folder, or nothing."""
+    if corpus.is_dir():
+        return None
+    prefix = corpus.with_suffix("") if corpus.suffix in (".bin", ".idx") else corpus
+    return prefix if prefix.with_name(prefix.name + ".idx").is_file() else None
 
 
 def _info(
@@ -106,17 +145,17 @@ def _info(
         opened = open_corpus(corpus, "train", vocabulary)
     texts = _samples(opened, samples)
     if opened.manifest is not None:
-        summary, lines = _summary(opened.manifest), _summary_lines(str(opened.path), opened.manifest)
+        summary, lines = _summary(opened.manifest), _summary_lines(opened.name, opened.manifest)
     else:
         documents = sum(shard.num_documents for shard in opened.shards)
         summary = {
             "train": {"tokens": opened.num_tokens, "documents": documents, "shards": len(opened.shards)}
         }
-        lines = [f"{opened.path}: {opened.num_tokens:,} tokens in {documents:,} documents (Megatron's files)"]
+        lines = [f"{opened.name}: {opened.num_tokens:,} tokens in {documents:,} documents (Megatron's files)"]
     if texts:
         lines += ["", f"the beginning of {len(texts)} documents, spread over the corpus:"]
     lines += [f"  {text!r}" for text in texts]
-    _tell(json, {"corpus": str(opened.path), **summary, "samples": texts}, lines)
+    _tell(json, {"corpus": opened.name, **summary, "samples": texts}, lines)
 
 
 def _samples(corpus: "Corpus", count: int, tokens: int = 48) -> list[str]:

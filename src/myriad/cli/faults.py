@@ -2,20 +2,26 @@
 
 import json
 import logging
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from myriad.cli.bars import count_bar
+from myriad.cli.bars import Counted, count_bar
 from myriad.errors import BadInputError, MyriadError
+from myriad.run_lines import StepLines
+from myriad.units import format_duration
 
 if TYPE_CHECKING:
     from myriad.resilience.faults.grade import Report
     from myriad.resilience.faults.kinds import Aim
     from myriad.resilience.faults.scenario import Scenario
+    from myriad.run import Run
 
 __all__ = ["register"]
 
@@ -92,17 +98,13 @@ def _run(
         chosen = list(_able() if all_ else ((Path(name).stem, _load(name)) for name in names))
         if seed is not None:
             chosen = [(name, scenario.model_copy(update={"seed": seed})) for name, scenario in chosen]
-    _check(chosen, oversubscribe)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInputError("--folder", str(folder), f"must be a folder ({error.strerror})") from None
+    _check(chosen, oversubscribe, folder)
     reports: list[Report] = []
     try:
-        with count_bar("scenarios") as show:
-            for number, (name, scenario) in enumerate(chosen):
-                show(name, number, len(chosen))
-                reports.append(_try(name, scenario, folder))
+        with count_bar("scenarios") as show, closing(_Follower(show)) as follower:
+            for number, (name, scenario) in enumerate(chosen, 1):
+                follower.title = f"{name} ({number} of {len(chosen)})"
+                reports.append(_try(name, scenario, folder, follower))
     except KeyboardInterrupt:
         if reports:
             _tell_all(reports, drawn, None, as_json=as_json)
@@ -128,24 +130,67 @@ def _able() -> "Iterator[tuple[str, Scenario]]":
             _tell(f"{name}: left out: {error}")
 
 
-def _check(chosen: "Sequence[tuple[str, Scenario]]", oversubscribe: bool) -> None:
-    """All of them and their data, before the first starts."""
+def _check(chosen: "Sequence[tuple[str, Scenario]]", oversubscribe: bool, folder: Path) -> None:
+    """Refuse what cannot run before the first starts: cores and the folder at once, then the data."""
     from myriad.resilience.engines.local import check_cores
     from myriad.train.inputs import open_inputs
 
-    for _, scenario in chosen:
-        job = scenario.resolved_job()
+    jobs = [scenario.resolved_job() for _, scenario in chosen]
+    for job in jobs:
         check_cores(job.layout.world, oversubscribe=oversubscribe)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError("--folder", str(folder), f"must be a folder ({error.strerror})") from None
+    for job in jobs:
         open_inputs(job, _tell)
 
 
-def _try(name: str, scenario: "Scenario", folder: Path) -> "Report":
+class _Follower:
+    """Shows how many steps the run under way has done and how long the rest takes, by its metrics."""
+
+    def __init__(self, show: Counted) -> None:
+        self.title = ""
+        self._show = show
+        self._ended = threading.Event()
+        self._run: tuple[str, StepLines, int] | None = None
+        self._thread = threading.Thread(target=self._poll, name="follower", daemon=True)
+        self._thread.start()
+
+    def __call__(self, which: str, run: "Run", steps: int) -> None:
+        """Follow this run from now on."""
+        self._run = which, StepLines(run.metrics_path), steps
+
+    def close(self) -> None:
+        """End the thread that reads the metrics."""
+        self._ended.set()
+        self._thread.join()
+
+    def _poll(self) -> None:
+        run, first, since = None, 0, 0.0
+        while not self._ended.wait(_POLL_SECONDS):
+            if self._run is None:
+                continue
+            which, metrics, steps = self._run
+            metrics.poll()
+            done, now = len(metrics.lines), time.monotonic()
+            if self._run is not run or not first:
+                run, first, since = self._run, done, now
+            left = (now - since) * (steps - done) / (done - first) if done > first else 0.0
+            about = f", about {format_duration(left)} left" if left >= 1 else ""
+            self._show(f"{self.title}, {which}{about}, steps", done, steps)
+
+
+_POLL_SECONDS = 1.0
+
+
+def _try(name: str, scenario: "Scenario", folder: Path, follower: _Follower) -> "Report":
     """Whatever it raises is a report of its own: the others are still to be tried."""
     from myriad.resilience.faults.grade import failed_report
     from myriad.resilience.faults.trial import try_scenario
 
     try:
-        report = try_scenario(name, scenario, folder, _tell)
+        report = try_scenario(name, scenario, folder, _tell, follower)
     except Exception as error:
         _LOG.warning("%s could not be tried", name, exc_info=not isinstance(error, MyriadError))
         report = failed_report(name, str(error) or type(error).__name__)

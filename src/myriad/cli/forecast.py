@@ -170,14 +170,13 @@ def nodes_of(job: "Job", cluster: "Cluster") -> Sequence[int] | None:
 
 
 def _work_of(job: "Job", cluster: "Cluster") -> "Work":
-    from myriad.cli.plan_job import practice_of, saves_of
+    from myriad.cli.plan_job import planned_precision, practice_of, saves_of
     from myriad.job import work_of
     from myriad.planner.budget import layout_within
 
-    precision = job.train.precision
-    single = precision == "float32" or (precision == "auto" and cluster.on_cpu)
+    value_bytes = 4 if planned_precision(job, cluster) == "float32" else 2
     practice = replace(practice_of(job), cuda_graphs=job.train.cuda_graphs)
-    work = replace(work_of(job, 4 if single else 2), saves=saves_of(job), practice=practice)
+    work = replace(work_of(job, value_bytes), saves=saves_of(job), practice=practice)
     if job.train.memory_budget is None:
         return work
     layout = layout_within(work, job.train.memory_budget, on_cpu=cluster.on_cpu)
@@ -226,11 +225,13 @@ def _print(
     from rich.console import Console
     from rich.text import Text
 
+    from myriad.cli.plan_job import planned_precision
     from myriad.planner.interval import promise
 
     console = Console(highlight=False)
     console.print(Text(_headline(job, cluster, found), style="bold"), soft_wrap=True)
     peak = f"{format_number(found.peak_flops_per_second / 1e12, 4)} TFLOP/s, {cluster.accelerator.name}"
+    peak += f" in {planned_precision(job, cluster)}"
     console.print(f"{found.tokens_per_second:,.0f} tokens/s; MFU of {peak}", soft_wrap=True)
     head, *rows = _table(found)
     console.print(Text(head, style="bold"), soft_wrap=True)
@@ -287,12 +288,14 @@ def _replicas(one: "RankOutlook") -> str:
 
 
 def _as_json(job: "Job", cluster: "Cluster", found: "Outlook", written: Sequence[Path]) -> dict[str, Any]:
+    from myriad.cli.plan_job import planned_precision
     from myriad.planner.interval import interval_ratio
     from myriad.planner.outlook import EXPOSED
 
     return {
         "job": job.name,
         "cluster": cluster.name,
+        "precision": planned_precision(job, cluster),
         "accelerators": found.world,
         "iteration_seconds": found.seconds,
         "interval_ratio": interval_ratio(cluster),

@@ -23,10 +23,16 @@ def show_keys() -> None:
         sections.setdefault(key.rpartition(".")[0], []).append((key, field))
     for section, keys in sections.items():
         if section:
-            title = Job.model_fields[section].description or ""
+            title = _title(Job, section)
             console.print(Text.assemble((f"[{section}] ", "bold cyan"), (title, "dim")))
         console.print(_section_table(keys))
         console.print()
+
+
+def _title(config: Any, section: str) -> str:
+    first, _, rest = section.partition(".")
+    field = config.model_fields[first]
+    return _title(field.annotation, rest) if rest else field.description or ""
 
 
 def _section_table(keys: list[tuple[str, Any]]) -> "Table":

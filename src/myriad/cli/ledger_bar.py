@@ -12,6 +12,7 @@ COLOURS: dict[Kind, str] = {
     "lost": "#b3403a",
     "saving": "#e8c547",
     "validating": "#87c7d1",
+    "checking": "#4b3d50",
     "slow": "#8f7fc9",
     "detecting": "#1f5fa8",
     "diagnosing": "#348495",

@@ -41,13 +41,14 @@ def main(arguments: list[str] | None = None) -> None:
             code = run_command(given)
         except KeyboardInterrupt:  # before the command began, or after it ended
             sys.stderr.write("myriad: error: interrupted\n")
-            # An interrupt inside exec() of a string, which imports use, sets a flag in CPython: the process
-            # then ends by SIGINT although the interrupt was caught. The next exec() of a string clears it.
-            exec("")
             code = 130
         except BrokenPipeError:
             _abandon_output()
             code = 1
+        if code == 130:
+            # An interrupt inside exec() of a string, which imports use, sets a flag in CPython: the process
+            # then ends by SIGINT although the interrupt was caught. The next exec() of a string clears it.
+            exec("")
     sys.exit(_flushed(code))
 
 

@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = ["parity", "register"]
 
-_PRECISIONS = ("float32", "bfloat16")
+_PRECISIONS = ("float32", "bfloat16", "float16")
 _STEADY_EPSILON = 1e-6
-_BFLOAT16_STEPS = 20
+_MOST_STEPS = 20
+_TOLERANCES = {"bfloat16": (1e-3, 3e-2), "float16": (5e-4, 5e-3)}
+"""Tolerances of losses and parameters, for up to `_MOST_STEPS` steps."""
 
 
 def register(app: typer.Typer) -> None:
@@ -52,7 +54,7 @@ def parity(
         float | None,
         typer.Option(
             help="Largest relative difference that agrees. Default: 1e-5 in float32; in bfloat16 1e-3 of "
-            "losses and 3e-2 of parameters, for up to 20 steps.",
+            "losses and 3e-2 of parameters, in float16 5e-4 and 5e-3, for up to 20 steps.",
             min=0,
         ),
     ] = None,
@@ -69,7 +71,7 @@ def parity(
 ) -> None:
     """Train a job in two or more layouts and compare every loss and every parameter.
 
-    In float32, or in bfloat16 with --train.precision bfloat16, and with an optimizer.epsilon of at least
+    In float32, or with --train.precision in bfloat16 or float16, and with an optimizer.epsilon of at least
     1e-6: below it Adam moves elements whose gradient is only rounding noise by the whole learning rate, each
     layout its own way.
 
@@ -202,19 +204,18 @@ def _tolerance(precision: str, steps: int, given: float | None) -> "Tolerance":
     """The one that is given, or what layouts of `tiny` need, with a margin.
 
     In bfloat16 a rounding is up to 4e-3 and layouts round in different places. After 20 steps of
-    `tiny` losses differ by 6e-5 and one parameter by 1.2e-2, after 40 by 9e-2."""
+    `tiny` losses differ by 6e-5 and one parameter by 1.2e-2, after 40 by 9e-2. In float16 a rounding is up to
+    5e-4; after 20 steps losses differ by 5e-5 and one parameter by 1.2e-3."""
     from myriad.train.compare import Tolerance
 
     if given is not None:
         return Tolerance(given, given)
     if precision == "float32":
         return Tolerance(1e-5, 1e-5)
-    if steps > _BFLOAT16_STEPS:
-        allowed = (
-            f"at most {_BFLOAT16_STEPS} in bfloat16, whose rounding grows with the steps; or --tolerance"
-        )
+    if steps > _MOST_STEPS:
+        allowed = f"at most {_MOST_STEPS} in {precision}, whose rounding grows with the steps; or --tolerance"
         raise BadInputError("--steps", steps, allowed)
-    return Tolerance(1e-3, 3e-2)
+    return Tolerance(*_TOLERANCES[precision])
 
 
 def _compare(runs: list["Run"], tolerance: "Tolerance") -> list["Comparison"]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from myriad.cli.pareto import Point, pareto_svg, pareto_text
-from myriad.cli.plan_job import job_of
+from myriad.cli.plan_job import job_of, planned_precision
 from myriad.cli.plan_show import figures, show_helps, show_ranking, show_waterfalls
 from myriad.errors import BadInputError
 from myriad.job import Job
@@ -94,9 +94,10 @@ class Told:
         """Prints it."""
         found, cluster = self.answer.found, self.problem.cluster
         peak = peak_flops(cluster.accelerator, self.problem.value_bytes)
+        precision = planned_precision(self.job, cluster)
         console.print(
             f"{self.job.name} on {cluster.name}: {cluster.world:,} x {cluster.accelerator.name}, peak "
-            f"{format_number(peak / 1e12, 4)} TFLOP/s. {found.num_layouts:,} layouts, "
+            f"{format_number(peak / 1e12, 4)} TFLOP/s in {precision}. {found.num_layouts:,} layouts, "
             f"{found.num_fitting:,} fit, {len(found.best)} simulated.",
             highlight=False,
         )
@@ -107,11 +108,38 @@ class Told:
         if self.switches is not None:
             self.switches.show(console)
         self._show_placement(console)
+        if (devices := self.device_order) is not None:
+            visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, devices))}"
+            text = f"{visible} on each node: neighbours in rank share the best links"
+            console.print(text, highlight=False, soft_wrap=True)
+        if self.island_size is not None:
+            text = f"comm.island_size = {self.island_size}: so many ranks of a node share better links"
+            console.print(text, highlight=False, soft_wrap=True)
         console.print("time against memory: · layouts that none beats in both, ● the plan", style="bold")
         for line in pareto_text(self._front(), self._point(self.best.candidate)):
             console.print(line, highlight=False)
         for file in files:
             console.print(file, highlight=False, soft_wrap=True)
+
+    @property
+    def device_order(self) -> list[int] | None:
+        """Accelerators of a node in the order of local ranks, where the cluster says how they are joined and
+        their own order is not the best."""
+        cluster = self.problem.cluster
+        if cluster.inside is None:
+            return None
+        order = cluster.inside.order(cluster.accelerators_per_node)
+        return None if order == tuple(range(len(order))) else list(order)
+
+    @property
+    def island_size(self) -> int | None:
+        """Local ranks that are joined better than the whole node, where the cluster says so and the job names
+        none."""
+        cluster = self.problem.cluster
+        if cluster.inside is None or self.job.comm.island_size is not None:
+            return None
+        sizes = cluster.inside.islands(cluster.accelerators_per_node)
+        return sizes[0] if len(sizes) > 1 else None
 
     def _show_placement(self, console: "Console") -> None:
         placed = self.placement
@@ -151,6 +179,7 @@ class Told:
         return {
             "job": self.job.name,
             "cluster": self.problem.cluster.name,
+            "precision": planned_precision(self.job, self.problem.cluster),
             "layouts": found.num_layouts,
             "fitting": found.num_fitting,
             "plans": [
@@ -160,6 +189,8 @@ class Told:
             "waterfall": dict(self.parts),
             "neighbours": [{"with": what, "waterfall": dict(parts)} for what, parts in self.near],
             "would_help": [{"what": one.what, "seconds": one.seconds} for one in self.helps],
+            "device_order": self.device_order,
+            "island_size": self.island_size,
             "node_order": None if self.placement is None else list(self.placement.order),
             **({} if self.switches is None else {"fabric": self.switches.as_json()}),
             "front": [

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from myriad.cli.files import check_output
 from myriad.comm.layout import Layout, check_layout, lacks_for_graphs
@@ -27,6 +27,7 @@ __all__ = [
     "check_plan_file",
     "given_layout",
     "job_of",
+    "planned_precision",
     "practice_of",
     "problem_of",
     "saves_of",
@@ -44,9 +45,7 @@ def problem_of(job: Job, cluster: Cluster) -> Problem:
     fixed = given_layout(job)
     _check_grid([key for key in _GRID if key in fixed], job, cluster)
     _check_nodes(job, cluster)
-    on_cpu = cluster.accelerator.name.startswith("CPU")
-    precision = job.train.precision
-    single = precision == "float32" or (precision == "auto" and on_cpu)
+    precision = planned_precision(job, cluster)
     given = Problem(
         model=job.model,
         global_batch=job.train.global_batch,
@@ -55,7 +54,7 @@ def problem_of(job: Job, cluster: Cluster) -> Problem:
         comm=job.comm,
         saves=saves_of(job),
         optimizer=job.optimizer.name,
-        value_bytes=4 if single else 2,
+        value_bytes=4 if precision == "float32" else 2,
         practice=practice_of(job),
         partition=job.layout.partition,
     )
@@ -121,6 +120,23 @@ def _check_nodes(job: Job, cluster: Cluster) -> None:
             raise BadInputError(key, number, f"{allowed}, which has {cluster.nodes:,} nodes")
     if order is not None:
         check_node_order(order, world)
+
+
+def planned_precision(job: Job, cluster: Cluster) -> Literal["float32", "bfloat16", "float16"]:
+    """Return the type that the job computes in on the cluster's accelerators, as
+    `myriad.optim.precision.resolve_precision` would there; float8's products are counted on top of it. Raises
+    `BadInputError` for bfloat16 on accelerators that multiply only float16."""
+    asked, accelerator = job.train.precision, cluster.accelerator
+    if asked in ("float32", "float16"):
+        return asked
+    if asked == "auto" and cluster.on_cpu:
+        return "float32"
+    if accelerator.bfloat16:
+        return "bfloat16"
+    if asked != "auto":
+        allowed = f"float16, float32 or auto: {accelerator.name} multiplies no bfloat16 and no float8"
+        raise BadInputError("train.precision", asked, allowed)
+    return "float32" if job.overlap.updates_early else "float16"
 
 
 def practice_of(job: Job) -> Practice:

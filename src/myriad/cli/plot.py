@@ -133,9 +133,11 @@ def _legend(with_validation: bool) -> list[str]:
 
 
 def _entries(entries: Sequence[tuple[str, str]]) -> list[str]:
+    """A legend at the top right, as far left as its longest name needs."""
+    left = min(540, 690 - 7 * max(len(name) for _, name in entries))
     return [
-        f'<rect x="540" y="{50 + 18 * row}" width="14" height="4" fill="{colour}"/>'
-        f'<text x="562" y="{56 + 18 * row}" fill="#444">{escape(name)}</text>'
+        f'<rect x="{left}" y="{50 + 18 * row}" width="14" height="4" fill="{colour}"/>'
+        f'<text x="{left + 22}" y="{56 + 18 * row}" fill="#444">{escape(name)}</text>'
         for row, (colour, name) in enumerate(entries)
     ]
 

@@ -6,7 +6,7 @@ from statistics import median
 
 from myriad.jsonl import JsonlTail, Record
 from myriad.run import Run
-from myriad.run_lines import EventLines, Peaks, step_line
+from myriad.run_lines import EventLines, Peaks, loss_scale_text, step_line
 from myriad.units import format_count
 
 __all__ = ["Progress"]
@@ -28,6 +28,7 @@ class Progress:
         self.has_started = self.has_ended = False
         """Whether the ranks of this attempt train, and whether they have left the last step behind."""
         self.bits_per_byte: float | None = None
+        self._num_overflows = 0
         self._recent: deque[Record] = deque(maxlen=_RECENT_STEPS)
         self._metrics = JsonlTail(run.metrics_path, from_end=True)
         self._events = EventLines(run.events_path, from_end=True)
@@ -37,6 +38,7 @@ class Progress:
         """Takes in what is new; returns the new events."""
         for record in filter(None, map(step_line, self._metrics.poll())):
             self._recent.append(record)
+            self._num_overflows += record.get("overflow") == 1
             self.step = int(record["step"])
         events = self._events.poll()
         for event in events:
@@ -62,7 +64,7 @@ class Progress:
         return None if seconds is None else (self.steps - self.step) * seconds
 
     def figures(self) -> list[str]:
-        """Loss, bits per byte, tokens/s, MFU, time left: those that are known, ready to show."""
+        """Loss, bits per byte, tokens/s, MFU, time left, loss scale: those that are known, ready to show."""
         if not self._recent:
             return []
         loss = self._recent[-1].get("loss")
@@ -75,6 +77,8 @@ class Progress:
             shown.append(f"MFU {median(mfus):.0%}")
         if (left := self.seconds_left) is not None and self.step < self.steps:
             shown.append(f"{_clock(left)} left")
+        if scale := loss_scale_text(self._recent[-1], self._num_overflows):
+            shown.append(scale)
         return shown
 
     def _median(self, key: str) -> float | None:

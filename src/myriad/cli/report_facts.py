@@ -34,6 +34,7 @@ MEANING: dict[Kind, str] = {
     "lost": "steps to be done again, or left unfinished",
     "saving": "training paused for a checkpoint",
     "validating": "evaluation",
+    "checking": "active checks in gaps of the program",
     "slow": "waiting for a straggler",
     "detecting": "fault not yet detected",
     "diagnosing": "diagnosis",
@@ -73,7 +74,7 @@ class Facts:
         doubts += [f"{number} lines of {name} are wrong" for name, number in self.wrong_lines.items()]
         if self.missing_decisions:
             doubts.append(f"{self.missing_decisions} decisions are missing in journal.jsonl")
-        return [*filter(None, doubts), *self.problems]
+        return [*filter(None, doubts), *self.problems, *self.summary.data_problems]
 
     @property
     def state(self) -> str:

@@ -202,6 +202,8 @@ def _layout(facts: Facts, metrics: Sequence[Record]) -> Iterator[str]:
                   f"hidden {job.model.hidden}"],
         ["device", f"{summary.device or '-'}, {summary.precision or '-'}"],
     ]  # fmt: skip
+    if summary.loss_scale:
+        rows.append(["float16", summary.loss_scale])
     if memory := max((line.get("memory_bytes") or 0 for line in metrics), default=0):
         rows.append(["memory of rank 0", format_bytes(memory)])
     yield "<h2>Job</h2>"

@@ -18,6 +18,7 @@ from rich.text import Text
 from myriad.cli.plot import Series, loss_svg, smooth, terminal_plot
 from myriad.cli.progress import Progress
 from myriad.cli.summary import Summary
+from myriad.event_text import event_text
 from myriad.jsonl import Record
 from myriad.resilience.engines.engine import Observer
 from myriad.run import Run
@@ -193,6 +194,8 @@ def _event_line(event: Record) -> Text | None:
             f"; {key} was {was}, is {now}" for key, (was, now) in event.get("differs", {}).items()
         )
         return Text(f"weights from {event.get('source')}{differs}", style="yellow" if differs else "dim")
+    if name == "overflow":
+        return Text(f"step {step}: {event_text(event)}", style="dim")
     if name == "fault":
         return _fault_line(event)
     if name == "retry":
@@ -201,6 +204,9 @@ def _event_line(event: Record) -> Text | None:
     if name == "diagnosis" and "problem" in event:
         label = f"node {event.get('node')} is {event['verdict']}" if "verdict" in event else "slow"
         return Text(f"{label}: {event['problem']}", style="yellow")
+    if name == "reread" or (name == "bad_block" and event.get("action") == "skip"):  # a stop is a fault too
+        ending = "; samples in it are replaced" if name == "bad_block" else ""
+        return Text(f"data: {event.get('problem')}{ending}", style="yellow")
     if name == "health":
         return Text(f"{event.get('what')}: {event.get('problem')}", style="yellow")
     if name == "telemetry":
@@ -316,11 +322,14 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("training loss", f"{summary.loss:.4f}"))
     if summary.lossy:
         rows.append(("lossy", f"{', '.join(summary.lossy)}: not the result of one process"))
+    if summary.loss_scale:
+        rows.append(("float16", summary.loss_scale))
     if summary.tokens_per_second is not None:
         rows.append(("speed", f"{format_count(summary.tokens_per_second)} tokens/s"))
     if summary.mfu is not None and summary.peak_flops:
         peak = _format_flops(summary.peak_flops)
         rows.append(("MFU", f"{summary.mfu:.1%} of {peak} ({summary.peak_source})"))
+    rows += [("data", problem) for problem in summary.data_problems]
     rows.append(("run folder", summary.run))
     if summary.plot:
         rows.append(("plot", summary.plot))

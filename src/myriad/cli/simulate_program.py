@@ -1,4 +1,6 @@
-"""``myriad simulate --program``: the program that pipeline ranks run, checked, and drawn over time."""
+"""``myriad simulate --program``: the program that pipeline ranks run, checked, and drawn over time, and what
+it needs on GPUs to be free of deadlock; with tensor parallelism also what travels inside each forward and
+backward, and behind what."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +14,10 @@ from myriad.cli.json_output import print_json
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from myriad.job import Job
     from myriad.program.actions import Action, Program
     from myriad.program.checker import Report
+    from myriad.program.device_needs import DeviceNeeds
     from myriad.program.timeline import Timeline
 
 __all__ = ["show_program"]
@@ -36,15 +40,20 @@ def show_program(job_name: str, overrides: Sequence[str], out: Path | None, *, a
     program = build_program(
         job.layout, job.overlap, job.num_micro_batches, tied=job.model.tied, training=True
     )
-    report, times = check(program), timeline(program)
+    report, times, needs = check(program), timeline(program), _device_needs(job)
     if out is not None:
         from myriad.program.draw import draw_svg
 
         write_picture("--out", out, draw_svg(program, times, report))
     if as_json:
-        print_json(_as_json(program, times, report, out))
+        devices = None if needs is None else needs.as_json()
+        print_json(_as_json(program, times, report, out) | {"tensor": _tensor(job), "devices": devices})
     elif out is None:
         _print(program, times, report)
+        for line in _tensor_lines(_tensor(job)):
+            typer.echo(line)
+        for line in needs.lines() if needs is not None else ():
+            typer.echo(line)
     else:
         typer.echo(f"{_summary(program, report)}\n{out}")
 
@@ -84,6 +93,57 @@ def _as_json(program: "Program", times: "Timeline", report: "Report", out: Path 
         "out": None if out is None else str(out),
         "boxes": boxes,
     }
+
+
+def _device_needs(job: "Job") -> "DeviceNeeds | None":
+    """What the program needs on GPUs to be free of deadlock; ``None``: no stage sends to another."""
+    from myriad.job_values import device_job_of
+    from myriad.program.device_needs import find_needs
+
+    return find_needs(device_job_of(job)) if job.layout.pp > 1 else None
+
+
+def _tensor(job: "Job") -> dict[str, Any] | None:
+    """How tensor-parallel communication hides, and in how many pieces on a CPU; ``None``: there is none."""
+    from myriad.model.parts import num_parts, num_slices
+
+    layout, model, overlap = job.layout, job.model, job.overlap
+    if layout.tp == 1:
+        return None
+    value_bytes = 2 if job.train.precision == "bfloat16" else 4
+    cut: dict[str, float] = {"chunks": overlap.tensor_chunks, "message_bytes": overlap.tensor_message}
+    share, position_bytes = model.sequence // layout.tp, float(model.hidden * value_bytes)
+    parts = num_parts(layout.micro_batch, share, position_bytes, **cut)
+    slices = num_slices(layout.micro_batch * share, position_bytes, **cut)
+    kind = overlap.tensor or "off"
+    pieces = {"turns": {"parts": int(parts)}, "slices": {"slices": int(slices)}}
+    return {"ranks": layout.tp, "kind": kind, **pieces.get(kind, {})}
+
+
+def _tensor_lines(tensor: dict[str, Any] | None) -> list[str]:
+    """What happens inside each forward and backward of tensor-parallel ranks, as rank 0 does it."""
+    if tensor is None:
+        return []
+    head = f"inside each forward and backward, {tensor['ranks']} tensor-parallel ranks:"
+    says = {
+        "off": "each gather and scatter is waited for (overlap.tensor = off)",
+        "auto": "turns, slices or neither, as measured at the start (overlap.tensor = auto)",
+        "turns": f"{tensor.get('parts')} parts of the micro-batch take turns (overlap.tensor = turns)",
+        "slices": "R.S is slice S of rank R, on GPUs one of each (overlap.tensor = slices)",
+    }
+    lines = [f"{head} {says[tensor['kind']]}"]
+    if tensor["kind"] != "slices":
+        return lines
+    ranks, slices = tensor["ranks"], tensor["slices"]
+    labels = [f"{rank}.{number + 1}" for number in range(slices) for rank in range(1, ranks)]
+    width = max(map(len, labels))
+    cut, own = "".join(f"|{label:<{width}}" for label in labels), "|" + "own".ljust(slices * (width + 1) - 1)
+    for name, computes, travels in (
+        ("gather", own + cut, cut),
+        ("scatter", cut + own, " " * (width + 1) + cut),
+    ):
+        lines += [f"  {name:<8} computes {computes}|", f"  {'':<8} travels  {travels}|"]
+    return lines
 
 
 def _print(program: "Program", times: "Timeline", report: "Report") -> None:

@@ -1,12 +1,12 @@
 """What a run came to, in one value: for the panel at the end, for ``--json``, for a run looked at again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from myriad.jsonl import Record
 from myriad.run import Run
-from myriad.run_lines import Peaks, count_steps
+from myriad.run_lines import Peaks, count_steps, loss_scale_text
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -15,6 +15,8 @@ __all__ = ["Summary", "finished_unwritten", "is_done", "lost_lines_told", "summa
 
 _STEADY_STEPS = 3
 """First steps of each attempt left out of speeds: they pay for warm-up (allocation, compilation)."""
+_MOST_BLOCKS = 8
+"""Bad blocks that are listed one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,10 @@ class Summary:
     precision: str | None
     lossy: tuple[str, ...]
     """What makes the losses differ from those of one process; empty: nothing."""
+    loss_scale: str
+    """Float16's, at the end, and the number of steps that were skipped as gradients overflowed; "": none."""
+    data_problems: tuple[str, ...]
+    """Blocks of tokens that were bad, and corpora that have no block hashes; empty: there are none."""
     loss: float | None
     validation_loss: float | None
     validation_bits_per_byte: float | None
@@ -94,6 +100,8 @@ def summarize(
         device=start.get("device"),
         precision=start.get("precision"),
         lossy=job.comm.lossy if job.layout.dp > 1 else (),
+        loss_scale=loss_scale_text(last, sum(line.get("overflow") == 1 for line in metrics)),
+        data_problems=tuple(_data_problems(events)),
         loss=last.get("loss"),
         validation_loss=validation.get("loss"),
         validation_bits_per_byte=validation.get("bits_per_byte"),
@@ -157,6 +165,22 @@ def _held(events: Sequence[Record]) -> dict[str, Any] | None:
     if newest.get("event") != "held":
         return None
     return {key: newest.get(key) for key in ("step", "problem", "servers")}
+
+
+def _data_problems(events: Sequence[Record]) -> Iterator[str]:
+    """Each bad block once: every attempt reads it anew."""
+    blocks = {
+        (event.get("file"), event.get("offset")): event
+        for event in events
+        if event.get("event") == "bad_block"
+    }
+    for event in list(blocks.values())[:_MOST_BLOCKS]:
+        skipped = "; samples in it were replaced" if event.get("action") == "skip" else ""
+        yield f"{event.get('problem')}{skipped}"
+    if len(blocks) > _MOST_BLOCKS:
+        yield f"and {len(blocks) - _MOST_BLOCKS} more bad blocks (bad_block in events.jsonl)"
+    for name in _last(events, "corpus").get("unchecked", []):
+        yield f"{name} has no block hashes, so its tokens were not checked: myriad data hash {name}"
 
 
 def _state(events: Sequence[Record], steps: int, planned: int) -> str:

@@ -28,6 +28,12 @@ def register(app: typer.Typer) -> None:
 
 def _top(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or the name of one under runs/.")],
+    nodes: Annotated[
+        bool,
+        typer.Option(
+            "--nodes", help="Show the nodes instead: host, hardware, what their links carry, health."
+        ),
+    ] = False,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
     every: Annotated[float, typer.Option(help="Seconds between two frames.")] = 2.0,
     steps: Annotated[int, typer.Option(help="How many of the newest steps are looked at.")] = 50,
@@ -56,7 +62,13 @@ def _top(
         raise BadInputError("--every", every, f"{_LEAST_SECONDS} to {_MOST_SECONDS:,} seconds")
     if not 1 <= steps <= _MOST_STEPS:
         raise BadInputError("--steps", steps, f"1 to {_MOST_STEPS}")
-    watch = RunWatch(Run(existing_run(run)), steps)
+    folder = Run(existing_run(run))
+    if nodes:
+        from myriad.cli.top_nodes import show_nodes
+
+        show_nodes(folder, once=once, every=every, as_json=as_json)
+        return
+    watch = RunWatch(folder, steps)
     look = watch.look()
     ranks = ranks_asked(without, look)
     if as_json:
@@ -141,6 +153,7 @@ def look_as_json(look: "Look", ranks: list[int]) -> dict[str, Any]:
         "without": None
         if answer is None
         else vars(answer) | {"without_seconds": answer.without_seconds, "sentence": answer.sentence},
+        "gpus": {str(node): vars(one) for node, one in look.gpus.items()},
         "steps_without_line": look.steps.without_line,
         "wrong_lines": look.num_wrong_lines,
         "events": list(look.events[-20:]),

@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from myriad.cli.loss_colours import COLOURS, USEFUL
-from myriad.dashboard.event_text import event_text
-from myriad.run_lines import missing_lines_text
+from myriad.dashboard.gpu_looks import gpu_sentence
+from myriad.event_text import event_text
+from myriad.run_lines import loss_scale_text, missing_lines_text
 from myriad.units import format_count, format_number
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def frame(look: "Look", ranks: Sequence[int], width: int) -> RenderableType:
         Text(f"{look.run.path.resolve().name}: {look.sentence}", style=_STATE_STYLE.get(look.state, "bold")),
         Text(" · ".join(_figures(look)), style="dim"),
     ]
+    if devices := gpu_sentence(look.gpus):
+        parts.append(Text(devices, style="dim"))
     found = look.findings
     if found.losses is None:
         parts += [Text(), Text("no spans yet: RUN/spans has no whole file of them", style="dim")]
@@ -52,6 +55,8 @@ def frame(look: "Look", ranks: Sequence[int], width: int) -> RenderableType:
 def _figures(look: "Look") -> Iterator[str]:
     if look.loss is not None:
         yield f"loss {look.loss:.4f}"
+    if look.metrics and (scale := loss_scale_text(look.metrics[-1], look.num_overflows)):
+        yield scale
     if (speed := look.tokens_per_second) is not None:
         yield f"{format_count(speed)} tokens/s"
     if (mfu := look.mfu) is not None:

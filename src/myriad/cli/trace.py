@@ -2,7 +2,7 @@
 
 import json as json_format
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register", "trace"]
 
+_MOST_KEPT = 16
 _MOST_RANKS = 1_000_000
 """That fit into memory, of whatever run."""
 
@@ -46,7 +47,8 @@ def trace(
             metavar="WHAT",
             help="profile: operators; flight: collectives that the communication library remembers; stacks: "
             "where each thread is, also of a rank that hangs or is stopped; network: the counters of the "
-            "links of these ranks' nodes, each 10 ms.",
+            "links of these ranks' nodes, each 10 ms, and what was kept around anomalies, also of a run that "
+            "has ended.",
         ),
     ] = "profile",
     json: Annotated[
@@ -61,18 +63,42 @@ def trace(
     Exit code: 0 done, 1 some of it is missing, 2 the run is not at work, or bad input.
     """
     from myriad.resilience.ask_trace import request_trace
+    from myriad.resilience.traces import TraceAnswer
     from myriad.run import Run
 
     folder = Run(existing_run(run))
-    wanted = parse_ranks(ranks)
-    answer = request_trace(folder, wanted, seconds, _what(what))
+    wanted, kept = parse_ranks(ranks), _kept(folder) if what == "network" else []
+    try:
+        answer = request_trace(folder, wanted, seconds, _what(what))
+    except BadInputError as error:
+        if error.key != "RUN" or not kept:
+            raise
+        answer = TraceAnswer("", (), (), ())  # of a run that has ended, what was kept is all there is
     if json:
-        told = {"files": answer.files, "found": answer.found, "problems": answer.problems}
-        typer.echo(json_format.dumps({"run": str(folder.path), "what": what, **told}))
+        answered = {"files": answer.files, "found": answer.found, "problems": answer.problems}
+        around = {"around": kept} if what == "network" else {}
+        typer.echo(json_format.dumps({"run": str(folder.path), "what": what, **answered, **around}))
     else:
+        for one in kept:
+            typer.echo("\n  ".join(one["found"]))
+            typer.echo(f"  {one['file']}")
         _show(folder, answer)
     if answer.problems:
         raise typer.Exit(1)
+
+
+def _kept(run: "Run") -> list[dict[str, Any]]:
+    """Link counters that nodes have kept around anomalies, newest last."""
+    from myriad.telemetry.link_evidence import list_evidence, told_evidence
+
+    found = []
+    for one in list_evidence(run.counters_path / "around")[-_MOST_KEPT:]:
+        try:
+            words = told_evidence(one.path)
+        except (OSError, ValueError) as error:
+            words = [str(error)]
+        found.append({"node": one.node, "why": one.why, "file": str(one.path), "found": words})
+    return found
 
 
 def _show(run: "Run", answer: "TraceAnswer") -> None:

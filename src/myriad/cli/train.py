@@ -117,6 +117,12 @@ def train(
         check_journal(folder, resolved.resilience)
     _check_storage(folder, resolved, changes, OverrideCommand.of(context), console)
     corpora = open_inputs(resolved, lambda stage: console.print(f"{stage} ...") if console else None)
+    if console:
+        for name in corpora.unchecked:
+            text = (
+                f"{name} has no block hashes: tokens are read unchecked (myriad data hash {name} adds them)"
+            )
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
     refuse_other_tokenizer(folder, resolved, corpora)
     if resolved.train.init_from is not None:
         from myriad.train.initial import check_initial

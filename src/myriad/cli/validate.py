@@ -13,8 +13,10 @@ from myriad.cli.files import check_picture, write_picture
 from myriad.cli.json_output import print_json
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from myriad.planner.published import Table
-    from myriad.planner.validation import Score, TableResult
+    from myriad.planner.validation import Ratio, Score, TableResult
 
 __all__ = ["register", "validate"]
 
@@ -76,7 +78,7 @@ def _predict(names: list[str] | None) -> "list[TableResult]":
 
 
 def _as_json(results: "Sequence[TableResult]") -> dict[str, Any]:
-    from myriad.planner.validation import interval, intervals
+    from myriad.planner.validation import interval, intervals, ratios
 
     tables = []
     for result, (width, inside) in zip(results, intervals(results), strict=True):
@@ -91,6 +93,7 @@ def _as_json(results: "Sequence[TableResult]") -> dict[str, Any]:
                 "interval_ratio": width,
                 "interval_coverage_ratio": inside,
                 "rows": [_row(one) for one in result.rows],
+                "ratios": [_ratio(one) for one in ratios(result)],
             }
         )
     return {"tables": tables, "interval_ratio": interval(results)}
@@ -111,6 +114,16 @@ def _row(one: Any) -> dict[str, Any]:
         "open": {"micro_batch": layout.micro_batch, "virtual_stages": layout.virtual_stages}
         if len(one.row.works) > 1
         else {},
+    }
+
+
+def _ratio(one: "Ratio") -> dict[str, Any]:
+    return {
+        "setting": one.setting,
+        "system": one.system,
+        "baseline": one.baseline,
+        "published_mfu_ratio": one.published,
+        "predicted_mfu_ratio": one.predicted,
     }
 
 
@@ -160,7 +173,33 @@ def _print(results: "Sequence[TableResult]", *, rows: bool) -> None:
         )
     console.print(grid)
     console.print(_LEGEND, style="dim")
+    _print_ratios(console, results)
     console.print(f"A system in none of these tables: 90 % of times within ±{interval(results):.0%}.")
+
+
+def _print_ratios(console: "Console", results: "Sequence[TableResult]") -> None:
+    """How much better the systems of one table are than its first one, in MFU."""
+    from rich.table import Table as Grid
+
+    from myriad.planner.validation import ratios
+
+    found = [one for result in results for one in ratios(result)]
+    if not found:
+        return
+    grid = Grid(title="Ratios of MFU", title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("setting", "compared"):
+        grid.add_column(name, overflow="fold")
+    for name in ("published", "predicted", "error"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    for one in found:
+        grid.add_row(
+            one.setting,
+            f"{one.system} / {one.baseline}",
+            f"{one.published:.2f} x",
+            f"{one.predicted:.2f} x",
+            f"{one.predicted / one.published - 1:+.1%}",
+        )
+    console.print("", grid, "")
 
 
 _LEGEND = """\

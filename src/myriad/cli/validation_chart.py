@@ -9,7 +9,7 @@ from myriad.units import format_number
 
 __all__ = ["draw"]
 
-_COLOURS = ("#1f5fa8", "#b07c1e", "#3a8f5c", "#7a4fa3", "#b3403a", "#2a8a99", "#6b6b6b")
+_COLOURS = ("#1f5fa8", "#b07c1e", "#3a8f5c", "#7a4fa3", "#b3403a", "#2a8a99", "#6b6b6b", "#c06a9b")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 424.0, 48.0, 408.0
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 

@@ -5,7 +5,21 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from ablation import LAMB, OPERATORS, ROWS, Cell, chart, columns_of, job_of, loss_differences, setup_of, table
+from ablation import (
+    LAMB,
+    OPERATORS,
+    ROWS,
+    SLICES,
+    TURNS,
+    Cell,
+    chart,
+    columns_of,
+    job_of,
+    loss_differences,
+    setup_of,
+    table,
+)
+from myriad.job_changes import JobChange, changes_between
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
@@ -22,6 +36,7 @@ def test_every_row_is_a_job_and_keeps_what_the_rows_above_switched_on(column):
     for row in column.rows:
         job = job_of(column, row)
         overlaps = {name for name, value in job.overlap.model_dump().items() if value is True}
+        overlaps |= {"tensor"} if job.overlap.tensor else set()
         now = {"overlaps": overlaps, "block": job.model.block, "window": job.model.window}
         assert before.get("overlaps", set()) <= overlaps
         assert before.get("block") in (None, "serial", job.model.block)
@@ -31,8 +46,15 @@ def test_every_row_is_a_job_and_keeps_what_the_rows_above_switched_on(column):
 
 def test_only_the_last_row_has_more_tokens_and_another_optimizer():
     batches = [job_of(COLUMNS[0], row).train.global_batch for row in COLUMNS[0].rows]
-    assert batches == [batches[0]] * (len(batches) - 1) + [4 * batches[0]]
+    assert batches == [batches[0]] * (len(batches) - 1) + [3 * batches[0]]
     assert [job_of(COLUMNS[0], row).optimizer.name for row in (LAMB - 1, LAMB)] == ["adamw", "lamb"]
+
+
+def test_both_ways_to_hide_tensor_parallelism_have_a_row_and_differ_in_nothing_else():
+    slices, turns = (job_of(COLUMNS[1], row) for row in (SLICES, TURNS))
+    assert (slices.overlap.tensor, turns.overlap.tensor) == ("slices", "turns")
+    assert changes_between(slices, turns) == [JobChange("overlap.tensor", "slices", "turns")]
+    assert {SLICES, TURNS} <= set(COLUMNS[1].rows)
 
 
 def test_pytorchs_operators_serve_the_rows_above_operators_and_no_tensor_parallel_rank():
@@ -77,7 +99,7 @@ def test_table_and_chart_show_every_cell_beside_the_papers_figure():
         for row in column.rows
     ]
     assert table(COLUMNS, cells).count("1100 (1000 to 1200) | 40.0") == len(cells)
-    assert all(f"| {row.paper_mfu} |" in table(COLUMNS, cells) for row in ROWS)
+    assert all(f"| {row.paper_mfu or ''} |" in table(COLUMNS, cells) for row in ROWS)
     assert chart(COLUMNS, cells).count("40.0 %") == len(cells)
     assert ElementTree.fromstring(chart(COLUMNS, cells)) is not None
     assert loss_differences(COLUMNS, cells).count("0e+00") == len(COLUMNS)

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from myriad.cli.screen import open_screen
+from myriad.cli.summary import summarize
 from myriad.job import load_job
 from myriad.run import Run
 
@@ -131,3 +132,17 @@ def test_a_loss_that_is_not_a_number_is_shown_as_such(run):
     screen.tick()
     screen.close()
     assert any("loss nan" in line for line in drawn(console))
+
+
+def test_float16_shows_its_scale_and_each_step_that_it_skipped(run):
+    screen = open_screen(console := terminal(150), run, 100)
+    step(run, 1, loss_scale=65536.0, skipped=1, overflow=1)
+    run.append_event("overflow", step=1, loss_scale=65536.0, next_loss_scale=32768.0)
+    step(run, 2, loss_scale=32768.0)
+    screen.tick()
+    screen.close()
+    assert any(
+        "step 1: gradients overflow float16 at the loss scale 65,536" in line for line in drawn(console)
+    )
+    assert drawn(console)[-2].rstrip().endswith("loss scale 32,768, 1 step skipped for overflow")
+    assert summarize(run).loss_scale == "loss scale 32,768, 1 step skipped for overflow"

@@ -1,6 +1,8 @@
 """If these fail, one scenario that breaks takes the whole matrix with it."""
 
 import json
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from myriad.cli import faults
 from myriad.cli.main import main
 from myriad.errors import RunFailedError
+from myriad.jsonl import append_lines
 from myriad.resilience.engines.engine import Observer
 from myriad.resilience.faults import trial
 from myriad.resilience.faults.grade import Grade, Report
@@ -98,6 +101,28 @@ def test_a_run_that_a_person_ends_is_not_graded(
     (tmp_path / "one.toml").write_text(SCENARIO)
     with pytest.raises(KeyboardInterrupt):
         trial.try_scenario("one", load_scenario(str(tmp_path / "one.toml")), tmp_path, print)
+
+
+def test_progress_says_which_run_is_under_way_and_how_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """slow-rank trains for minutes: without its steps on the screen it looks as if it hung."""
+    monkeypatch.setattr(faults, "_POLL_SECONDS", 0.02)
+    shown: list[tuple[str, int, int]] = []
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    with closing(faults._Follower(lambda *what: shown.append(what))) as follower:
+        follower.title = "slow-rank (1 of 2)"
+        follower("run with faults", run, 500)
+        for step in range(1, 4):
+            append_lines(run.metrics_path, [json.dumps({"step": step, "loss": 1.0})])
+            time.sleep(0.5)
+            deadline = time.monotonic() + 20
+            while not (shown and shown[-1][1] == step) and time.monotonic() < deadline:
+                time.sleep(0.01)
+    assert [done for _, done, _ in shown][-1] == 3 and {total for *_, total in shown} == {500}
+    stage = shown[-1][0]
+    assert stage.startswith("slow-rank (1 of 2), run with faults, about") and "left" in stage
 
 
 def test_programs_get_the_same_as_json(scenarios: list[str], capsys: pytest.CaptureFixture[str]) -> None:

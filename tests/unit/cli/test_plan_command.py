@@ -16,8 +16,10 @@ from rich.console import Console
 
 from myriad.cli.main import main
 from myriad.cli.pareto import pareto_svg
+from myriad.cli.plan_job import planned_precision
 from myriad.cli.plan_show import show_waterfalls
 from myriad.job import dump_toml, load_job
+from myriad.recipes.cluster import load_cluster
 
 SMALL = ("--what-if", "accelerator.memory_bytes=4GiB")
 
@@ -119,9 +121,34 @@ def test_checkpoints_are_shown_where_they_cost_something() -> None:
 
 def test_a_faster_network_makes_it_quicker(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("gpt2-124m", "--cluster", "vegiant-32xv100-100g", "--top", "1", "--gpus", "16")
-    told = _told(capsys, *arguments, "--what-if", "links.ib=800Gbps")
+    assert _plan(*arguments) == 2
+    assert "train.precision = 'bfloat16': float16, float32 or auto" in capsys.readouterr().err
+    told = _told(capsys, *arguments, "--train.precision", "float16", "--what-if", "links.ib=800Gbps")
+    assert told["precision"] == "float16"
     before = next(plan for plan in told["plans"] if plan["rank"] == "before")
     assert told["plans"][0]["seconds"] < before["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "cluster", "planned"),
+    [
+        ([], "vegiant-32xv100-100g", "float16"),
+        ([], "megascale-256xa100", "bfloat16"),
+        ([], "laptop", "float32"),
+        (
+            ["overlap.optimizer_in_backward=true", "optimizer.clip_norm=off"],
+            "vegiant-32xv100-100g",
+            "float32",
+        ),
+        (["train.precision=float16"], "megascale-256xa100", "float16"),
+    ],
+)
+def test_a_job_is_planned_in_the_type_that_it_would_compute_in(
+    asked: list[str], cluster: str, planned: str
+) -> None:
+    """Ranks choose the type in the same way: see test_precision."""
+    job = load_job("tiny", ["train.precision=auto", *asked])
+    assert planned_precision(job, load_cluster(cluster)) == planned
 
 
 def test_a_curve_has_a_row_for_each_number(capsys: pytest.CaptureFixture[str]) -> None:
