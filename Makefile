@@ -8,13 +8,14 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 # Some containers set this, and each of hundreds of processes would compile all modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test check clean services
+.PHONY: train test check gpu-check clean services
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train   set up .venv and train on real text: about three minutes, no GPU; again: goes on"
 	@echo "make test    set up .venv, check style, types and import order, and run all tests that need no GPU"
 	@echo "make check   style, types and import order only"
+	@echo "make gpu-check   on a machine with GPUs: what runs on them, part by part, into gpu-check/ (20 minutes for one)"
 	@echo "make clean   remove .venv and caches; runs/ stays"
 
 train: $(VENV)/.installed
@@ -26,8 +27,8 @@ train: $(VENV)/.installed
 # short outage, have the machine for themselves. What drives a browser leaves its loop running: nothing else runs after it.
 # What fails ends it; `pytest` alone runs everything, one after another.
 ALONE := $(addprefix tests/processes/test_, measure_machine.py slow_rank.py) \
-	$(addprefix tests/hosts/test_, contenders.py doctor_on_hosts.py hierarchy_on_hosts.py hosts.py network_hosts.py \
-	node_order_on_hosts.py nodes_on_hosts.py timeline.py)
+	$(addprefix tests/hosts/test_, contenders.py doctor_on_hosts.py hierarchy_on_hosts.py hosts.py link_alarms.py \
+	network_hosts.py node_order_on_hosts.py nodes_on_hosts.py timeline.py)
 test: check services
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile tests/unit
 	@$(BIN)/python -m pytest tests/gpu $(ALONE)
@@ -49,6 +50,10 @@ check: $(VENV)/.installed-dev
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/python scripts/check_imports.py
+
+# PyTorch in .venv must be a build for CUDA.
+gpu-check: $(VENV)/.installed-dev
+	@$(BIN)/python scripts/gpu_check.py
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

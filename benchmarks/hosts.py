@@ -4,6 +4,8 @@
         losses = hosts.run_ranks(train, 20, world=2)       what train(20) gives on each rank, in rank order
         hosts.set_rate("50mbit")                           live; None: unshaped
         hosts.set_link(1, up=False)                        pulls the cable of host 1
+        hosts.drop(1, 0.05)                                5 % of what arrives at host 1 is lost; 0: none
+        hosts.set_half_duplex(1, "20mbit")                 both ways of its link share the rate; None: no more
         hosts.lose(1)                                      all that runs in host 1 dies
         process = hosts.start(0, ["myriad", "train"])      any command, as `subprocess.Popen`
 
@@ -41,6 +43,8 @@ from myriad.resilience.faults.namespaces import Namespaces, run
 __all__ = ["Hosts", "bits_per_second", "missing"]
 
 _TOOLS = ("ip", "tc")
+_BPF_RANDOM, _BPF_ALL = 0xFFFFF000 + 56, 0xFFFFFFFF
+"""SKF_AD_OFF + SKF_AD_RANDOM (linux/filter.h); a verdict that picks the packet."""
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -105,6 +109,37 @@ class Hosts(Namespaces):
             _shape(self.switch, self.port(host), rate)
         if hosts is None:
             self.rate = rate
+
+    def drop(self, host: int, ratio: float) -> None:
+        """Lose this share of the packets that arrive at a host, by chance. netem is not needed: a classifier
+        of classic BPF compares the kernel's random number and sends what it picks to a device that is
+        down."""
+        name = self.namespace(host)
+        subprocess.run(["tc", "-n", name, "qdisc", "delete", "dev", "eth0", "clsact"], capture_output=True)
+        if not ratio:
+            return
+        subprocess.run(["ip", "-n", name, "link", "add", "nowhere", "type", "ifb"], capture_output=True)
+        pick = f"4,32 0 0 {_BPF_RANDOM},53 1 0 {int(ratio * 2**32)},6 0 0 {_BPF_ALL},6 0 0 0"
+        self._redirect(name, "ingress", pick, "nowhere")
+
+    def set_half_duplex(self, host: int, rate: str | None) -> None:
+        """Make both ways of a host's link share one rate, as a link does that came up half-duplex."""
+        name = self.namespace(host)
+        subprocess.run(["tc", "-n", name, "qdisc", "delete", "dev", "eth0", "clsact"], capture_output=True)
+        if rate is None:
+            return
+        subprocess.run(["ip", "-n", name, "link", "add", "shared", "type", "ifb"], capture_output=True)
+        run("ip", "-n", name, "link", "set", "shared", "up")
+        _shape(name, "shared", rate)
+        for way in ("ingress", "egress"):
+            self._redirect(name, way, f"1,6 0 0 {_BPF_ALL}", "shared")
+
+    @staticmethod
+    def _redirect(name: str, way: str, bytecode: str, device: str) -> None:
+        """Send the packets of eth0 that a classifier picks through another device."""
+        subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "eth0", "clsact"], capture_output=True)
+        action = ("action", "mirred", "egress", "redirect", "dev", device)
+        run("tc", "-n", name, "filter", "add", "dev", "eth0", way, "bpf", "bytecode", bytecode, *action)
 
     def start_ranks(
         self,

@@ -1,6 +1,6 @@
 """Tensor parallelism of two ranks over a shaped link, with and without `overlap.tensor`.
 
-    python benchmarks/tensor_overlap.py [--rates unshaped 1gbit 400mbit 200mbit] [--chunks 2 3] [--quick]
+    python benchmarks/tensor_overlap.py [--rates unshaped 1gbit 400mbit 200mbit] [--settings turns:2 slices:4]
 
 Each rank is one thread pinned to a core of its own, in a host of its own (`hosts.py`). A step is a whole
 training iteration of one micro-batch: forward, backward, optimizer. Settings take turns within each repeat; a
@@ -99,7 +99,9 @@ class Contender:
 
     def __init__(self, work: Work, setting: str, groups: Groups) -> None:
         self.work, self.batch, self.recorder = work, work.batch(), Recorder()
-        chunks = {} if setting in (COMPUTE, OFF) else {"tensor_chunks": int(setting), "tensor_message": 1}
+        kind, _, chunks = setting.partition(":")
+        hides = setting not in (COMPUTE, OFF)
+        keys = {"tensor_chunks": int(chunks), "tensor_message": 1} if hides else {}
         self.engine = Engine(
             GPT(work.model, 1),
             groups,
@@ -111,7 +113,7 @@ class Contender:
             dtype=torch.float32,
             device=CPU,
             recorder=self.recorder,
-            overlap=OverlapConfig(tensor=bool(chunks), **chunks),
+            overlap=OverlapConfig.model_validate({"tensor": kind if hides else None} | keys),
         )
         if setting == COMPUTE:
             for layer in self.engine.pieces.stages[0].layers.values():
@@ -179,14 +181,14 @@ class Row:
         compute, wire = self.compute_seconds, self.wire_seconds
         return (
             f"{self.rate:>9} {self.block:>9} {compute:8.3f} {wire:8.3f} {wire / compute:6.2f}"
-            f" {self.setting:>7} {self.step_seconds:8.3f} {self.waited_seconds:8.3f}"
+            f" {self.setting:>9} {self.step_seconds:8.3f} {self.waited_seconds:8.3f}"
             f" {self.speed_up:8.2f} x {self.of_bound:8.0%} {self.of_phases:9.0%}  {self.loss:.6f}"
         )
 
 
 HEADER = (
-    f"{'rate':>9} {'block':>9} {'compute':>8} {'wire':>8} {'ratio':>6} {'chunks':>7} {'step':>8} {'waits':>8}"
-    f" {'speed-up':>10} {'of bound':>8} {'of phases':>9}  loss  (seconds)"
+    f"{'rate':>9} {'block':>9} {'compute':>8} {'wire':>8} {'ratio':>6} {'setting':>9} {'step':>8}"
+    f" {'waits':>8} {'speed-up':>10} {'of bound':>8} {'of phases':>9}  loss  (seconds)"
 )
 
 
@@ -221,7 +223,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--rates", nargs="+", default=["unshaped", "1gbit", "400mbit", "200mbit"])
     parser.add_argument("--blocks", nargs="+", default=["serial", "parallel"])
-    parser.add_argument("--chunks", nargs="+", default=["2", "4"], help="values of overlap.tensor_chunks")
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        default=["turns:2", "turns:4", "slices:2", "slices:4"],
+        help="values of overlap.tensor and overlap.tensor_chunks",
+    )
     for name, default in (("layers", 6), ("hidden", 512), ("sequence", 256), ("sequences", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--vocabulary", type=int, default=1024)
@@ -253,7 +260,7 @@ def main() -> None:
             )
             work = Work(model, settings.sequences)
             with Hosts(RANKS, None if rate == "unshaped" else rate) as hosts:
-                names = [COMPUTE, OFF, *settings.chunks]
+                names = [COMPUTE, OFF, *settings.settings]
                 ranks = hosts.run_ranks(measure, work, names, settings.repeats, timeout_seconds=3600)
             for row in rows_of(rate, work, ranks):
                 print(json.dumps(asdict(row)) if settings.json else row.line(), flush=True)

@@ -2,10 +2,11 @@
 
     python benchmarks/timeline.py [--out docs] [--only pipeline data optimizer tensor] [--rounds 3] [--quick]
 
-Two hosts of one core each. For each pass the same job runs with its switch off and on, in turns; of each, the
-iteration of median length is drawn, `docs/timeline-PASS.svg`. The rate of the links is such that about as
-much communication is needed as can be hidden: with much faster ones there is nothing to see, with much slower
-ones nothing hides. Both settings give the same losses, which is checked.
+Two hosts of one core each. For each pass the same job runs with its switch off and on (overlap.tensor: off,
+in slices and in turns), one after the other; of each, the iteration of median length is drawn,
+`docs/timeline-PASS.svg`. The rate of the links is such that about as much communication is needed as can be
+hidden: with much faster ones there is nothing to see, with much slower ones nothing hides. All settings give
+the same losses, which is checked.
 """
 
 import argparse
@@ -30,7 +31,7 @@ MODEL = {
     "overlap.pipeline": True,
     "overlap.data": True,
     "overlap.optimizer": True,
-    "overlap.tensor": True,
+    "overlap.tensor": "turns",
 }
 
 
@@ -42,7 +43,8 @@ class Case:
     layout: str
     rate: str
     before: Mapping[str, object]
-    after: Mapping[str, object]
+    after: Mapping[str, Mapping[str, object]]
+    """Changes to that by the value of the pass's key."""
     shift: float = 0.0
     """Share of an iteration by which the window begins later: what happens at its end lies inside then."""
 
@@ -53,7 +55,7 @@ CASES = (
         "2 pipeline ranks x 2 stages",
         "200mbit",
         {"layout.pp": 2, "layout.virtual_stages": 2, "train.global_batch": 8, "overlap.pipeline": False},
-        {"overlap.pipeline": True},
+        {"true": {"overlap.pipeline": True}},
     ),
     Case(
         "data",
@@ -67,7 +69,7 @@ CASES = (
             "overlap.data": False,
             "overlap.optimizer": False,
         },
-        {"overlap.data": True},
+        {"true": {"overlap.data": True}},
     ),
     Case(
         "optimizer",
@@ -80,15 +82,15 @@ CASES = (
             "train.global_batch": 8,
             "overlap.optimizer": False,
         },
-        {"overlap.optimizer": True},
+        {"true": {"overlap.optimizer": True}},
         shift=0.5,
     ),
     Case(
         "tensor",
         "2 tensor-parallel ranks",
         "400mbit",
-        {"layout.tp": 2, "layout.micro_batch": 8, "train.global_batch": 8, "overlap.tensor": False},
-        {"overlap.tensor": True},
+        {"layout.tp": 2, "layout.micro_batch": 8, "train.global_batch": 8, "overlap.tensor": "off"},
+        {kind: {"overlap.tensor": kind} for kind in ("slices", "turns")},
     ),
 )
 
@@ -115,21 +117,26 @@ def check_losses(before: RankRun, after: RankRun) -> None:
 
 
 def draw(hosts: Hosts, case: Case, rounds: int, steps: int, folder: Path) -> None:
-    """Runs both settings in turns and writes the picture."""
+    """Runs all settings in turns and writes the picture."""
     hosts.set_rate(case.rate)
     before = {**MODEL, **case.before}
-    jobs = {"false": make_job(before), "true": make_job({**before, **case.after})}
+    off = "off" if case.name == "tensor" else "false"
+    jobs = {off: make_job(before)} | {state: make_job(before | keys) for state, keys in case.after.items()}
     visits = [{state: train(hosts, job, steps) for state, job in jobs.items()} for _ in range(rounds)]
-    check_losses(visits[0]["false"][0], visits[0]["true"][0])
+    for state in case.after:
+        check_losses(visits[0][off][0], visits[0][state][0])
     panels = [panel_of(state, [visit[state] for visit in visits], case) for state in jobs]
     path = folder / f"timeline-{case.name}.svg"
     path.write_text(draw_spans(f"{case.layout}, links of {case.rate}", panels))
-    off, on = (
-        1e3 * median(seconds for visit in visits for seconds in visit[state][0].step_seconds)
+    took = {
+        state: 1e3 * median(seconds for visit in visits for seconds in visit[state][0].step_seconds)
         for state in jobs
-    )
-    row = f"| {case.name} | {case.layout} | {case.rate} | {off:.0f} | {on:.0f} | {off / on:.2f} |"
-    print(f"{row} {path} ({path.stat().st_size / 1024:.0f} KiB) |", flush=True)
+    }
+    for state in case.after:
+        name = case.name if state == "true" else f"{case.name}, {state}"
+        ratio = took[off] / took[state]
+        row = f"| {name} | {case.layout} | {case.rate} | {took[off]:.0f} | {took[state]:.0f} | {ratio:.2f} |"
+        print(f"{row} {path} ({path.stat().st_size / 1024:.0f} KiB) |", flush=True)
 
 
 def main() -> None:

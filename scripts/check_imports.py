@@ -16,20 +16,21 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 FLOORS = (
-    ("errors units config toml_text jsonl processes spin_watch strangers whole_file",),
-    ("kernels", "program", "network", "telemetry"),
+    ("errors units config toml_text jsonl processes remote_urls spin_watch strangers webhdfs whole_file",),
+    ("kernels", "program", "network", "telemetry", "alerts"),
     ("model", "optim", "data", "comm"),
     ("parallel", "planner", "checkpoint"),
     ("job job_changes job_rules job_values recipes",),
-    ("run run_lines",),
+    ("run run_lines event_text", "translation"),
     ("train", "resilience", "dashboard"),
     ("cli __main__",),
 )
 """Lowest first; a string is a room: a folder, a file, or a few that belong together."""
 
 TORCH_FREE = (
-    "errors units config toml_text jsonl processes spin_watch whole_file program network planner job "
-    "job_changes job_rules job_values recipes run run_lines dashboard cli"
+    "errors units config toml_text jsonl processes remote_urls spin_watch webhdfs whole_file program network "
+    "planner job job_changes job_rules job_values recipes run run_lines event_text translation alerts "
+    "dashboard cli"
 )
 
 PURE, KNOWN_TO_PURE = "resilience.decide.", ("resilience.facts", "resilience.causes")
