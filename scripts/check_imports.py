@@ -16,7 +16,10 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 FLOORS = (
-    ("errors units config toml_text jsonl processes remote_urls spin_watch strangers webhdfs whole_file",),
+    (
+        "errors units config toml_text jsonl machine processes remote_urls spin_watch strangers webhdfs "
+        "whole_file",
+    ),
     ("kernels", "program", "network", "telemetry", "alerts"),
     ("model", "optim", "data", "comm"),
     ("parallel", "planner", "checkpoint"),
@@ -28,9 +31,9 @@ FLOORS = (
 """Lowest first; a string is a room: a folder, a file, or a few that belong together."""
 
 TORCH_FREE = (
-    "errors units config toml_text jsonl processes remote_urls spin_watch webhdfs whole_file program network "
-    "planner job job_changes job_rules job_values recipes run run_lines event_text translation alerts "
-    "dashboard cli"
+    "errors units config toml_text jsonl machine processes remote_urls spin_watch webhdfs whole_file program "
+    "network planner job job_changes job_rules job_values recipes run run_lines event_text translation "
+    "alerts dashboard cli"
 )
 
 PURE, KNOWN_TO_PURE = "resilience.decide.", ("resilience.facts", "resilience.causes")

@@ -22,6 +22,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from myriad.machine import num_cores
+
 __all__ = ["SpinWatch", "spinning_watched", "watch_spinning"]
 
 _OWN_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -90,7 +92,7 @@ def watch_spinning(threads: int) -> SpinWatch | None:
 
     Return ``None`` where there is nothing to watch: one thread, another OpenMP library, or a user's own
     setting."""
-    idle = len(os.sched_getaffinity(0)) - threads + 1
+    idle = num_cores() - threads + 1
     is_set = any(name in os.environ for name in _OWN_SETTINGS)
     if threads < 2 or is_set or not 1 <= idle <= _MOST_IDLE_THREADS:
         return None

@@ -17,7 +17,8 @@ from watching import is_alive, wait_until
 
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import Job, ResilienceConfig
-from myriad.resilience.engines.local import check_cores, num_cores, run_local
+from myriad.machine import num_cores
+from myriad.resilience.engines.local import check_cores, run_local
 from myriad.run import Run
 
 _HEAD = """

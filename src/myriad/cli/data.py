@@ -70,6 +70,7 @@ def _prepare(
     as it is.
     """
     from myriad.data.prepare import PrepareOptions, prepare
+    from myriad.machine import num_cores
 
     options = PrepareOptions(
         tokenizer=tokenizer,
@@ -77,7 +78,7 @@ def _prepare(
         validation=validation,
         key=key,
         shard_bytes=_bytes(shard_size),
-        workers=workers or _num_cores(),
+        workers=workers or num_cores(),
     )
     with bytes_bar() as show:
         manifest = prepare(
@@ -215,12 +216,6 @@ def _bytes(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise BadInputError("--shard-size", text, str(error)) from None
-
-
-def _num_cores() -> int:
-    import os
-
-    return len(os.sched_getaffinity(0))
 
 
 def _tell(as_json: bool, result: dict[str, Any], lines: list[str]) -> None:

@@ -169,8 +169,8 @@ def doctor(
 
 def _free() -> str:
     """This machine, if it was in quarantine for what the doctor can answer for; empty: it was not."""
+    from myriad.machine import machine_name
     from myriad.resilience.drive.lemon_file import clear, read_lemons
-    from myriad.resilience.node.machine import machine_name
 
     machine, now = machine_name(), time.time()
     try:

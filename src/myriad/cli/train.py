@@ -352,7 +352,7 @@ def _spread(job: str, overrides: list[str], run: "Run") -> list[str]:
     """The default job on two cores is quickest as two data-parallel ranks of one thread each (measured; and
     the result is that of one): so it runs, unless a layout is asked for. A run that is there keeps its
     own."""
-    from myriad.resilience.engines.local import num_cores
+    from myriad.machine import num_cores
 
     if job != _DEFAULT_JOB or any(key.startswith(("layout.", "train.threads")) for key in overrides):
         return overrides

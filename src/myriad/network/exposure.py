@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.errors import BadInputError
+from myriad.machine import check_memory
 from myriad.network.conflicts import Rule
 from myriad.network.fabric import Fabric, Numbers
 from myriad.network.flows import Flows, Paths
 from myriad.network.max_min import max_min
-from myriad.network.memory import check_memory
 from myriad.network.routing import Routes, adaptive, ecmp, into_queue_pairs, spray
 
 __all__ = ["FlowExposure", "Placement", "expose", "node_order", "on_ports", "ring_flows"]

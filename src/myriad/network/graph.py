@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.errors import BadInputError
+from myriad.machine import check_memory
 from myriad.network.cables import CABLE_BYTES, Cables, Vertices
 from myriad.network.fabric import Fabric, Numbers
-from myriad.network.memory import check_memory
 from myriad.network.shape import Cable, FabricShape
 
 __all__ = ["graph"]

@@ -16,9 +16,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from myriad.machine import check_memory
 from myriad.network.fabric import Fabric, Numbers, Ordinals
 from myriad.network.flows import Flows, Paths
-from myriad.network.memory import check_memory
 from myriad.network.walk import ADAPTIVE, ALIKE, FAR, HASHED, IN_TURN, follow, measure
 
 __all__ = ["Routes", "adaptive", "ecmp", "into_queue_pairs", "spray"]

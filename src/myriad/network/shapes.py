@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.errors import BadInputError
+from myriad.machine import check_memory
 from myriad.network.cables import CABLE_BYTES, Cables
 from myriad.network.fabric import Fabric, Numbers
 from myriad.network.graph import graph
-from myriad.network.memory import check_memory
 from myriad.network.shape import FabricShape
 
 __all__ = ["Sizes", "build", "clos_sizes"]

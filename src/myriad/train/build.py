@@ -26,6 +26,7 @@ from myriad.comm.node_order import grid_rank
 from myriad.comm.sites import settle_hierarchy
 from myriad.errors import BadInputError
 from myriad.job import Job
+from myriad.machine import cores_near_device, num_cores
 from myriad.model.definition import Definition
 from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
@@ -128,12 +129,23 @@ def pick_device(kind: Literal["auto", "cpu", "cuda"], threads: int, place: Place
     if kind != "cpu" and _takes_gpu(kind, place):
         keep_memory_whole()
         torch.cuda.set_device(_on_machine(place)[0] % torch.cuda.device_count())
-        return torch.device("cuda", torch.cuda.current_device())
-    cores = len(os.sched_getaffinity(0))
+        device = torch.device("cuda", torch.cuda.current_device())
+        _stay_near(device)
+        return device
+    cores = num_cores()
     asked = os.environ.get("OMP_NUM_THREADS", "")
     own = threads or (int(asked) if asked.isdigit() else 0) or cores // place.local_world
     torch.set_num_threads(max(1, own))
     return torch.device("cpu")
+
+
+def _stay_near(device: torch.device) -> None:
+    """Bind this rank to the cores on its GPU's NUMA node, so that its host memory, which batches and
+    snapshots are copied through, is near the GPU. Cores that the launcher took away stay away."""
+    found: Any = torch.cuda.get_device_properties(device)  # its stub lacks the PCI address
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    if cores := cores_near_device(address):
+        os.sched_setaffinity(0, cores)
 
 
 def _takes_gpu(kind: Literal["auto", "cuda"], place: Place) -> bool:

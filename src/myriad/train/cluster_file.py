@@ -1,7 +1,6 @@
 """Where the measured cluster is kept, and how it is written. No torch here: a plan reads it."""
 
 import os
-import platform
 import time
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from myriad.planner.cluster import Cluster
 from myriad.toml_text import dump_toml
 from myriad.whole_file import write_whole
 
-__all__ = ["CLUSTER_NAME", "find_cluster_file", "processor_name", "write_cluster"]
+__all__ = ["CLUSTER_NAME", "find_cluster_file", "write_cluster"]
 
 CLUSTER_NAME = "this-machine"
 
@@ -31,13 +30,3 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, head + dump_toml(cluster))
-
-
-def processor_name() -> str:
-    """As its maker calls it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

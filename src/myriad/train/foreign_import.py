@@ -26,6 +26,7 @@ from myriad.checkpoint.staging import staged_folder
 from myriad.checkpoint.store import save
 from myriad.errors import BadInputError
 from myriad.job import Job
+from myriad.machine import memory_bytes
 from myriad.model.rectangle import Rectangle
 from myriad.run import Run
 from myriad.translation.deepspeed_json import translate_deepspeed
@@ -124,7 +125,7 @@ def _part(kind: Kind, name: str, state: ForeignState) -> Rectangle:
 def _check_memory(state: ForeignState, kinds: list[Kind]) -> None:
     """Refuse a state that this machine's memory cannot hold, before it is read."""
     needed = 4 * len(kinds) * state.model.num_parameters()
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = memory_bytes()
     if needed > _MEMORY_SHARE * there:
         allowed = f"takes {needed / 2**30:.1f} GiB of memory, and this machine has {there / 2**30:.1f} GiB"
         raise BadInputError(KEY, str(state.where), allowed)

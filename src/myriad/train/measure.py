@@ -28,6 +28,7 @@ from myriad.comm.groups import close_world, local_rank, open_world
 from myriad.comm.layout import Layout
 from myriad.errors import RunFailedError
 from myriad.kernels.host_memory import keep_freed_memory
+from myriad.machine import memory_bytes, num_cores, processor_name
 from myriad.planner.cluster import Accelerator, Cluster, Link, Links
 from myriad.planner.machine import (
     AttentionTime,
@@ -38,7 +39,7 @@ from myriad.planner.machine import (
     fit_type,
 )
 from myriad.planner.machine_links import TensorTime, fit_line, fit_tensor
-from myriad.train.cluster_file import CLUSTER_NAME, find_cluster_file, processor_name, write_cluster
+from myriad.train.cluster_file import CLUSTER_NAME, find_cluster_file, write_cluster
 from myriad.train.measure_compute import Pace, sweep_bytes_per_second, time_type
 from myriad.train.measure_links import LinkTimes, time_links
 from myriad.train.measure_tensor import time_tensors
@@ -70,7 +71,7 @@ class _Answer:
 
 def measure_cluster(tell: Tell = lambda what, done: None) -> Cluster:
     """Measures for some seconds. Raises `RunFailedError` when a process fails."""
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     world = min(_MOST_PROCESSES, max(2, cores - cores % 2))
     return _fit(_ask_processes(world, tell), cores)
 
@@ -82,7 +83,7 @@ def _fit(answers: Sequence[_Answer], cores: int) -> Cluster:
         for name in ("float32", "bfloat16")
     )
     pace = statistics.mean(answer.pace_seconds for answer in answers)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cores
+    memory = memory_bytes() // cores
     accelerator: Accelerator = fit_accelerator(
         f"core of {processor_name()}", memory, sweep, float32, bfloat16
     )

@@ -8,19 +8,17 @@ more than the machine has.
 """
 
 import json
-import os
-import platform
 import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from myriad.data.cache import cache_folder
+from myriad.machine import num_cores, processor_name
 from myriad.whole_file import write_whole
 
 __all__ = ["Peak", "PeakTries", "find_peak"]
@@ -145,11 +143,7 @@ def _data_sheet(device: torch.device, dtype: torch.dtype) -> Peak | None:
 def _processor(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()}, {len(os.sched_getaffinity(0))} cores"
-    return f"{platform.machine()}, {platform.node()}"
+    return f"{processor_name()}, {num_cores()} cores"
 
 
 def _measure(device: torch.device, dtype: torch.dtype, seconds: float) -> float:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from myriad import machine
 from myriad.errors import BadInputError
-from myriad.network import memory
 from myriad.network.fabric import Fabric
 from myriad.network.shape import Cable, FabricShape
 from myriad.network.shapes import build
@@ -159,7 +159,7 @@ def test_a_link_of_no_capacity_is_refused_by_its_key(change: str) -> None:
 
 
 def test_more_than_there_is_memory_for_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1e6)
+    monkeypatch.setattr(machine, "available_bytes", lambda: 1e6)
     with pytest.raises(BadInputError, match="800000 NIC ports"):
         make(100_000)
 

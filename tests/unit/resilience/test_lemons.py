@@ -11,11 +11,11 @@ from test_driver import Executor, driving
 from typer.testing import CliRunner
 
 from myriad.cli.main import build_app
+from myriad.machine import MACHINE, machine_name
 from myriad.resilience.decide.actions import Evict
 from myriad.resilience.decide.lemons import QUARANTINE_SECONDS, Accusation, Lemons
 from myriad.resilience.drive.lemon_file import accuse, clear, lemon_path, read_lemons
 from myriad.resilience.facts import EvictionAsked, NodeJoined, NodeRefused, NodeWanted
-from myriad.resilience.node.machine import MACHINE, machine_name
 
 DAY = 86_400.0
 NOW = 100 * DAY

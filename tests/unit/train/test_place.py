@@ -2,6 +2,7 @@
 of the wrong size."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from myriad.errors import BadInputError
 from myriad.parallel.device_start import check_on_device
 from myriad.program.config import OverlapConfig
 from myriad.program.device_needs import DeviceJob
+from myriad.train import build
 from myriad.train.build import Place, find_place, pick_device, prepare_cuda
 
 NAMES = (
@@ -123,6 +125,8 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: monkeypatch.setattr(
         torch.cuda, "current_device", lambda: index))  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(
+        pci_domain_id=0, pci_bus_id=0x1A + device.index, pci_device_id=0))  # fmt: skip
     for name in ("MYRIAD_EPOCH", "MYRIAD_MACHINE", "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -162,6 +166,18 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_its_launcher_sh
     setenv(monkeypatch, MYRIAD_EPOCH=1)
     with pytest.raises(BadInputError, match="GPUs for 1 of them"):
         pick_device("auto", 1, Place(11, 16, 3, 8))
+
+
+def test_a_rank_stays_on_the_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its batches and snapshots cross the processors' link."""
+    bound: list[object] = []
+    near = {"0000:1b:00.0": (4, 5)}
+    monkeypatch.setattr(build, "cores_near_device", lambda address: near.get(address, ()))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+    with_gpus(monkeypatch, 2)
+    for rank in range(2):
+        pick_device("cuda", 1, Place(rank, 2, rank, 2))
+    assert bound == [(4, 5)]
 
 
 def test_nodes_that_are_one_machine_share_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from myriad.machine import find_memory_nodes
 from myriad.optim.precision import resolve_precision
-from myriad.resilience.doctor.hardware import find_memory_nodes
 from myriad.resilience.doctor.item import Reading
 from myriad.resilience.doctor.memory import PATTERNS
 from myriad.resilience.doctor.mini_model import odd_ones_out, train_bits

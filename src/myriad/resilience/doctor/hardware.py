@@ -2,27 +2,18 @@
 test can give another one."""
 
 import fcntl
-import os
-import platform
 import socket
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MemoryNode", "Nic", "cpu_key", "find_memory_nodes", "find_nics", "read_number", "read_text"]
+from myriad.machine import num_cores, processor_name
+
+__all__ = ["Nic", "cpu_key", "find_nics", "read_number", "read_text"]
 
 _SIOCGIFADDR = 0x8915
 SYS = Path("/sys")
-
-
-@dataclass(frozen=True)
-class MemoryNode:
-    """Memory that some cores reach fastest (a NUMA node)."""
-
-    index: int
-    cpus: tuple[int, ...]
-    """Those that this process may use."""
 
 
 @dataclass(frozen=True)
@@ -58,32 +49,8 @@ def read_number(path: Path) -> float | None:
 
 
 def cpu_key(proc: Path = Path("/proc")) -> str:
-    """``cpu MODEL x CORES``: cores that this process may use."""
-    lines = (read_text(proc / "cpuinfo") or "").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"cpu {names[0] if names else platform.machine()} x {len(os.sched_getaffinity(0))}"
-
-
-def find_memory_nodes(sys: Path = SYS) -> list[MemoryNode]:
-    """Those with a core that this process may use; one with all of them where the kernel tells nothing."""
-    mine = os.sched_getaffinity(0)
-    found = []
-    for folder in sorted(
-        (sys / "devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:])
-    ):
-        cpus = _parse_list(read_text(folder / "cpulist") or "") & mine
-        if cpus:
-            found.append(MemoryNode(int(folder.name[4:]), tuple(sorted(cpus))))
-    return found or [MemoryNode(0, tuple(sorted(mine)))]
-
-
-def _parse_list(text: str) -> set[int]:
-    """``0-3,8`` is 0, 1, 2, 3, 8."""
-    found: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+    """Return ``cpu MODEL x CORES``: the processor and how many of its cores this process may use."""
+    return f"cpu {processor_name(proc)} x {num_cores()}"
 
 
 def find_nics(sys: Path = SYS) -> list[Nic]:

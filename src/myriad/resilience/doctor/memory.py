@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from myriad.resilience.doctor.hardware import MemoryNode, cpu_key, find_memory_nodes
+from myriad.machine import MemoryNode, find_memory_nodes
+from myriad.resilience.doctor.hardware import cpu_key
 from myriad.resilience.doctor.item import Reading
 
 __all__ = ["PATTERNS", "check_memory", "fill", "wrong_words"]

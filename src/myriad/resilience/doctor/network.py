@@ -11,12 +11,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from myriad.machine import MemoryNode, find_memory_nodes
 from myriad.resilience.doctor.flow import Received, receive, send_for
 from myriad.resilience.doctor.hardware import (
     SYS,
-    MemoryNode,
     Nic,
-    find_memory_nodes,
     find_nics,
     read_number,
     read_text,

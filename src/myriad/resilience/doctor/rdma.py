@@ -27,7 +27,8 @@ from pathlib import Path
 
 from myriad.comm.free_port import free_port
 from myriad.errors import RunFailedError
-from myriad.resilience.doctor.hardware import SYS, MemoryNode, find_memory_nodes, read_text
+from myriad.machine import MemoryNode, find_memory_nodes
+from myriad.resilience.doctor.hardware import SYS, read_text
 from myriad.resilience.doctor.item import Reading
 
 __all__ = [

@@ -10,32 +10,26 @@ None of them is ever left behind: each asks the kernel to be killed when its par
 lead sessions of their own.
 """
 
-import os
 import signal
 from collections.abc import Callable, Sequence
 
 from myriad.checkpoint.keeper_start import NODE
 from myriad.errors import BadInputError
 from myriad.job import Job
+from myriad.machine import MACHINE, num_cores
 from myriad.resilience.engines.engine import Observer, Outcome
 from myriad.resilience.engines.kept import Kept, of_module
 from myriad.resilience.engines.local_memory import check_local_memory
 from myriad.resilience.engines.supervise import see_through
 from myriad.resilience.facts import STOP_ASKED
 from myriad.resilience.listen import check_listen
-from myriad.resilience.node.machine import MACHINE
 from myriad.run import Run
 
-__all__ = ["LocalEngine", "check_cores", "check_local", "num_cores", "run_local"]
+__all__ = ["LocalEngine", "check_cores", "check_local", "run_local"]
 
 _GIVEN_UP_SECONDS = 5.0
 """How long the executor of a dead node stays dead where a spare may take its place: by then the driver has
 given the node up. With this machine's other nodes nothing else would ever be lost."""
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def check_cores(world: int, *, oversubscribe: bool = False) -> None:

@@ -6,12 +6,12 @@ Only what is certain counts: parameters, gradients and optimizer states of all r
 ranks of this run may still be at work. Where a GPU may hold them, snapshots in the machine's memory count.
 """
 
-import os
 from pathlib import Path
 
 from myriad.checkpoint.config import num_slots
 from myriad.errors import BadInputError
 from myriad.job import Job, work_of
+from myriad.machine import memory_bytes
 from myriad.planner.rank_memory import memory_of_ranks
 from myriad.units import format_bytes
 
@@ -26,7 +26,7 @@ _GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 def check_local_memory(job: Job, machine_bytes: float | None = None) -> None:
     """Refuses a job whose ranks need more than ``machine_bytes``, by default what this machine has. Raises
     `BadInputError`."""
-    there = machine_bytes or float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    there = machine_bytes or float(memory_bytes())
     needed = float(_BYTES_OF_A_PARAMETER * job.model.num_parameters())
     if uses_gpus(job):
         _check_snapshots(job, needed, there)

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from myriad.errors import BadInputError
+from myriad.machine import num_cores
 from myriad.resilience.engines.engine import Observer, Outcome
-from myriad.resilience.engines.local import LocalEngine, num_cores
+from myriad.resilience.engines.local import LocalEngine
 from myriad.resilience.engines.supervise import see_through
 from myriad.resilience.faults.namespaces import Namespaces, missing
 from myriad.run import Run

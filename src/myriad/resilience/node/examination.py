@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from myriad.machine import machine_name
 from myriad.resilience.facts import Examined, How
-from myriad.resilience.node.machine import machine_name
 
 __all__ = ["Examination"]
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 
 from myriad.comm.free_port import free_port
+from myriad.machine import machine_name, memory_bytes, num_cores
 from myriad.resilience.clocks import ClockComparison
 from myriad.resilience.doctor.devices import has_driver
 from myriad.resilience.drive.scribe import Scribe
@@ -56,7 +57,6 @@ from myriad.resilience.node.device_watch import DeviceWatch
 from myriad.resilience.node.examination import Examination
 from myriad.resilience.node.links import LinkWatch
 from myriad.resilience.node.log_watch import LogWatch
-from myriad.resilience.node.machine import machine_name
 from myriad.resilience.node.node_facts import node_facts
 from myriad.resilience.node.snapshot_server import watch_snapshot_server
 from myriad.resilience.node.spans import NodeSpans
@@ -319,8 +319,8 @@ class _Executor:
             epoch=crew.epoch,
             host=self._reach.host,
             port=free_port(self._reach.host),
-            cores=len(os.sched_getaffinity(0)),
-            memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            cores=num_cores(),
+            memory_bytes=memory_bytes(),
             running=tuple(crew.living()),
             exits=tuple(crew.exits.values()),
             stop_asked=self._stop_asked,

@@ -14,9 +14,9 @@ from pathlib import Path
 from myriad.checkpoint.keeper_start import NODE
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import Job
+from myriad.machine import machine_name, num_cores
 from myriad.resilience.facts import NodeNumber, NodeRefused, NodeWanted
 from myriad.resilience.node.executor_process import run_node
-from myriad.resilience.node.machine import machine_name
 from myriad.resilience.reach import Reach
 from myriad.resilience.wire import Refused, secret_place
 from myriad.run import Run
@@ -54,7 +54,7 @@ def join(
 
 def _threads(job: Job) -> int:
     here = job.layout.world // job.resilience.nodes
-    return job.train.threads or max(1, len(os.sched_getaffinity(0)) // here)
+    return job.train.threads or max(1, num_cores() // here)
 
 
 async def _find(run: Run, node: int | None, wait_seconds: float) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from myriad.machine import memory_bytes
 from myriad.resilience.doctor.hardware import cpu_key, find_nics, read_text
 from myriad.resilience.facts import GpuFacts, NicFacts, NodeFacts
 from myriad.telemetry.ethtool import driver_info
@@ -43,7 +44,7 @@ def node_facts(
         address=address,
         pod=_pod(environment),
         cpu=cpu_key(proc).removeprefix("cpu "),
-        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        memory_bytes=memory_bytes(),
         gpus=tuple(_gpus(proc))[:_MOST],
         nics=(*_nics(sys), *_rdma(sys))[:_MOST],
         versions=_versions(sys, proc),

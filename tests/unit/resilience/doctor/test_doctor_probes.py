@@ -1,6 +1,5 @@
 """Each probe on a sick node: it must see what is wrong, and it must come back."""
 
-import os
 import socket
 import subprocess
 import time
@@ -12,7 +11,7 @@ import pytest
 from myriad.resilience.doctor.clock import ClockTimes, check_clock, read_clocks
 from myriad.resilience.doctor.disk import check_disk
 from myriad.resilience.doctor.flow import exchange, receive, send_for
-from myriad.resilience.doctor.hardware import Nic, find_memory_nodes
+from myriad.resilience.doctor.hardware import Nic
 from myriad.resilience.doctor.memory import PATTERNS, fill, wrong_words
 from myriad.resilience.doctor.mini_model import odd_ones_out
 from myriad.resilience.doctor.network import check_counters, check_link, count_errors
@@ -75,16 +74,6 @@ def test_errors_count_when_they_grow_or_are_many(tmp_path):
     assert not check_counters(nic, 10, 10).problem
     assert "3 new errors" in check_counters(nic, 7, 10).problem
     assert "10000000 errors" in check_counters(nic, 1e7, 1e7).problem
-
-
-def test_memory_nodes_are_those_whose_cores_may_be_used(tmp_path):
-    mine = sorted(os.sched_getaffinity(0))
-    for index, cpus in enumerate((f"{mine[0]}-{mine[-1]}", "100000-100003", "")):
-        folder = tmp_path / f"devices/system/node/node{index}"
-        folder.mkdir(parents=True)
-        (folder / "cpulist").write_text(cpus + "\n")
-    assert [node.index for node in find_memory_nodes(tmp_path)] == [0]
-    assert find_memory_nodes(tmp_path / "none")[0].cpus == tuple(mine)
 
 
 @pytest.mark.parametrize(

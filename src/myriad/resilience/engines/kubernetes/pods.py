@@ -3,9 +3,9 @@
 from typing import Any
 
 from myriad.job import Job
+from myriad.machine import MACHINE
 from myriad.resilience.engines.kubernetes.labels import NAMESPACE, NODE_ROLE, ROLE_LABEL, RUN_LABEL, RUN_NAME
 from myriad.resilience.engines.kubernetes.settings import PodSettings, Toleration, quantity
-from myriad.resilience.node.machine import MACHINE
 from myriad.resilience.wire import SECRET_FILE
 
 __all__ = ["JOB_FILE", "driver_job", "node_job"]
