@@ -23,6 +23,10 @@ def test_each_check_has_a_name_of_its_own_and_keys_that_jobs_have() -> None:
         assert job.layout.world <= check.gpus, check.name
 
 
+INTERRUPTIBLE = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"
+"""Also where the shell that started the tests in the background had it ignored."""
+
+
 def command(code: str, seconds: float = 20.0) -> Check:
     return Check(PLAN[0].name, "", "", command=(sys.executable, "-c", code), seconds=seconds)
 
@@ -33,7 +37,7 @@ def command(code: str, seconds: float = 20.0) -> Check:
         (command("print('fine')"), "passed", ""),
         (command("print('first'); raise SystemExit('no device')"), "failed", "no device"),
         (
-            command("print('waits', flush=True); import time; time.sleep(60)", 1.0),
+            command(f"{INTERRUPTIBLE}; print('waits', flush=True); time.sleep(60)", 2.0),
             "timed out",
             "KeyboardInterrupt",
         ),
