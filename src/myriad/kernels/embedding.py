@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from myriad.kernels.gradient import sink_of
 
-__all__ = ["embedding", "embedding_reference"]
+__all__ = ["add_rows_sorted", "embedding", "embedding_reference"]
 
 
 class _Embedding(torch.autograd.Function):
@@ -29,14 +29,35 @@ class _Embedding(torch.autograd.Function):
         weight: torch.Tensor = ctx.weight
         grad = grads[0].masked_fill(absent[..., None], 0.0) if absent.numel() else grads[0]
         sink = sink_of(weight)
-        if sink is None or weight.is_cuda:  # only the dense form is deterministic on CUDA
+        if sink is None:
             dense = torch.ops.aten.embedding_dense_backward(grad, rows, weight.shape[0], -1, False)
-            if sink is not None:
-                sink.add(dense)
-            return None, dense if sink is None else None, None
-        flat = grad.flatten(0, -2).to(sink.total.dtype)
-        sink.total.index_add_(0, rows.flatten(), flat)
+            return None, dense, None
+        _add_rows(sink.total, rows.flatten(), grad.flatten(0, -2), absent.flatten())
         return None, None, None
+
+
+def _add_rows(total: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor, absent: torch.Tensor) -> None:
+    """Add ``gradients`` ``[T, H]`` to ``rows`` ``[T]`` of ``total`` ``[V/tp, H]`` in an order that is always
+    the same; those of ``absent`` tokens are zeros."""
+    gradients = gradients.to(total.dtype)
+    if total.is_cuda:
+        add_rows_sorted(total, rows, gradients, absent)
+    else:
+        total.index_add_(0, rows, gradients)
+
+
+def add_rows_sorted(
+    total: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor, absent: torch.Tensor
+) -> None:
+    """`_add_rows` for a GPU: sorts the tokens by row and adds those of a row one after another, where
+    ``index_add_`` would add by atomics.
+
+    ``absent`` ``[T]`` or ``[0]``. Absent tokens, 7 of 8 with tp 8, would all wait for one row: they go to
+    different ones.
+    """
+    if absent.numel():
+        rows = torch.where(absent, torch.arange(len(rows), device=rows.device) % len(total), rows)
+    total.index_put_((rows,), gradients, accumulate=True)
 
 
 def embedding(

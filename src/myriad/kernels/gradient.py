@@ -61,19 +61,27 @@ class GradientSink:
         self.total.add_(gradient, alpha=scale)
 
 
-def accumulate_product(total: torch.Tensor, grad_output: torch.Tensor, x: torch.Tensor) -> None:
-    """``total += grad_output^T x`` in float32; what is not float32 is multiplied as it is.
+def accumulate_product(
+    total: torch.Tensor, grad_output: torch.Tensor, x: torch.Tensor, *, first: bool = False
+) -> None:
+    """``total += grad_output^T x`` in float32; what is not float32 is multiplied as it is. The ``first``
+    product of a sum is written over whatever ``total`` has: nobody need fill it with zeros.
 
     Only a CPU's product of bfloat16 is rounded before it is added. Rounding to float16 could overflow, so a
     CPU multiplies that in float32, as tensor cores add it up."""
+    beta = 0 if first else 1
     if grad_output.dtype == total.dtype:
-        total.addmm_(grad_output.t(), x)
+        total.addmm_(grad_output.t(), x, beta=beta)
     elif total.is_cuda:
-        torch.addmm(total, grad_output.t(), x, out_dtype=total.dtype, out=total)
+        torch.addmm(total, grad_output.t(), x, out_dtype=total.dtype, beta=beta, out=total)
     elif x.dtype == torch.float16:
+        if first:
+            total.zero_()
         rows = max(_FEWEST_ROWS, _TILE_VALUES // (grad_output.shape[1] + x.shape[1]))
         for grads, inputs in zip(grad_output.split(rows), x.split(rows), strict=True):
             total.addmm_(grads.t().float(), inputs.float())
+    elif first:
+        total.copy_(grad_output.t() @ x)
     else:
         total.add_(grad_output.t() @ x)
 

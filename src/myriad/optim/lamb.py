@@ -19,7 +19,7 @@ import torch
 from myriad.kernels.config import Kernels
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.moments import Moments
-from myriad.optim.norms import add_squares, sums_of_squares
+from myriad.optim.norms import Runs, add_runs, sums_of_squares
 from myriad.optim.region import Region
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Lamb(Moments):
         self._num_parameters, self._reduce_table = num_parameters, reduce_table
         self._ratios: torch.Tensor | list[float] = []
         """Of each parameter, in the step that has begun."""
-        self._blocks: dict[int, Blocks] = {}
+        self._blocks: dict[int, tuple[Blocks, Runs]] = {}
         """Of each region that decays, for Triton's kernels."""
 
     def begin(self, learning_rate: float, gradient_scale: float) -> None:
@@ -106,11 +106,12 @@ class Lamb(Moments):
             region = self.regions[index]
             if index not in self._blocks:
                 pieces = [(piece.parameter, piece.start, piece.stop) for piece in region.pieces]
-                self._blocks[index] = cut_blocks(pieces, device)
-            blocks, moments = self._blocks[index], (self.exp_avg[index], self.exp_avg_sq[index])
+                cut = cut_blocks(pieces, device)
+                self._blocks[index] = cut, Runs.on(device, cut.runs)
+            (blocks, runs), moments = self._blocks[index], (self.exp_avg[index], self.exp_avg_sq[index])
             coefficients = self.coefficients(decays=True)
             squares = lamb_update(region.values, region.gradients, *moments, blocks, coefficients)
-            add_squares(table, blocks.owners, squares.double())
+            add_runs(table, runs, squares.double())
         return table
 
     def _apply_in_triton(self, indices: Sequence[int], ratios: torch.Tensor) -> None:
@@ -118,8 +119,8 @@ class Lamb(Moments):
 
         rates = (ratios * self.learning_rate).float()
         for index in indices:
-            if blocks := self._blocks.get(index):
-                lamb_move(self.regions[index].values, self.regions[index].gradients, blocks, rates)
+            if cut := self._blocks.get(index):
+                lamb_move(self.regions[index].values, self.regions[index].gradients, cut[0], rates)
 
 
 def _blocks(flat: torch.Tensor) -> Iterator[slice]:

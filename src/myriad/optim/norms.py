@@ -11,13 +11,13 @@ short edges, all taken in one call.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
 from myriad.optim.region import Piece
 
-__all__ = ["add_squares", "sums_of_squares"]
+__all__ = ["Runs", "add_runs", "sums_of_squares"]
 
 _ROW = 1024
 
@@ -34,21 +34,57 @@ def sums_of_squares(
     # the extra last row takes the rows of memory in which pieces meet: their edges are counted apart
     table = torch.zeros(num_parameters + 1, dtype=torch.float64, device=flats[0].device)
     cut = _cut(tuple(pieces), num_parameters, flats[0].device)
-    for flat, owners in zip(flats, cut.owners_of_rows, strict=True):
-        if len(owners):
-            rows = flat[: len(owners) * _ROW].view(-1, _ROW)
-            _accumulate(table, owners, torch.linalg.vector_norm(rows, dim=1))
+    for flat, runs in zip(flats, cut.runs, strict=True):
+        if runs.num_rows:
+            rows = flat[: runs.num_rows * _ROW].view(-1, _ROW)
+            add_runs(table, runs, torch.linalg.vector_norm(rows, dim=1).double().square())
     if cut.edges:
         edges = [flats[index][start:stop] for index, start, stop in cut.edges]
-        _accumulate(table, cut.owners_of_edges, torch.stack(torch._foreach_norm(edges)))
+        squares = torch.stack(torch._foreach_norm(edges)).double().square()
+        table.index_put_((cut.owners_of_edges,), squares, accumulate=True)  # a few of each owner
     return table[:num_parameters]
+
+
+class Runs(NamedTuple):
+    """Rows of numbers that belong to the same owner one after another."""
+
+    num_rows: int
+    owners: torch.Tensor
+    """``[runs]`` int64: rows of a table."""
+    lengths: torch.Tensor
+    """``[runs]`` int64: how many rows each run has."""
+
+    @classmethod
+    def on(cls, device: torch.device, runs: Sequence[tuple[int, int]]) -> Self:
+        """Put (owner, length) of each run on a device; the host waits for what that was given before."""
+        owners, lengths = torch.tensor(runs, dtype=torch.int64).reshape(-1, 2).unbind(1)
+        return cls(int(lengths.sum()), owners.to(device), lengths.contiguous().to(device))
+
+
+def add_runs(table: torch.Tensor, runs: Runs, squares: torch.Tensor) -> None:
+    """Add the sum of each run of float64 ``squares`` ``[rows, ...]`` to its owner's row of ``table``, always
+    in the same order.
+
+    On a GPU one group of threads adds up a run. `index_add_` adds in an order that varies, and `index_put_`
+    lets a single warp go through all rows of an owner, 512,000 for the largest matrices
+    (https://github.com/pytorch/pytorch/issues/41162).
+    """
+    for column, values in zip(_columns(table), _columns(squares), strict=True):
+        # unsafe: the lengths are not read back to be checked, for which the host would wait
+        sums = torch.segment_reduce(values, "sum", lengths=runs.lengths, unsafe=True)
+        column.index_put_((runs.owners,), sums, accumulate=True)
+
+
+def _columns(table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Vectors: a GPU adds up runs of a matrix by one thread for each column."""
+    return (table,) if table.dim() == 1 else tuple(table.unbind(1))
 
 
 class _Cut(NamedTuple):
     """Whose the rows of some flats are, and what is not in whole rows."""
 
-    owners_of_rows: list[torch.Tensor]
-    """int64, of each flat."""
+    runs: list[Runs]
+    """Of each flat."""
     edges: list[tuple[int, int, int]]
     """Flat, start, stop."""
     owners_of_edges: torch.Tensor
@@ -57,9 +93,9 @@ class _Cut(NamedTuple):
 @lru_cache(maxsize=128)
 def _cut(pieces: tuple[tuple[Piece, ...], ...], num_parameters: int, device: torch.device) -> _Cut:
     """Found once: what it puts on a device makes the host wait for all that this was given before."""
-    rows, edges, owners_of_edges = [], [], []
+    runs_of_flats, edges, owners_of_edges = [], [], []
     for index, its_pieces in enumerate(pieces):
-        runs = [(num_parameters, 0)]
+        runs = []
         position = 0
         for piece in its_pieces:
             first, last = -(-piece.start // _ROW), piece.stop // _ROW
@@ -70,16 +106,5 @@ def _cut(pieces: tuple[tuple[Piece, ...], ...], num_parameters: int, device: tor
                 ends = [(piece.start, first * _ROW), (last * _ROW, piece.stop)]
             edges += [(index, start, stop) for start, stop in ends if start < stop]
             owners_of_edges += [piece.parameter for start, stop in ends if start < stop]
-        owners, lengths = torch.tensor(runs).unbind(1)
-        rows.append(torch.repeat_interleave(owners, lengths).to(device))
-    return _Cut(rows, edges, torch.tensor(owners_of_edges, dtype=torch.int64, device=device))
-
-
-def _accumulate(table: torch.Tensor, owners: torch.Tensor, norms: torch.Tensor) -> None:
-    add_squares(table, owners, norms.double().square())
-
-
-def add_squares(table: torch.Tensor, owners: torch.Tensor, squares: torch.Tensor) -> None:
-    """Adds row ``i`` of float64 ``squares`` to row ``owners[i]`` of ``table``, always in the same order."""
-    # not index_add_: its order of additions varies on a GPU, and equal runs must give equal bits
-    table.index_put_((owners,), squares, accumulate=True)
+        runs_of_flats.append(Runs.on(device, [run for run in runs if run[1]]))
+    return _Cut(runs_of_flats, edges, torch.tensor(owners_of_edges, dtype=torch.int64, device=device))

@@ -43,9 +43,10 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 """By the number that stands for it in arrays."""
 _BLOCK, _MOST_KEYS = 64, 512
 """Of `myriad.kernels.attention_blocks`, which runs on a CPU in float32 and short spans."""
-_LOGITS, _LOGITS_ON_CPU = 2**28, 2**24
+_LOGITS, _LOGITS_ON_CPU = 2**30, 2**24
 """Bytes of logits that exist at a time (`myriad.kernels.cross_entropy`)."""
 _FEWEST_TOKENS = 512
+_GPU_TILE_TOKENS = 256
 _MESSAGE = 2**18
 """Least bytes of a part's message (``overlap.tensor_message``)."""
 
@@ -237,9 +238,10 @@ def _head_held(model: ModelConfig, practice: Practice, part: Part) -> Held:
         return Held(2 * stream + 4 * logits, value * logits, 4 * logits + value * logits)
     kept = _ours_kept(model, "head", 0, part, "none")
     several = np.asarray(part.tp) > 1
-    limit = (_LOGITS_ON_CPU if part.on_cpu else _LOGITS) / (4 * rows)
+    limit = np.floor((_LOGITS_ON_CPU if part.on_cpu else _LOGITS) / (4 * rows))
+    limit = limit if part.on_cpu else limit - limit % _GPU_TILE_TOKENS
     limit = np.where(several, np.minimum(limit, np.ceil(tokens / 2)), limit)
-    chunk = np.minimum(np.maximum(_FEWEST_TOKENS, np.floor(limit)), tokens)
+    chunk = np.minimum(np.maximum(_FEWEST_TOKENS, limit), tokens)
     logits = chunk * rows * (4.0 * np.where(several, 2.0, 1.0) + (value if value == 2 else 0.0))
     product = _product_bytes(rows * model.hidden, part)
     return Held(kept, whole + logits + product, whole + np.where(several, whole, 0.0))

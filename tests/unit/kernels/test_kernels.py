@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from myriad.kernels.activation import ACTIVATIONS
 from myriad.kernels.attention import attention, attention_reference
 from myriad.kernels.attention_blocks import Heads, runs_in_blocks
-from myriad.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from myriad.kernels.embedding import embedding, embedding_reference
-from myriad.kernels.gradient import GradientSink, apply_deferred, set_sink
+from myriad.kernels.cross_entropy import chunk_tokens, linear_cross_entropy, linear_cross_entropy_reference
+from myriad.kernels.embedding import add_rows_sorted, embedding, embedding_reference
+from myriad.kernels.gradient import GradientSink, accumulate_product, apply_deferred, set_sink
 from myriad.kernels.linear import linear
 from myriad.kernels.norm import LayerNorm, RMSNorm, rms_norm_reference
 from myriad.kernels.random import dropout, hashed_uniform, key_of, seeded_normal
@@ -152,6 +152,28 @@ def test_cross_entropy_to_a_sink_is_scaled_by_what_the_loss_is_scaled_by():
     torch.testing.assert_close(sink.total, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_first_product_of_a_sum_does_not_read_what_was_there(dtype):
+    grads, x = torch.randn(700, 3, dtype=dtype), torch.randn(700, 4, dtype=dtype)
+    expected, total = torch.zeros(3, 4), torch.full((3, 4), torch.nan)
+    accumulate_product(expected, grads, x)
+    accumulate_product(total, grads, x, first=True)
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "ranks", "expected"),
+    [
+        (128_256, 8192, 1, 2048),
+        (128_256 // 8, 8192, 8, 4096),
+        (50_304, 16_384, 1, 5120),
+        (10**6, 8192, 1, 512),
+    ],
+)
+def test_chunks_of_a_gpu_are_large_and_fill_the_tiles_of_products(rows, tokens, ranks, expected):
+    assert chunk_tokens(rows, tokens, ranks, on_gpu=True) == expected
+
+
 def test_cross_entropy_of_very_large_and_very_unlikely_scores_is_finite():
     x = torch.full((4, 6), 100.0, requires_grad=True)
     weight = torch.cat([torch.full((4, 6), 100.0), torch.full((4, 6), -100.0)])
@@ -218,6 +240,18 @@ def test_embedding_of_a_part_of_the_vocabulary(first_row):
     y = embedding(tokens, leaf, first_row, 12)
     y.backward(torch.arange(y.numel(), dtype=y.dtype).view(y.shape).sin())
     torch.testing.assert_close(sink.total, expected)
+
+
+@pytest.mark.parametrize("present", [1.0, 0.25])
+def test_rows_that_a_gpu_adds_sorted_are_those_that_a_cpu_adds(present):
+    rows, gradients = torch.randint(4, (40,)), torch.randn(40, 5)
+    absent = torch.rand(40) >= present
+    gradients[absent] = 0.0
+    expected = torch.randn(4, 5)
+    total = expected.clone()
+    expected.index_add_(0, rows, gradients)
+    add_rows_sorted(total, rows, gradients, absent if present < 1 else absent[:0])
+    torch.testing.assert_close(total, expected)
 
 
 def rotated(x, base, first_position=0):

@@ -63,6 +63,8 @@ class Blocks(NamedTuple):
     starts: torch.Tensor  # int64 [blocks]
     stops: torch.Tensor  # int64 [blocks]
     owners: torch.Tensor  # int64 [blocks]: row of the table of parameters
+    runs: list[tuple[int, int]]
+    """(parameter, number of blocks) of each piece, in order."""
 
 
 def cut_blocks(pieces: Sequence[tuple[int, int, int]], device: torch.device) -> Blocks:
@@ -73,7 +75,8 @@ def cut_blocks(pieces: Sequence[tuple[int, int, int]], device: torch.device) -> 
     table = torch.tensor([(owner, stop) for owner, _, stop in pieces], dtype=torch.int64).view(-1, 2)
     owners, ends = table.repeat_interleave(counts, 0).unbind(1)
     stops = torch.minimum(starts + _BLOCK, ends)
-    return Blocks(starts.to(device), stops.to(device), owners.contiguous().to(device))
+    runs = [(piece[0], len(part)) for piece, part in zip(pieces, parts, strict=True)]
+    return Blocks(starts.to(device), stops.to(device), owners.contiguous().to(device), runs)
 
 
 @triton.jit
