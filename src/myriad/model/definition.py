@@ -11,7 +11,7 @@ process group: a layer is built with a `Boundary`, which on one device does noth
     definition.tied                 name -> the name of the parameter it is (same values, summed gradients)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -92,9 +92,9 @@ class Definition(Protocol):
         output``."""
         ...
 
-    def initial(self, index: int) -> dict[str, torch.Tensor]:
-        """Whole initial parameters of layer ``index`` by their name inside the layer, float32, the same on
-        every rank."""
+    def initial(self, index: int, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """Return whole initial parameters of layer ``index`` by their name inside the layer, float32, the
+        same on every rank; those of ``names`` alone, where it is given."""
         ...
 
 

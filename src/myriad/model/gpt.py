@@ -7,7 +7,7 @@
 Initial values depend on (seed, full parameter name) alone, so that every layout starts from the same model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -72,14 +72,15 @@ class GPT:
             return Head(self.config, boundary)
         return Block(self.config, index - 1, boundary)
 
-    def initial(self, index: int) -> dict[str, torch.Tensor]:
-        """Whole initial parameters of layer ``index``."""
+    def initial(self, index: int, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """Return whole initial parameters of layer ``index``, or those of ``names``."""
         with torch.device("meta"):
             layer = self.build(index, Boundary())
         prefix = self.names[index]
         return {
             name: self._initial_values(f"{prefix}.{name}", parameter.shape)
             for name, parameter in layer.named_parameters()
+            if names is None or name in names
         }
 
     def _initial_values(self, name: str, shape: torch.Size) -> torch.Tensor:

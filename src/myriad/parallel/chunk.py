@@ -168,6 +168,11 @@ class Chunk:
         )
         return Region(self.master[inside], self.gradients[inside], decays, pieces)
 
+    def holds(self, row: int) -> bool:
+        """Whether a part of this parameter lies in this rank's slice."""
+        start, stop = self.spans[row]
+        return max(start, self.start) < min(stop, self.stop)
+
     def load(self, row: int, values: torch.Tensor) -> None:
         """Sets one parameter of this rank's slice from its (tensor-parallel) whole; other ranks' slices by
         `gather`."""

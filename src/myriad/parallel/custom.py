@@ -13,7 +13,7 @@ that is where the ranks' parts are apart. Linears, wherever they are, become one
 runtime can place (zero-bubble schedules).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -106,12 +106,16 @@ class LayerList:
         layer = self._replaced(self._layers[index].make(), self._layers[index].name, boundary)
         return _adapt(layer, self._loss if last else None)
 
-    def initial(self, index: int) -> dict[str, torch.Tensor]:
-        """What the module's own initialisation gives under this layer's seed."""
+    def initial(self, index: int, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """Return what the module's own initialisation gives under this layer's seed."""
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(key_of(self._seed, self._layers[index].name) % 2**63)
             layer = self._layers[index].make()
-        return {name: parameter.detach().float() for name, parameter in layer.named_parameters()}
+        return {
+            name: parameter.detach().float()
+            for name, parameter in layer.named_parameters()
+            if names is None or name in names
+        }
 
     def _replaced(self, module: nn.Module, path: str, boundary: Boundary) -> nn.Module:
         if type(module) is nn.Linear:

@@ -37,7 +37,7 @@ from myriad.parallel.device_start import blank_batch, check_on_device
 from myriad.parallel.float8_weights import multiply_in_float8
 from myriad.parallel.held import Held
 from myriad.parallel.non_finite import Finding, first_finding
-from myriad.parallel.pieces import build_pieces, shapes_between_stages
+from myriad.parallel.pieces import build_pieces, draw_initial, shapes_between_stages
 from myriad.parallel.runtime import Batch, Idle, Plan, Runtime
 from myriad.parallel.tensor import make_boundary
 from myriad.program.build import build_program, count_chunks
@@ -91,10 +91,12 @@ class Engine:
         kernels: Kernels = "auto",
         float8: Float8 | None = None,
         loss_scaler: LossScaler | None = None,
+        draws_initial: bool = True,
     ) -> None:
         """``sample``: one micro-batch, or tensors of its shapes and types; ``num_micro_batches``: of this
-        rank's replica; ``loss_scaler``: scales the loss in training, which float16 needs. Raises
-        `BadInputError` for programs that may deadlock on this rank's GPU."""
+        rank's replica; ``loss_scaler``: scales the loss in training, which float16 needs;
+        ``draws_initial``: parameters have the seed's values; else they have none until a state is loaded or
+        `draw_initial` is called. Raises `BadInputError` for programs that may deadlock on this rank's GPU."""
         if device.type == "cpu":
             keep_freed_memory()
         layout = groups.grid.layout
@@ -134,6 +136,9 @@ class Engine:
         self.pieces = build_pieces(
             definition, layers, stage_rank, groups, self.boundary, sharing, dtype, device
         )
+        self._definition = definition
+        if draws_initial:
+            self.draw_initial()
         if float8 is not None:
             multiply_in_float8(self.pieces, len(definition.names), float8)
         travels = layers if layout.pp > 1 else []
@@ -424,6 +429,10 @@ class Engine:
         for chunk in self.pieces.chunks if self.layout.zero < 3 else ():
             chunk.start_gather(0)
             chunk.await_gather()
+
+    def draw_initial(self) -> None:
+        """Set the parameters to the values of the definition's seed."""
+        draw_initial(self._definition, self.pieces, self.boundary)
 
     def loaded(self) -> None:
         """The state was written into: whole parameters must be gathered anew."""

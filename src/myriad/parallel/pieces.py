@@ -1,4 +1,4 @@
-"""The model pieces of one rank: layers built, parameters laid into chunks, initial values loaded.
+"""The model pieces of one rank: layers built, parameters laid into chunks, initial values drawn if wanted.
 
 A rank owns the layers of its stages (one per virtual stage). Each stage's parameters are one chunk;
 parameters that the first and the last stage share (tied embeddings) are a chunk of their own, laid out alike
@@ -16,7 +16,7 @@ from myriad.model.boundary import Boundary
 from myriad.model.definition import Context, Definition, shard_of
 from myriad.parallel.chunk import Chunk, Entry, Sharing
 
-__all__ = ["Pieces", "Stage", "build_pieces", "shapes_between_stages"]
+__all__ = ["Pieces", "Stage", "build_pieces", "draw_initial", "shapes_between_stages"]
 
 
 @dataclass
@@ -56,7 +56,7 @@ def build_pieces(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Pieces:
-    """Builds this rank's layers on the meta device, gives them memory and their initial values."""
+    """Build this rank's layers on the meta device and give them memory, which has no values yet."""
     mine = [stage for stage, rank in enumerate(stage_rank) if rank == groups.grid.index("pp")]
     layers: dict[int, nn.Module] = {}
     with torch.device("meta"):
@@ -91,7 +91,6 @@ def build_pieces(
         _tied_peers(groups, stage_rank, holders),
         tied is not None and min(holders) in mine,
     )
-    _load_initial(definition, pieces, layers_of_stage, boundary)
     _refuse_buffers(layers)
     return pieces
 
@@ -140,21 +139,25 @@ def _tied_peers(groups: Groups, stage_rank: Sequence[int], holders: set[int]) ->
     return tuple(sorted({pipeline[stage_rank[stage]] for stage in holders}))
 
 
-def _load_initial(
-    definition: Definition, pieces: Pieces, layers_of_stage: Sequence[range], boundary: Boundary
-) -> None:
-    where = {entry.name: (chunk, row) for chunk in pieces.chunks for row, entry in enumerate(chunk.entries)}
-    needed = {name.rsplit(".", 1)[0] for name in where}
+def draw_initial(definition: Definition, pieces: Pieces, boundary: Boundary) -> None:
+    """Set this rank's parameters to the values of the definition's seed. Tensors of which this rank's slices
+    hold nothing are not drawn."""
+    where = {
+        entry.name: (chunk, row)
+        for chunk in pieces.chunks
+        for row, entry in enumerate(chunk.entries)
+        if chunk.holds(row)
+    }
     for index, prefix in enumerate(definition.names):
-        if not any(name == prefix or name.startswith(f"{prefix}.") for name in needed):
+        own = {name.removeprefix(f"{prefix}.") for name in where if name.startswith(f"{prefix}.")}
+        if not own:
             continue
-        for path, full in definition.initial(index).items():
+        for path, full in definition.initial(index, own).items():
             name = f"{prefix}.{path}"
-            if name in where:
-                shard = shard_of(definition, name)
-                local = full if shard is None else shard.take(full, boundary.rank, boundary.size)
-                chunk, row = where[name]
-                chunk.load(row, local)
+            shard = shard_of(definition, name)
+            local = full if shard is None else shard.take(full, boundary.rank, boundary.size)
+            chunk, row = where[name]
+            chunk.load(row, local)
     for chunk in pieces.chunks:
         chunk.mark_stale()
 

@@ -228,6 +228,7 @@ class Trainer:
             kernels=self.kernels,
             float8=resolve_float8(job.train.precision, self.kernels),
             loss_scaler=LossScaler(job.loss_scale, job.targets) if self.dtype == torch.float16 else None,
+            draws_initial=False,
         )
 
     def _build_meter(self) -> StepMeter:
@@ -260,6 +261,8 @@ class Trainer:
             self.engine.loaded()
         elif begun := fill_initial(self.run_folder, self.job, self.engine):
             self._event("weights", **begun)
+        else:
+            self.engine.draw_initial()
         self.session.begin(list(self.engine.rectangles()))
         return step
 
