@@ -13,13 +13,14 @@ from torch.nn import functional as F
 import gpu_float8
 from gpu_timing import measured_seconds
 from myriad.kernels.activation import activate
-from myriad.kernels.attention import attention_by, attention_reference
+from myriad.kernels.attention import attention_by, attention_reference, split_heads
 from myriad.kernels.attention_blocks import Heads
 from myriad.kernels.attention_choice import AttentionPath, AttentionShape, Timed, hindrance
+from myriad.kernels.config import Kernels
 from myriad.kernels.cross_entropy import linear_cross_entropy
 from myriad.kernels.float8 import multiplies_float8
 from myriad.kernels.norm import LayerNorm, RMSNorm
-from myriad.kernels.rotary import rotary_turns, turned
+from myriad.kernels.rotary import rotary_turns
 from myriad.model.boundary import Boundary
 
 __all__ = ["Ceilings", "ceilings", "print_ceilings", "print_kernels", "quickest_paths"]
@@ -163,11 +164,15 @@ def _streaming(device: torch.device, sizes: Sizes, compiles: bool) -> Iterator[C
     yield Case("GELU with bias", 5 * wide, 0, {n: both_ways(f, inner, bias) for n, f in gelu.items()})
     del inner
     heads = sizes.heads
-    turning = _values(device, 1, tokens, heads.num_heads + heads.num_kv_heads, heads.width)
+    fused = _values(device, 1, tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.width)
     turns = rotary_turns(10000.0, heads.width, tokens, device)
-    rotary = {kernels: partial(turned, turns=turns, kernels=kernels) for kernels in ("auto", "plain")}
-    runs = {"myriad": both_ways(rotary["auto"], turning), "torch eager": both_ways(rotary["plain"], turning)}
-    yield Case("rotary", 4 * 2.0 * turning.numel(), 0, runs)
+
+    def heads_of(x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        return torch.cat(split_heads(x, heads, turns, kernels), 2)
+
+    contenders: dict[str, Kernels] = {"myriad": "auto", "torch eager": "plain"}
+    runs = {name: both_ways(partial(heads_of, kernels=kind), fused) for name, kind in contenders.items()}
+    yield Case("rotary", 4 * 2.0 * fused.numel(), 0, runs)
 
 
 def _plain_swiglu(x: torch.Tensor) -> torch.Tensor:

@@ -113,7 +113,7 @@ def _tensor(job: "Job") -> dict[str, Any] | None:
     value_bytes = 2 if job.train.precision == "bfloat16" else 4
     cut: dict[str, float] = {"chunks": overlap.tensor_chunks, "message_bytes": overlap.tensor_message}
     share, position_bytes = model.sequence // layout.tp, float(model.hidden * value_bytes)
-    parts = num_parts(layout.micro_batch, share, position_bytes, **cut)
+    parts = num_parts(layout.micro_batch, share, position_bytes, **cut, on_cpu=True)
     slices = num_slices(layout.micro_batch * share, position_bytes, **cut)
     kind = overlap.tensor or "off"
     pieces = {"turns": {"parts": int(parts)}, "slices": {"slices": int(slices)}}

@@ -19,7 +19,7 @@ from myriad.kernels.config import Kernels
 from myriad.kernels.cross_entropy import linear_cross_entropy
 from myriad.kernels.float8 import BOTH, Kind, scaled_reference, seen_reference
 from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
-from myriad.kernels.rotary import rotary_reference, rotary_turns, turned
+from myriad.kernels.rotary import rotary_reference, rotary_turns
 
 __all__ = ["LIMITS", "Tried", "beyond_limits", "disagreements", "float8_disagreements", "proved"]
 
@@ -93,12 +93,13 @@ def _cases(
             lambda x, bias, name=name: activate(name, x, bias, "triton"),
             lambda x, bias, formula=formula: formula(x + bias),
         )
+    heads = Heads(2, 1, 64)
     turns = rotary_turns(1e4, 64, rows, device)
     yield (
         "rotary",
-        [values(2, rows, 3, 64, seed=6)],
-        lambda x: turned(x, turns, "triton"),
-        lambda x: rotary_reference(x.cpu(), 1e4).to(device),
+        [values(2, rows, 4 * 64, seed=6)],
+        lambda x: torch.cat(split_heads(x, heads, turns, "triton"), 2),
+        lambda x: _turned_heads(x.cpu().unflatten(2, (4, 64)), 3).to(device),
     )
     targets = torch.arange(rows, device=device) * 7 % 1000
     yield (
@@ -107,13 +108,18 @@ def _cases(
         lambda x, weight: linear_cross_entropy(x, weight, targets, _Alone(), 1000, kernels="triton"),
         lambda x, weight: F.cross_entropy(x @ weight[:1000].t(), targets, reduction="sum"),
     )
-    heads, window = Heads(2, 1, 64), max(1, rows // 3)
+    window = max(1, rows // 3)
     yield (
         "attention",
         [values(2, rows, 4 * 64, seed=9)],
         lambda x: attention(x, heads, window, kernels="triton"),
         lambda x: attention_reference(*split_heads(x, heads, None), window).flatten(2),
     )
+
+
+def _turned_heads(x: torch.Tensor, num_turning: int) -> torch.Tensor:
+    """``x`` ``[B, S, N + 2 K, D]``, queries and keys turned."""
+    return torch.cat([rotary_reference(x[:, :, :num_turning], 1e4), x[:, :, num_turning:]], 2)
 
 
 def proved(

@@ -25,7 +25,7 @@ from myriad.kernels.attention_choice import (
     choose_attention,
     read_times,
 )
-from myriad.kernels.choice import in_interpreter
+from myriad.kernels.choice import in_interpreter, runs_triton
 from myriad.kernels.config import Kernels
 from myriad.kernels.rotary import turned
 
@@ -102,9 +102,14 @@ def split_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries ``[B, S, N, D]``, keys and values ``[B, S, K, D]``, turned."""
     num_turning = heads.num_heads + heads.num_kv_heads
-    turning, v = fused.unflatten(-1, (-1, heads.width)).split_with_sizes([num_turning, heads.num_kv_heads], 2)
+    fused = fused.unflatten(-1, (-1, heads.width))
+    if turns is not None and runs_triton("rotary", fused, kernels, heads.width):
+        from myriad.kernels.triton import rotary as triton_rotary
+
+        return triton_rotary.split_turned(fused, heads.num_kv_heads, turns)
+    turning, v = fused.split_with_sizes([num_turning, heads.num_kv_heads], 2)
     if turns is not None:
-        turning = turned(turning, turns, kernels)
+        turning = turned(turning, turns)
     q, k = turning.split_with_sizes([heads.num_heads, heads.num_kv_heads], 2)
     return q, k, v
 

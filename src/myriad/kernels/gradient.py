@@ -13,6 +13,7 @@ the sums have the same bits.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -56,9 +57,18 @@ class GradientSink:
         assert self.float8 is not None
         self.float8.add_weight_gradient(self.total, columns, x)
 
+    def add_rows(self, rows: torch.Tensor) -> None:
+        """``total += rows.sum(0)``, now, of float32 ``rows`` ``[n, ...]``: one kernel, in a fixed order."""
+        self.total.view(-1).addmv_(rows.flatten(1).t(), _ones(len(rows), rows.device))
+
     def add(self, gradient: torch.Tensor, scale: float = 1.0) -> None:
         """``total += scale * gradient``, now."""
         self.total.add_(gradient, alpha=scale)
+
+
+@lru_cache(maxsize=16)
+def _ones(length: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(length, device=device)
 
 
 def accumulate_product(

@@ -1,6 +1,6 @@
 """Rotary positions (Su et al. 2021): neighbouring pairs of a head's values are complex numbers, turned by an
 angle that grows with the position. One complex multiplication forward, one with the conjugate backward; on a
-GPU `myriad.kernels.triton.rotary` does the same in one pass, in any type.
+GPU `myriad.kernels.triton.rotary` does the same in one pass, in any type, where the heads are split.
 
 Legend: B batch, S sequence, N heads, D head size.
 """
@@ -9,9 +9,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-
-from myriad.kernels.choice import runs_triton
-from myriad.kernels.config import Kernels
 
 __all__ = ["rotary_reference", "rotary_turns", "turned"]
 
@@ -53,12 +50,8 @@ class _Turned(torch.autograd.Function):
         return _turn(grads[0], ctx.turns.conj()), None
 
 
-def turned(x: torch.Tensor, turns: torch.Tensor, kernels: Kernels = "auto") -> torch.Tensor:
+def turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     """``x`` ``[B, S, N, D]``, each pair turned."""
-    if runs_triton("rotary", x, kernels, x.shape[-1]):
-        from myriad.kernels.triton import rotary as triton_rotary
-
-        return triton_rotary.turned(x, turns)
     y: torch.Tensor = _Turned.apply(x, turns)
     return y
 

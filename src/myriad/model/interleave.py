@@ -215,7 +215,8 @@ def _choose_cut(layer: SteppedLayer, x: torch.Tensor) -> Cut | None:
         return None
     share = x.shape[1] // boundary.size if layer.takes_tokens else x.shape[1]
     chunks, least = boundary.chunks, boundary.message_bytes
-    parts = int(num_parts(len(x), share, layer.position_bytes(x), chunks=chunks, message_bytes=least))
+    cut = {"chunks": chunks, "message_bytes": least}
+    parts = int(num_parts(len(x), share, layer.position_bytes(x), **cut, on_cpu=not x.is_cuda))
     length, tokens = (len(x), share * boundary.size) if len(x) > 1 else (share, boundary.size)
     multiple = boundary.token_multiple // math.gcd(boundary.token_multiple, tokens)
     sizes = part_sizes(length, parts, multiple if length % multiple == 0 else 1)

@@ -10,23 +10,29 @@ import numpy.typing as npt
 
 __all__ = ["num_parts", "num_slices", "part_sizes"]
 
-_MORE_PARTS = 2
-"""Times as many parts of positions as of sequences: what travels when they meet has nothing to hide behind,
-and it is one part. Six layers of 512 and 1,024 positions whose transfers take as long as the compute: steps
-1.38 x as fast with 2 parts, 1.47 x with 4, 1.52 x with 8, counting products and bytes alone."""
+_MORE_PARTS_ON_CPU = 2
+"""Times as many parts of positions as of sequences on a CPU: what travels when they meet has nothing to hide
+behind, and it is one part. Six layers of 512 and 1,024 positions whose transfers take as long as the compute:
+steps 1.38 x as fast with 2 parts, 1.47 x with 4, 1.52 x with 8, counting products and bytes alone. On a GPU
+each part starts all kernels of a layer, and smaller products fill it less."""
 
 Number = float | npt.NDArray[np.float64]
 
 
 def num_parts(
-    sequences: Number, positions: Number, position_bytes: Number, *, chunks: Number, message_bytes: Number
+    sequences: Number,
+    positions: Number,
+    position_bytes: Number,
+    *,
+    chunks: Number,
+    message_bytes: Number,
+    on_cpu: bool,
 ) -> Number:
     """Of a micro-batch of ``sequences``, each with ``positions`` of ``position_bytes`` on this rank: as many
-    as ``chunks`` when whole sequences can be cut, more of a single one, none smaller than
-    ``message_bytes``."""
+    as ``chunks``, on a CPU more of a single one, none smaller than ``message_bytes``."""
     most = sequences * positions * position_bytes // message_bytes
     is_single = np.less_equal(sequences, 1)
-    wanted = np.where(is_single, _MORE_PARTS * chunks, chunks)
+    wanted = np.where(is_single, _MORE_PARTS_ON_CPU * chunks, chunks) if on_cpu else chunks
     pieces = np.where(is_single, positions, sequences)
     parts: npt.NDArray[np.float64] = np.maximum(1.0, np.minimum(np.minimum(most, wanted), pieces))
     return parts

@@ -354,8 +354,7 @@ class Engine:
         if group is None or not parts:
             return
         flat = sum_in_order(torch.cat(parts), group)
-        for part, total in zip(parts, flat.split([len(part) for part in parts]), strict=True):
-            part.copy_(total)
+        torch._foreach_copy_(parts, flat.split([len(part) for part in parts]))
 
     def _skip_overflow(self, squares: torch.Tensor, loss: float) -> None:
         """Gradients or the loss are not finite: let all ranks skip the step if the loss scale explains it,

@@ -342,7 +342,14 @@ def _parts(model: ModelConfig, where: Slice) -> Number:
         return where.practice.tensor_parts
     chunks, message_bytes = where.overlap.tensor_chunks, where.overlap.tensor_message
     positions, position_bytes = model.sequence / where.tp, model.hidden * where.value_bytes
-    return num_parts(where.micro_batch, positions, position_bytes, chunks=chunks, message_bytes=message_bytes)
+    return num_parts(
+        where.micro_batch,
+        positions,
+        position_bytes,
+        chunks=chunks,
+        message_bytes=message_bytes,
+        on_cpu=where.cluster.on_cpu,
+    )
 
 
 def _behind_weights(model: ModelConfig, where: Slice, comm: Number, weights: Number) -> Number:

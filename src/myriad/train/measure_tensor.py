@@ -96,7 +96,8 @@ def _time(pair: Group, hidden: int, sequence: int, micro_batch: int) -> TensorTi
         [stack_of_blocks(model, torch.float32, boundary, x) for boundary in (_Nobody(), waiting, behind)],
         pair,
     )
-    parts = num_parts(micro_batch, sequence / 2, hidden * 4, chunks=chunks, message_bytes=message_bytes)
+    cut = {"chunks": chunks, "message_bytes": message_bytes}
+    parts = num_parts(micro_batch, sequence / 2, hidden * 4, **cut, on_cpu=True)
     return TensorTime(
         4.0 * micro_batch * sequence * hidden,
         alone / _STACK,

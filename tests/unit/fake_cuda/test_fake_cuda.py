@@ -14,10 +14,10 @@ from step_cases import STEPS
 
 _HERE = Path(__file__).parent
 _BUDGETS = {
-    "Llama-3-8B": 30,
-    "Llama-3-8B, float8": 66,
-    "Llama-3-8B, tp 8": 146,
-    "Llama-3-8B, tp 8, micro-batch 2": 78,
+    "Llama-3-8B": 24,
+    "Llama-3-8B, float8": 60,
+    "Llama-3-8B, tp 8": 66,
+    "Llama-3-8B, tp 8, micro-batch 2": 64,
 }
 """Most launches a layer, forward and backward; docs/gpu.md has the same numbers."""
 

@@ -20,14 +20,15 @@ POINTERS = {
     "means weight_sums bias_sums roots turns facts tops totals logits values gradients exp_avg exp_avg_sq "
     "squares rates updates stays": "*fp32",
     "targets starts stops owners": "*i64",
-    "x branch weight bias stream y grad grad_y grad_stream out": "",
+    "x branch weight bias stream y grad grad_y grad_stream out q k v fused": "",
 }
 NUMBERS = {
     "epsilon learning_rate kept_ratio scale beta1 rest1 beta2 rest2 correction1 root_correction2 "
     "weight_decay gain": "fp32",
     "x_stride branch_stride grad_y_stride grad_stream_stride stream_stride batch_stride position_stride "
     "head_stride turns_stride stride out_stride rows width size sequence num_heads num_pairs first_row "
-    "num_valid": "i32",
+    "num_valid q_batch q_position q_head k_batch k_position k_head v_batch v_position v_head "
+    "num_kv_heads": "i32",
 }
 TYPES = {
     name: kind for table in (POINTERS, NUMBERS) for names, kind in table.items() for name in names.split()
@@ -44,8 +45,8 @@ def cases() -> Iterator[tuple[Any, dict[str, Any]]]:
         flags = {"NAME": name, "HAS_BIAS": name != "relu2", "BLOCK": 1024}
         yield triton_activation.forward_kernel, flags
         yield triton_activation.backward_kernel, flags
-    for back in (True, False):
-        yield triton_rotary.turn_kernel, {"BACK": back, "HEADS": 16, "PAIRS": 64}
+    for kernel in (triton_rotary.turn_kernel, triton_rotary.join_kernel):
+        yield kernel, {"HEADS": 16, "PAIRS": 64}
     yield triton_cross_entropy.facts_kernel, {"BLOCK": 4096}
     yield triton_cross_entropy.gradient_kernel, {"BLOCK": 4096}
     for may_stay in (True, False):

@@ -10,9 +10,11 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from myriad.kernels.activation import activate
+from myriad.kernels.attention import split_heads
+from myriad.kernels.attention_blocks import Heads
 from myriad.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from myriad.kernels.norm import LayerNorm, RMSNorm
-from myriad.kernels.rotary import rotary_reference, rotary_turns, turned
+from myriad.kernels.rotary import rotary_reference, rotary_turns
 from myriad.model.boundary import Boundary
 
 TYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -146,13 +148,30 @@ def test_activation(name: str, rows: int, width: int, dtype: torch.dtype, has_bi
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.integers(0, 2), st.integers(1, 5), st.integers(1, 5), st.sampled_from([2, 6, 24]), TYPES)
-def test_rotary(batch: int, sequence: int, heads: int, width: int, dtype: torch.dtype) -> None:
-    """Queries and keys are a part of the fused projection, whose memory also holds the values."""
-    x = normal(batch, sequence, heads + 2, width, dtype=dtype)[:, :, :heads]
-    turns = rotary_turns(100.0, width, sequence, x.device)
-    found = results(lambda x: turned(x, turns, "triton"), x)
-    assert_close(found, results(lambda x: rotary_reference(x, 100.0), x.double()), dtype)
+@given(
+    st.integers(0, 2),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(1, 2),
+    st.sampled_from([2, 6, 24]),
+    TYPES,
+)
+def test_rotary(batch: int, sequence: int, share: int, kv: int, width: int, dtype: torch.dtype) -> None:
+    """Queries and keys are turned, values are not; gradients come as attention gives them, heads first."""
+    heads = Heads(share * kv, kv, width)
+    fused = normal(batch, sequence, (share + 2) * kv * width, dtype=dtype)
+    turns = rotary_turns(100.0, width, sequence, fused.device)
+
+    def split(x: torch.Tensor) -> torch.Tensor:
+        parts = split_heads(x, heads, turns, "triton")
+        return torch.cat([part.transpose(1, 2) for part in parts], 1)
+
+    def formula(x: torch.Tensor) -> torch.Tensor:
+        x = x.unflatten(2, (-1, width))
+        turning = (share + 1) * kv
+        return torch.cat([rotary_reference(x[:, :, :turning], 100.0), x[:, :, turning:]], 2).transpose(1, 2)
+
+    assert_close(results(split, fused), results(formula, fused.double()), dtype)
 
 
 @settings(max_examples=10, deadline=None)

@@ -129,5 +129,6 @@ def test_the_doctor_s_trial_passes_and_finds_a_kernel_that_is_wrong(monkeypatch)
     found = disagreements(torch.float32, here, 5, 20)
     assert set(found) == {"norm", "activation", "rotary", "cross_entropy", "attention", "adamw", "lamb"}
     assert all(share <= LIMITS[torch.float32] for share in found.values()), found
-    monkeypatch.setattr(triton_rotary, "turned", lambda x, turns: x * 1.01)
+    split = triton_rotary.split_turned
+    monkeypatch.setattr(triton_rotary, "split_turned", lambda x, *how: split(x * 1.01, *how))
     assert disagreements(torch.float32, here, 5, 20)["rotary"] > LIMITS[torch.float32]

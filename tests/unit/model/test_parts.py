@@ -17,13 +17,20 @@ MODEL = ModelConfig(layers=4, hidden=4096, heads=32, sequence=2048, vocabulary=8
 
 
 @given(
-    st.integers(1, 64), st.integers(1, 4096), st.integers(1, 2**15), st.integers(2, 16), st.integers(1, 2**22)
+    st.integers(1, 64),
+    st.integers(1, 4096),
+    st.integers(1, 2**15),
+    st.integers(2, 16),
+    st.integers(1, 2**22),
+    st.booleans(),
 )
-def test_parts_are_worth_a_message_each(sequences, positions, position_bytes, chunks, message_bytes):
-    parts = num_parts(sequences, positions, position_bytes, chunks=chunks, message_bytes=message_bytes)
+def test_parts_are_worth_a_message_each(sequences, positions, position_bytes, chunks, message_bytes, on_cpu):
+    cut = {"chunks": chunks, "message_bytes": message_bytes, "on_cpu": on_cpu}
+    parts = num_parts(sequences, positions, position_bytes, **cut)
     assert parts == int(parts) >= 1
     assert parts == 1 or sequences * positions * position_bytes / parts >= message_bytes
-    assert parts <= (2 * chunks if sequences == 1 else min(chunks, sequences))
+    most = chunks * (1 + on_cpu) if sequences == 1 else min(chunks, sequences)
+    assert parts <= most
 
 
 @given(st.integers(1, 600), st.integers(1, 8), st.sampled_from([1, 2, 8, 16]))
@@ -36,9 +43,9 @@ def test_parts_add_up_and_keep_the_multiple(units, parts, multiple):
 
 def test_many_layouts_at_once_are_cut_as_each_alone():
     sequences, positions = np.array([1.0, 2.0, 3.0, 8.0]), np.array([3.0, 64.0, 64.0, 64.0])
-    together = num_parts(sequences, positions, 8192, chunks=4, message_bytes=2**18)
+    together = num_parts(sequences, positions, 8192, chunks=4, message_bytes=2**18, on_cpu=True)
     alone = [
-        num_parts(*pair, 8192, chunks=4, message_bytes=2**18)
+        num_parts(*pair, 8192, chunks=4, message_bytes=2**18, on_cpu=True)
         for pair in zip(sequences, positions, strict=True)
     ]
     assert together.tolist() == alone == [1, 2, 3, 4]  # 24 KiB, 1 MiB, 1.5 MiB, 4 MiB in messages of 256 KiB
@@ -57,4 +64,5 @@ def test_a_prediction_follows_the_job_s_chunks_and_messages():
 
 def test_small_parts_cost_more_than_they_hide():
     """Each begins anew: else a plan would cut what the runtime is quicker without."""
-    assert exposed_seconds(1, 1024, tensor_message=2**18) > exposed_seconds(1, 1024, tensor_message=2**30)
+    small = exposed_seconds(1, 1024, tensor_message=2**16, tensor_chunks=8)
+    assert small > exposed_seconds(1, 1024, tensor_message=2**30)

@@ -172,6 +172,7 @@ def tensor_time(core, link, hidden, sequence, micro_batch, work_ratio=0.0):
         hidden * 4,
         chunks=overlap.tensor_chunks,
         message_bytes=overlap.tensor_message,
+        on_cpu=True,
     )
     num_bytes = 4.0 * micro_batch * sequence * hidden
     waited, behind = seconds(link, 0.0) - free, seconds(link, 1.0) - free

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from myriad.kernels.gradient import sink_of
 from myriad.kernels.triton.launch import block_of, launch, num_programs, rows_of
 
 __all__ = ["add_norm"]
@@ -177,7 +178,7 @@ class _AddNorm(torch.autograd.Function):
 
 def _backward(
     ctx: Any, grad_stream: torch.Tensor | None, grad_y: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     stream, means, roots = ctx.saved_tensors
     rows, weight, bias = rows_of(grad_y), ctx.weight, ctx.bias
     more = rows if grad_stream is None else rows_of(grad_stream)
@@ -209,8 +210,17 @@ def _backward(
         BLOCK=block,
         num_warps=_warps(block),
     )
-    totals = sums.sum(1).to(weight.dtype)
-    return grad.view(grad_y.shape), totals[0], None if bias is None else totals[1]
+    grad_bias = None if bias is None else _added_up(bias, sums[1])
+    return grad.view(grad_y.shape), _added_up(weight, sums[0]), grad_bias
+
+
+def _added_up(parameter: torch.Tensor, sums: torch.Tensor) -> torch.Tensor | None:
+    """The programs' sums ``[P, H]`` as the parameter's gradient, if no sink takes it."""
+    sink = sink_of(parameter)
+    if sink is None:
+        return sums.sum(0).to(parameter.dtype)
+    sink.add_rows(sums)
+    return None
 
 
 def add_norm(
