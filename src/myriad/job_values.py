@@ -55,6 +55,9 @@ class TrainConfig(Config):
     kernels: Kernels = "auto"
     """auto: Myriad's Triton kernels on a GPU, where triton is installed and the shape fits (`myriad doctor`
     says which); plain: the library's operators; triton: refuse where one of Triton's cannot run."""
+    deterministic: bool = False
+    """On a GPU: kernels that add in a fixed order, so that equal runs have equal bits; slower. Refused with
+    train.kernels = plain. Off: what is quickest, equal within rounding. CPUs always add in a fixed order."""
     cuda_graphs: bool = False
     """On a GPU the operators of a forward or a backward are started at once, as a captured CUDA graph: for
     small models in small micro-batches. Needs tp, pp, cp, ep and virtual_stages of 1, layout.zero of 0 or 1,

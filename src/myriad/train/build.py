@@ -38,6 +38,7 @@ from myriad.train.profile import parameters_per_layer, seconds_per_layer
 __all__ = [
     "Place",
     "find_place",
+    "fix_order",
     "keep_memory_whole",
     "pick_device",
     "prepare_cuda",
@@ -47,6 +48,8 @@ __all__ = [
 
 _COMM = CommConfig()
 _LOG = logging.getLogger(__name__)
+_FIXED_PRODUCTS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Else cuBLAS may choose otherwise when several streams multiply (NVIDIA cuBLAS, section 2.1.4)."""
 _PLACEMENT = {"node_size", "switch_size", "node_bandwidth", "network_bandwidth", "switch_bandwidth"}
 
 
@@ -113,11 +116,22 @@ def keep_memory_whole() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def prepare_cuda(layout: Layout, overlap: OverlapConfig) -> None:
+def prepare_cuda(layout: Layout, overlap: OverlapConfig, *, deterministic: bool = False) -> None:
     """Before this process first asks for a GPU: set what CUDA reads then, so that pipeline ranks do not wait
-    for each other for ever (`myriad.program.device_check`). A user's own settings stay."""
-    for name, value in rank_environment(layout, overlap).items():
+    for each other for ever (`myriad.program.device_check`), and so that products are ``deterministic``. A
+    user's own settings stay."""
+    fixed = _FIXED_PRODUCTS if deterministic else {}
+    for name, value in {**rank_environment(layout, overlap), **fixed}.items():
         os.environ.setdefault(name, value)
+
+
+def fix_order(device: torch.device) -> None:
+    """Add in a fixed order on a GPU from now on: operators take PyTorch's deterministic kernels, and those
+    that have none raise. New memory is not filled for it."""
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
+        deterministic: Any = torch.utils.deterministic  # its stub lacks the switch
+        deterministic.fill_uninitialized_memory = False
 
 
 def pick_device(kind: Literal["auto", "cpu", "cuda"], threads: int, place: Place) -> torch.device:

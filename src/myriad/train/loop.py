@@ -47,6 +47,7 @@ from myriad.train.batches import Validation, rank_rows, to_batch
 from myriad.train.build import (
     Place,
     find_place,
+    fix_order,
     pick_device,
     prepare_cuda,
     settle_links,
@@ -119,8 +120,10 @@ class Trainer:
         self._epoch = int(os.environ.get("MYRIAD_EPOCH", "0"))
         """Number of this attempt, from the driver; 0: there is none."""
         content = self._open_inputs()
-        prepare_cuda(job.layout, job.overlap)
+        prepare_cuda(job.layout, job.overlap, deterministic=job.train.deterministic)
         self.device = pick_device(job.train.device, job.train.threads, self.place)
+        if job.train.deterministic:
+            fix_order(self.device)
         self._spin_watch = watch_spinning(torch.get_num_threads()) if self.device.type == "cpu" else None
         skips = not job.overlap.updates_early
         self.dtype = resolve_precision(job.train.precision, self.device, skips_steps=skips)

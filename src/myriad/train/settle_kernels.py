@@ -3,6 +3,7 @@ with a line that says so."""
 
 import torch
 
+from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.kernels.attention_choice import (
     AttentionShape,
@@ -19,8 +20,17 @@ def settle_kernels(job: Job, device: torch.device, dtype: torch.dtype) -> list[s
     """Lines about what is done otherwise than a user may expect. Raises `BadInputError` for what was insisted
     on and cannot be."""
     asked, kind, name, model = job.train.kernels, device.type, _name(dtype), job.model
+    on_gpu, fixed = kind == "cuda", job.train.deterministic
+    if on_gpu and fixed and asked == "plain":
+        raise BadInputError("train.deterministic", True, "needs train.kernels = auto: plain adds by atomics")
     shape = AttentionShape(
-        kind, name, model.sequence, model.head_width, model.window, interpreted=in_interpreter()
+        kind,
+        name,
+        model.sequence,
+        model.head_width,
+        model.window,
+        deterministic=on_gpu and fixed,
+        interpreted=in_interpreter(),
     )
     check_kernels(asked, kind, name, model.kernel_widths)
     check_attention(asked, shape)

@@ -17,7 +17,7 @@ from myriad.optim.config import OptimizerConfig
 from myriad.optim.precision import resolve_precision
 from myriad.parallel import engine
 from myriad.parallel.runtime import Batch
-from myriad.train.build import keep_memory_whole
+from myriad.train.build import fix_order, keep_memory_whole
 from myriad.train.fit import fit
 from myriad.train.memory_budget import within_budget
 from myriad.train.settle_kernels import precision_told, settle_kernels
@@ -35,6 +35,28 @@ def test_float8_on_a_cpu_is_emulated_and_says_so() -> None:
 def test_cuda_graphs_on_a_cpu_fall_back_with_a_line() -> None:
     (line,) = settle_kernels(load_job("tiny", ["train.cuda_graphs=true"]), CPU, torch.bfloat16)
     assert line == "no CUDA graphs here: operators are started one by one"
+
+
+def test_deterministic_training_refuses_kernels_that_add_by_atomics_on_a_gpu() -> None:
+    keys = ["train.deterministic=true", "train.kernels=plain"]
+    with pytest.raises(BadInputError, match=r"train\.deterministic = True: needs train\.kernels = auto"):
+        settle_kernels(load_job("tiny", keys), CUDA, torch.bfloat16)
+    assert settle_kernels(load_job("tiny", keys), CPU, torch.float32) == []
+
+
+def test_deterministic_training_takes_pytorch_s_fixed_order_on_gpus_alone() -> None:
+    was = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        fix_order(CPU)
+        assert torch.are_deterministic_algorithms_enabled() == was[0]
+        fix_order(CUDA)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory, "a pass over all memory"
+        shape = attention_choice.AttentionShape("cuda", "bfloat16", 8192, 128, deterministic=True)
+        assert attention_choice.choose_attention(shape).path == "sdpa", "cuDNN's backward adds by atomics"
+    finally:
+        torch.use_deterministic_algorithms(was[0])
+        torch.utils.deterministic.fill_uninitialized_memory = was[1]
 
 
 def test_blocks_of_float8_have_no_product_but_tritons(monkeypatch) -> None:
