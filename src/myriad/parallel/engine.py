@@ -295,6 +295,7 @@ class Engine:
         own[1].fill_(signal)  # an assignment would copy it from the host, and wait for the device
         own[2 + self._held.replica] = (squares * self._held.counts).sum()
         total_loss, total_signal, *norms = all_reduce(own, self.groups.world).tolist()
+        self.recorder.settle_clock()
         scale = self._loss_scale
         norms = [norm / scale**2 for norm in norms]
         whole_norm = math.sqrt(sum(norms) / self._num_replicas)

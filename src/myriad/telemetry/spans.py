@@ -18,6 +18,7 @@ from time import monotonic_ns
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from myriad.telemetry.device_clock import Counted
 from myriad.telemetry.progress_page import ProgressRow
 from myriad.telemetry.records import PHASES, class_of, evaluated
 from myriad.telemetry.ring import SpanRing
@@ -76,13 +77,14 @@ class Recorder:
         self._rank = rank
         self._timed: dict[tuple[str, int, int, int], _Timed] = {}
         self._evaluated: dict[tuple[str, int, int, int], _Timed] = {}
-        self._evaluates = False
+        self.evaluates = False
+        """What is recorded belongs to a program that trains nothing."""
         self.words, self.written = self.ring.words, 0
         self.at = self.first = self.ring.first
         self.last = self.ring.end - 4
         self.when = 0
         """Step and rank, as a record has them."""
-        self.computes, self.busy_ns = False, 0
+        self.computes, self.busy_ns, self.exposed_ns = False, 0, 0
         self.step(0)
 
     def serve(self) -> None:
@@ -93,13 +95,24 @@ class Recorder:
         """Spans from here on belong to it."""
         self.when = _word(((step, 32), (self._rank, 32)))
         if self.device is not None:
-            self.busy_ns += self.device.collect(self.write)
+            self._collect(self.device)
+
+    def _collect(self, device: "DeviceClock") -> None:
+        busy_ns, exposed_ns = device.collect(self.write)
+        self.busy_ns += busy_ns
+        self.exposed_ns += exposed_ns
+
+    def settle_clock(self) -> None:
+        """The host has just waited for the device: every few seconds, align their clocks."""
+        if self.device is not None and self.device.is_due:
+            self._collect(self.device)
+            self.device.settle()
 
     def span(self, name: str, stage: int = -1, micro_batch: int = -1, chunk: int = -1) -> "_Timed":
         """Records the time of a ``with`` block under ``name``, also when it raises."""
         timed = self._timed.get((name, stage, micro_batch, chunk))
         if timed is None or timed.start_ns:  # inside itself
-            recorded = evaluated(name) if self._evaluates and evaluated(name) in PHASES else name
+            recorded = evaluated(name) if self.evaluates and evaluated(name) in PHASES else name
             what = _word(((self.ring.index_of(recorded), 16), (stage, 16), (micro_batch, 16), (chunk, 16)))
             timed = _Timed(self, name, what, is_compute=recorded in _COMPUTE)
             self._timed.setdefault((name, stage, micro_batch, chunk), timed)
@@ -109,11 +122,11 @@ class Recorder:
     def evaluating(self) -> Iterator[None]:
         """A program that trains nothing: its spans have names of their own (`records.evaluated`), and count
         neither as computing nor in `take_totals`."""
-        self._timed, self._evaluated, self._evaluates = self._evaluated, self._timed, True
+        self._timed, self._evaluated, self.evaluates = self._evaluated, self._timed, True
         try:
             yield
         finally:
-            self._timed, self._evaluated, self._evaluates = self._evaluated, self._timed, False
+            self._timed, self._evaluated, self.evaluates = self._evaluated, self._timed, False
 
     def write(self, start_ns: int, duration_ns: int, when: int, what: int) -> None:
         """A record; ``when``: step and rank, ``what``: name, stage, micro-batch and chunk."""
@@ -144,6 +157,15 @@ class Recorder:
         busy, self.busy_ns = self.busy_ns, 0
         return busy / 1e9
 
+    def take_exposed(self) -> float:
+        """Seconds in which this rank waited for others since the last call; on a GPU in which the device did,
+        as for `take_busy`: the host runs ahead of it, and waits for it in one place for everything."""
+        totals = self.take_totals()
+        if self.device is None:
+            return sum(totals.get(name, 0.0) for name in sorted(COMMUNICATION))
+        exposed, self.exposed_ns = self.exposed_ns, 0
+        return exposed / 1e9
+
     def take_totals(self) -> dict[str, float]:
         """Seconds by name since the last call."""
         totals: dict[str, float] = {}
@@ -172,6 +194,7 @@ class _Timed:
         "_busy",
         "_communicates",
         "_computed",
+        "_exposed",
         "_is_compute",
         "_recorder",
         "_row",
@@ -189,6 +212,7 @@ class _Timed:
         self._recorder, self._row, self._what = recorder, recorder.row, what
         self._communicates, self._is_compute = name in COMMUNICATION, is_compute
         self._before, self._computed, self._busy = b"", False, 0
+        self._exposed = int(self._communicates and not recorder.evaluates)
 
     def __enter__(self) -> None:
         recorder = self._recorder
@@ -220,7 +244,7 @@ class _Timed:
             recorder.written = words[_WRITTEN] = recorder.written + 1
             recorder.busy_ns += self._busy * took
         elif not recorder.device.add(
-            self._begun, recorder.device.mark(), recorder.when, self._what, self._busy
+            self._begun, recorder.device.mark(), recorder.when, self._what, Counted(self._busy, self._exposed)
         ):
             recorder.write(start, took, recorder.when, self._what)
         recorder.computes = self._computed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from myriad.parallel.engine import StepResult
-from myriad.telemetry.spans import COMMUNICATION, Recorder
+from myriad.telemetry.spans import Recorder
 
 __all__ = ["StepMeter"]
 
@@ -37,7 +37,6 @@ class StepMeter:
         """``step`` and ``tokens`` count those done; the time is that of the step's end. A batch that
         was skipped says ``skipped``, and ``overflow`` where gradients overflowed at the ``loss_scale`` of
         float16; what is not finite is null."""
-        totals = recorder.take_totals()
         return {
             "time": time.time(),
             "step": step,
@@ -51,7 +50,7 @@ class StepMeter:
             "memory_bytes": self._memory_bytes(),
             "data_wait_seconds": data_wait,
             "checkpoint_wait_seconds": checkpoint_wait,
-            "exposed_comm_seconds": sum(totals.get(name, 0.0) for name in sorted(COMMUNICATION)),
+            "exposed_comm_seconds": recorder.take_exposed(),
             **({"loss_scale": result.loss_scale} if result.loss_scale is not None else {}),
             **({"skipped": 1} if result.skipped else {}),
             **({"overflow": 1} if result.overflow else {}),

@@ -185,6 +185,49 @@ def test_a_gpu_reports_how_long_it_computed_once_it_has(rings: SpanRings) -> Non
     assert recorder.take_busy() == 0
 
 
+def test_a_gpu_s_exposed_communication_is_what_the_device_waited(rings: SpanRings) -> None:
+    """The host runs ahead and waits for the whole step in one place: by its clock all of it is exposed."""
+    _Event.now_ms, _Event.passed_ms = 100.0, 1e9
+    recorder = Recorder(ring=own_ring(), device=DeviceClock(_Event))
+    with recorder.span("forward"):
+        _Event.now_ms += 50
+        with recorder.span("tensor_comm"):
+            _Event.now_ms += 3
+    with recorder.span("clip"):
+        time.sleep(0.02)  # the host, for the 53 ms of the device
+        _Event.now_ms += 2
+    with recorder.evaluating(), recorder.span("await_gather"):
+        _Event.now_ms += 90
+    recorder.step(2)
+    assert recorder.take_exposed() == pytest.approx(0.005) and recorder.take_exposed() == 0
+
+
+def test_a_device_s_clock_is_renewed_though_it_is_busy_when_steps_begin(
+    rings: SpanRings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clock runs 1 % fast here: times drift from the host's until they count from a new moment."""
+    now_ns = [10**12]
+    monkeypatch.setattr(device_clock.time, "monotonic_ns", lambda: now_ns[0])
+
+    def passes(seconds: float) -> None:
+        now_ns[0] += round(seconds * 1e9)
+        _Event.now_ms += seconds * 1e3 * 1.01
+
+    _Event.now_ms, _Event.passed_ms = 100.0, 1e9
+    recorder = Recorder(ring=own_ring(), device=DeviceClock(_Event))
+    for step in range(100):
+        recorder.step(step)
+        with recorder.span("clip"):
+            passes(1.0)
+            recorder.settle_clock()
+        _Event.passed_ms = _Event.now_ms - 1  # the update is under way when the next step begins
+        recorder.step(step + 1)
+        _Event.passed_ms = 1e9
+    recorder.step(101)
+    starts = rings.drain(1).records["start_ns"] / 1e9
+    assert np.abs(starts - starts[0] - np.arange(100)).max() < 0.1, "1 s without renewal"
+
+
 def test_of_a_device_that_is_far_behind_the_hosts_times_are_kept(
     rings: SpanRings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
