@@ -14,10 +14,14 @@ from myriad.errors import RunFailedError
 __all__ = ["LostPeerError", "lost_peers_told"]
 
 _TIMED_OUT = re.compile(
-    r"timed out waiting|timeout caused pair closure|wait timeout|timed out after \d+ ?ms", re.IGNORECASE
+    r"timed out waiting|timeout caused pair closure|wait timeout|timed out after \d+ ?ms"
+    r"|collective operation timeout|milliseconds before timing out",
+    re.IGNORECASE,
 )
 _CLOSED = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|communicator was aborted", re.IGNORECASE
+    r"connection (was )?(closed|reset|refused)|broken pipe|communicator was aborted"
+    r"|remote process exited|ncclRemoteError",
+    re.IGNORECASE,
 )
 
 

@@ -40,6 +40,8 @@ def cause_of(code: int, error: str, *, memory_killed: bool) -> Cause:
         return "interrupted"
     if code == -signal.SIGKILL:
         return "host memory" if memory_killed else "killed"
+    if code == -signal.SIGABRT and is_secondary(error):  # NCCL's watchdog ends the process
+        return "peer"
     if code < 0:
         return "crash"
     if code == _BAD_INPUT:

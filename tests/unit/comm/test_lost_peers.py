@@ -12,6 +12,8 @@ WAITED_IN_VAIN = [
     "operation to complete",
     "Application timeout caused pair closure",
     "wait timeout after 3000ms, keys: /default_pg/0/rank_1",
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
+    "Timeout(ms)=3000) ran for 3001 milliseconds before timing out.",
 ]
 HUNG_UP = [
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711",
@@ -19,6 +21,9 @@ HUNG_UP = [
     "Connection reset by peer",
     "writev [127.0.0.1]:4711: Broken pipe",
     "NCCL communicator was aborted on rank 3.",
+    "NCCL error in: ProcessGroupNCCL.cpp:3699, remote process exited or there was a network error, NCCL "
+    "version 2.27.5\nncclRemoteError: A call failed possibly due to a network error or a remote process "
+    "exiting prematurely.",
 ]
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from myriad.errors import BAD_DATA
 from myriad.resilience.causes import cause_of
+from myriad.resilience.engines.logs import error_excerpt
 from myriad.resilience.node.memory_kills import count_memory_kills
 
 
@@ -18,6 +19,10 @@ from myriad.resilience.node.memory_kills import count_memory_kills
         (-2, "", False, "interrupted"),
         (1, "Traceback\nKeyboardInterrupt", False, "interrupted"),
         (-11, "Fatal Python error: Segmentation fault", False, "crash"),
+        (-6, "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", False, "peer"),
+        (-6, "double free or corruption (out)", False, "crash"),
+        (1, "Traceback\nDistBackendError: NCCL error in: a.cpp:3, remote process exited or there was a "
+         "network error, NCCL version 2.27.5", False, "peer"),
         (2, "layout.tp = 3: must divide", False, "input"),
         (1, "Traceback\nValueError: the moon is full", False, "user"),
         (1, "Traceback\nRuntimeError: [gloo] Connection closed by peer [127.0.0.1]:123", False, "peer"),
@@ -53,3 +58,22 @@ def test_the_counter_is_found_in_either_version_of_control_groups(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert count_memory_kills(tmp_path) == count
+
+
+def test_what_nccl_s_watchdog_says_is_found_above_the_stack_that_it_prints(tmp_path: Path) -> None:
+    said = (
+        "[PG ID 0 Rank 1] Process group watchdog thread terminated with exception: [Rank 1] Watchdog caught "
+    )
+    said += "collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 600001 milliseconds "
+    frames = "".join(
+        f"frame #{n}: c10d::ProcessGroupNCCL::run() + 0x7d (0x7f in libtorch.so)\n" for n in range(40)
+    )
+    log = tmp_path / "rank-1.log"
+    log.write_text(
+        "[rank1]:[E1124 12:00:00.1 ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught collective operation\n"
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n"
+        f"  what():  {said}before timing out.\nException raised from checkTimeout at a.cpp:3\n{frames}"
+    )
+    error = error_excerpt(log)
+    assert error == f"{said}before timing out."
+    assert cause_of(-6, error, memory_killed=False) == "peer"

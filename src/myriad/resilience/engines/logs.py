@@ -12,19 +12,25 @@ _NOISE = re.compile(r"^\[rank\d+\]:\[|^\[[WIE]\d{3,} |^\s*$|\bWarning: |resource
 _SECONDARY = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|error)|DistNetworkError"
     r"|DistStoreError|recvValue failed|failed to recv|timed out|communicator was aborted"
+    r"|collective operation timeout|before timing out|remote process exited|ncclRemoteError"
     r"|peer may have (died|closed)|the rank that owns it is gone|the node's first rank made none",
     re.IGNORECASE,
 )
 _ERROR_LINE = "myriad: error: "
 _TRACEBACK = "Traceback (most recent call last)"
+_TERMINATED = re.compile(r"^\s*what\(\):\s+(.*)")
+"""An exception of C++ that nobody caught, as of NCCL's watchdog; frames of the stack follow."""
 
 
 def error_excerpt(log_path: Path) -> str:
-    """The one-line error of a rank, else its last traceback, else its last lines."""
+    """The one-line error of a rank, else what terminated it, else its last traceback or its last lines."""
     lines = _last_lines(log_path)
     told = [line.removeprefix(_ERROR_LINE) for line in lines if line.startswith(_ERROR_LINE)]
     if told:
         return told[-1]
+    terminated = [found.group(1) for line in lines if (found := _TERMINATED.match(line))]
+    if terminated:
+        return terminated[-1]
     starts = [index for index, line in enumerate(lines) if line.startswith(_TRACEBACK)]
     if starts:
         lines = lines[starts[-1] : _traceback_end(lines, starts[-1])]
