@@ -28,6 +28,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MYRIAD = (sys.executable, "-m", "myriad")
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+NCCL_TESTS = ROOT / "tests" / "gpu" / "test_nccl.py"
 STEPS, LAST = 30, 5
 SAFE = {
     "train.kernels": "plain",
@@ -79,7 +81,7 @@ def _one_gpu() -> Iterator[Check]:
         "kernels",
         "Triton's kernels, float32 and captured graphs give the numbers of a CPU",
         "train with --train.kernels plain; the failing kernel is named by the test",
-        command=(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / "gpu")),
+        command=(*PYTEST, str(ROOT / "tests" / "gpu"), "--ignore", str(NCCL_TESTS)),
         seconds=6 * _MINUTES,
         needs_cuda=True,
     )
@@ -162,6 +164,15 @@ def _several_gpus() -> Iterator[Check]:
         more |= {} if schedule == "zero-bubble" else {"layout.virtual_stages": "2"}
         shows = f"schedule {schedule} with all defaults"
         yield Check(f"pipeline-{schedule}", shows, "overlap.pipeline = false", keys=more, gpus=2)
+    yield Check(
+        "nccl",
+        "each schedule, ZeRO stage and axis gives one GPU's losses in float32",
+        "the checks above say which kind; the failing layout is named by the test",
+        command=(*PYTEST, str(NCCL_TESTS)),
+        seconds=8 * _MINUTES,
+        gpus=2,
+        needs_cuda=True,
+    )
     slices = {"layout.tp": "2", "overlap.tensor": "slices"}
     yield Check("tensor-slices", "products in slices with symmetric memory", "overlap.tensor = turns",
                 keys=slices, gpus=2, needs_cuda=True)  # fmt: skip

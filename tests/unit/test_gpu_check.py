@@ -1,6 +1,7 @@
 """If these fail, the first hour on a rented GPU goes by with a wrong key, a hang, or an empty report."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -87,3 +88,11 @@ def test_what_needs_more_gpus_than_there_are_is_skipped_with_the_reason() -> Non
     assert why_skipped(plan["data-safe"], 1, "cuda") == "needs 2 GPUs, there are 1"
     assert why_skipped(plan["data-safe"], 2, "cuda") == "" == why_skipped(plan["data-safe"], 0, "cpu")
     assert why_skipped(plan["kernels"], 0, "cpu") == "needs a GPU"
+
+
+def test_the_table_of_what_has_run_names_tests_that_are_there() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "gpu.md").read_text(encoding="utf-8")
+    table = page.split("## What has run where", 1)[1].split("\n## ", 1)[0]
+    named = re.findall(r"`([a-z_0-9/]+/test_[a-z_0-9]+\.py)`", table)
+    assert len(named) > 20 and all((root / "tests" / name).is_file() for name in named), named
