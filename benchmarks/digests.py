@@ -35,7 +35,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "processes"))
 from ranks import run_ranks
 
 
-def make_engine(job: Job, device: torch.device, recorder: Recorder | None = None) -> tuple[Engine, Batch]:
+def make_engine(
+    job: Job, device: torch.device, recorder: Recorder | None = None, *, draws_initial: bool = True
+) -> tuple[Engine, Batch]:
     """As a trainer has it, without a corpus: the bits do not matter."""
     layout, model = job.layout, job.model
     dtype = resolve_precision(job.train.precision, device)
@@ -60,6 +62,7 @@ def make_engine(job: Job, device: torch.device, recorder: Recorder | None = None
         recorder=recorder or Recorder(),
         overlap=job.overlap,
         comm=job.comm,
+        draws_initial=draws_initial,
     )
     return engine, Batch(tokens, tokens, tokens[:, 0])
 
