@@ -176,12 +176,13 @@ def test_a_spare_that_the_doctor_finds_unfit_takes_nobodys_place(
 
 
 def test_without_a_spare_the_same_node_begins_again(tmp_path: Path, corpus: Path, undisturbed: Run) -> None:
-    """At once, and its memory has every step."""
+    """At once, from memory: at the latest from the copies, which are taken every 5 steps and of which one may
+    be under way."""
     run = make_run(tmp_path / "run", corpus)
     acts = Acts(run, (reached(run, 20), lambda: lose(run, 1, memory=False)))
     assert run_local(run, 2, observer=acts) == "finished"
     (resume,) = events(run, "resume")
-    assert (resume["source"], resume["step"] >= 19) == ("memory", True)
+    assert resume["source"] == "memory" and resume["step"] >= 10
     assert placements(run) == [[0, 1], [0, 1]] and events(run, "eviction") == []
     assert_same_run(run, undisturbed)
 
@@ -195,7 +196,7 @@ def test_what_all_nodes_of_the_machine_have_in_memory_is_seen(tmp_path: Path, co
 
     assert run_local(run, 2, observer=Acts(run, (reached(run, 20), look))) == "finished"
     ((keepers, steps),) = seen
-    assert keepers == 2 and max(steps) >= 18
+    assert keepers == 2 and max(steps) >= 10, "copies are taken every 5 steps"
     wait_until(lambda: keeper_names(run.path) == [])
     assert list_in_memory(run.path) == []
 

@@ -75,7 +75,7 @@ def accumulate_product(
     total: torch.Tensor, grad_output: torch.Tensor, x: torch.Tensor, *, first: bool = False
 ) -> None:
     """``total += grad_output^T x`` in float32; what is not float32 is multiplied as it is. The ``first``
-    product of a sum is written over whatever ``total`` has: nobody need fill it with zeros.
+    product of a sum is written over whatever ``total`` has, which need not be zeros.
 
     Only a CPU's product of bfloat16 is rounded before it is added. Rounding to float16 could overflow, so a
     CPU multiplies that in float32, as tensor cores add it up."""

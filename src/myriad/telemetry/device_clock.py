@@ -3,7 +3,7 @@
 An event is recorded where a span begins and where it ends, taken from a pool, and read at the start of a
 later step: nothing waits for the device. Its times count from an event whose time by the host is known, as it
 passed at once when nothing else was under way. That is renewed every few seconds, where the host has waited
-for the device in any case (`DeviceClock.settle`): events tell milliseconds as float32, 8 ms apart after a
+for the device in any case (`DeviceClock.settle`): events give milliseconds as float32, 8 ms apart after a
 day, and two clocks do not run alike for long.
 """
 
@@ -45,9 +45,9 @@ class Counted(NamedTuple):
     """What a span counts as, besides being one: 1, 0, or -1 for what is taken off the span around it."""
 
     busy: int
-    """As computing."""
+    """It counts as computing."""
     exposed: int
-    """As waiting for other ranks."""
+    """It counts as waiting for other ranks."""
 
 
 class DeviceClock:

@@ -19,7 +19,7 @@ _SECONDARY = re.compile(
 _ERROR_LINE = "myriad: error: "
 _TRACEBACK = "Traceback (most recent call last)"
 _TERMINATED = re.compile(r"^\s*what\(\):\s+(.*)")
-"""An exception of C++ that nobody caught, as of NCCL's watchdog; frames of the stack follow."""
+"""The line that C++ prints for an uncaught exception, such as the one of NCCL's watchdog."""
 
 
 def error_excerpt(log_path: Path) -> str:
